@@ -2,19 +2,39 @@
 
 The compiled parts in csrc/ are optional: without a compiler the package installs all the same and torch, or
 threads of Python, do their work, which is then said once in the log. They know nothing of torch, so that one
-build serves every version of it.
+build serves every version of it. The sources of GPU kernels, csrc/gpu, are data of the package: they are
+compiled when a run starts.
 """
 
 import os
+import shutil
 import sys
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
+
+KERNEL_SOURCES = Path("csrc/gpu")
+
+
+class BuildWithKernels(build_py):
+    """Copies the sources of GPU kernels into the package; an editable installation reads csrc/gpu itself."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib, "megatron_ds/ops/gpu/sources")
+            shutil.rmtree(folder, ignore_errors=True)               # of an earlier build, with other files
+            shutil.copytree(KERNEL_SOURCES, folder)
+
+
+commands = {"build_py": BuildWithKernels}
 
 try:
     from pybind11.setup_helpers import Pybind11Extension
     from pybind11.setup_helpers import build_ext as BuildExt
 except ImportError:         # built without isolation and without pybind11: as without a compiler
-    setup()
+    setup(cmdclass=commands)
 else:
     class SideBySide(BuildExt):
         def finalize_options(self):
@@ -44,4 +64,4 @@ else:
     if sys.platform == "linux":
         extensions.append(Pybind11Extension("megatron_ds._async_io", ["csrc/async_io.cpp"], cxx_std=17,
                                             extra_compile_args=["-O2", "-pthread"], optional=True))
-    setup(ext_modules=extensions, cmdclass={"build_ext": SideBySide})
+    setup(ext_modules=extensions, cmdclass=commands | {"build_ext": SideBySide})

@@ -1,8 +1,9 @@
 """One training step of each contestant on a workload: a function from the step's number to the step's loss.
 
 `ours` runs this package's engine; `eager` is plain PyTorch in one process, `compile` the same under
-torch.compile, and `ddp` under DistributedDataParallel, all with fused AdamW, foreach clipping and SDPA
-attention.
+torch.compile, `ddp` and `ddp-compile` under DistributedDataParallel, all with fused AdamW, foreach clipping
+and SDPA attention. In bf16 they are under autocast; with the suffix `+mixed` they have bf16 weights and
+gradients, and fp32 masters.
 """
 
 import os
@@ -80,18 +81,51 @@ def plain_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(adamw_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
 
 
-def plain(w: Workload, rank: int, world: int, dtype: str, compiled: bool = False) -> Step:
-    """Under DistributedDataParallel when there are several ranks."""
+class MasterAdamW:
+    """AdamW on fp32 masters of a bf16 model, which the caller converted after this object was made."""
+
+    def __init__(self, model: nn.Module):
+        self.low = list(model.parameters())
+        self.masters = {p: p.detach().clone() for p in self.low}
+        groups = adamw_groups(model)
+        for group in groups:
+            group["params"] = [self.masters[p] for p in group["params"]]
+        self.adamw = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+
+    def clip_and_step(self) -> None:
+        masters = list(self.masters.values())
+        for p, master in self.masters.items():
+            master.grad = p.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
+        self.adamw.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.low, masters)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for p, master in self.masters.items():
+            master.grad = None
+            if set_to_none:
+                p.grad = None
+            else:
+                p.grad.zero_()
+
+
+def plain(w: Workload, rank: int, world: int, dtype: str, compiled: bool = False,
+          mixed: bool = False) -> Step:
+    """Under DistributedDataParallel when there are several ranks. mixed: bf16 weights with fp32 masters."""
     net = model = PlainGPT(w)
+    optimizer = MasterAdamW(model) if mixed else plain_adamw(model)
+    if mixed:
+        model.to(torch.bfloat16)
     if world > 1:
         net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif compiled:
-        net = torch.compile(model)
-    return plain_step(w, rank, world, net, plain_adamw(model), dtype)
+    if compiled:
+        net = torch.compile(net)
+    return plain_step(w, rank, world, net, optimizer, "fp32" if mixed else dtype)
 
 
-def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: torch.optim.Optimizer,
-               dtype: str,
+def plain_step(w: Workload, rank: int, world: int, net: nn.Module,
+               optimizer: torch.optim.Optimizer | MasterAdamW, dtype: str,
                microbatch: Callable[[bool], AbstractContextManager] | None = None,
                keep_gradients: bool | None = None) -> Step:
     """PyTorch's training loop. bf16 is autocast over fp32 weights.
@@ -114,8 +148,11 @@ def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: to
                     loss = net(rows[:, :-1], rows[:, 1:]) / len(mine)
                 loss.backward()
             total += loss.detach() / world
-        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
-        optimizer.step()
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.clip_and_step()
+        else:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=not (world > 1 if keep_gradients is None else keep_gradients))
         if world > 1:
             dist.all_reduce(total)

@@ -91,7 +91,8 @@ def _our_name(name: str) -> str:
     return f"decoder.layers.{layer}.{long[module]}.{leaf}"
 
 
-def dtensor(w: Workload, rank: int, world: int) -> Step:
+def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
+    """bf16: autocast over fp32 weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import (
@@ -120,7 +121,9 @@ def dtensor(w: Workload, rank: int, world: int) -> Step:
         total, rows = 0.0, data[i % NUM_BATCHES].split(w.micro_batch)
         for part in rows:
             with loss_parallel():
-                loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].reshape(-1)) / len(rows)
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                    logits = model(part[:, :-1]).flatten(0, 1)
+                loss = F.cross_entropy(logits.float(), part[:, 1:].reshape(-1)) / len(rows)
                 loss.backward()
             total += (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
         clip_([(local(p.grad), is_split(p)) for p in parameters])
@@ -139,7 +142,8 @@ def _without_cuda() -> None:
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()     # there is no dropout
 
 
-def mcore(w: Workload, rank: int, world: int) -> Step:
+def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
+    """bf16: weights and gradients of 16 bits, fp32 masters."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -152,11 +156,15 @@ def mcore(w: Workload, rank: int, world: int) -> Step:
         hidden_dropout=0.0,
         attention_dropout=0.0, layernorm_epsilon=1e-5, activation_func=partial(F.gelu, approximate="tanh"),
         bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, params_dtype=torch.float32)
+        gradient_accumulation_fusion=False, bf16=dtype == "bf16",
+        params_dtype=torch.float32)
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=w.vocab, max_sequence_length=w.seq,
                      position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True)
     parameters, split = _load_mcore(model, w, rank, world)
-    optimizer, data = adamw(parameters), torch.from_numpy(token_batches(w))
+    masters = parameters if dtype == "fp32" else [nn.Parameter(p.detach().clone()) for p in parameters]
+    if dtype == "bf16":
+        model.bfloat16()
+    optimizer, data = adamw(masters), torch.from_numpy(token_batches(w))
     positions = torch.arange(w.seq).unsqueeze(0).expand(w.micro_batch, -1)
     mask = torch.triu(torch.ones(w.seq, w.seq, dtype=torch.bool), 1)[None, None]
 
@@ -167,9 +175,14 @@ def mcore(w: Workload, rank: int, world: int) -> Step:
                          labels=part[:, 1:].contiguous()).mean() / len(rows)
             loss.backward()
             total += loss.item()
-        clip_([(p.grad, s) for p, s in zip(parameters, split)])
+        for p, master in zip(parameters, masters):
+            master.grad = p.grad.float()                   # itself in fp32
+        clip_([(master.grad, s) for master, s in zip(masters, split)])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+        for p in (*parameters, *masters):
+            p.grad = None
         return total
 
     return step

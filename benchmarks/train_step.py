@@ -9,9 +9,9 @@
     python benchmarks/train_step.py --contestants mcore dtensor ours:tp=2
 
     one process     eager, compile (torch.compile)
-    two processes   ddp; ddp-zero (with ZeroRedundancyOptimizer); fsdp2:2, fsdp2:3; deepspeed:0 to
-                    deepspeed:3, with torch's Adam or +cpu_adam; dtensor and mcore (tensor parallel,
-                    fp32 only)
+    two processes   ddp, ddp-compile; ddp-zero (with ZeroRedundancyOptimizer); fsdp2:2, fsdp2:3;
+                    deepspeed:0 to deepspeed:3, with torch's Adam or +cpu_adam; dtensor and mcore (tensor
+                    parallel)
     pipelines       torchpp:SCHEDULE[/CUT], dspp[:METHOD] (see pipeline_peers.py); give all contestants
                     one --micro-batch
     ours[:layout]   the layout language of tools/compare_layouts.py
@@ -24,8 +24,13 @@ machines whose speed changes within seconds. `loss_last` must be equal: to 1e-4 
 bf16. `--python` names another interpreter for a contestant's family, for peers that one environment does not
 hold; torch's version must be the same in all. Workload T is for trying what runs at all.
 
-bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-zero), 16-bit compute from fp32
-shards (fsdp2), 16-bit weights with fp32 masters (deepspeed, ours).
+bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-compile, ddp-zero, dtensor),
+16-bit compute from fp32 shards (fsdp2), 16-bit weights with fp32 masters (deepspeed, mcore, ours, and eager,
+compile, ddp and ddp-compile with the suffix +mixed).
+
+--malloc keep gives the peers the allocator settings that our runs make for themselves (glibc: one arena,
+freed memory is kept). A step is stalled if it takes more than 1.3 times the median of its round: another
+program ran, or the machine was slower. The table shows their number; a round with many is to be repeated.
 
 Memory, per rank, is the peak of resident memory in the training steps: all of it, and what lies above the
 level before the model was built, when everything was imported and the ranks connected. The first figure has
@@ -67,7 +72,11 @@ LAZY_IMPORTS = {
     "deepspeed": ["deepspeed"], "dtensor": ["torch.distributed.tensor.parallel"],
     "mcore": ["megatron.core.models.gpt.gpt_model"], "torchpp": ["torch.distributed.pipelining"],
     "dspp": ["deepspeed.pipe"]}
-FP32_ONLY = {"dtensor", "mcore"}
+TENSOR_PARALLEL = {"dtensor", "mcore"}
+# training/distributed.py's settings, as glibc reads them from the environment.
+KEEP_FREED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+              "MALLOC_TOP_PAD_": str(64 << 20)}
+STALLED = 1.3            # times the median
 
 
 def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
@@ -112,7 +121,8 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         print(json.dumps({
             "contestant": args.rank_of, "workload": w.name, "dtype": args.dtype,
             "step_s": statistics.median(measured),
-            "seconds": measured, "step_min": min(measured), "loss_last": losses[-1],
+            "seconds": measured, "stalled": sum(s > STALLED * statistics.median(measured) for s in measured),
+            "step_min": min(measured), "loss_last": losses[-1],
             "peak_mib": [round(peak) for peak, _ in peaks],
             "peak_above_mib": [round(above) for _, above in peaks],
             "tokens_s": w.global_batch * w.seq / statistics.median(measured)}), flush=True)
@@ -124,11 +134,12 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
     if kind == "ours":
         from tools.layout_comparison import parse_layout
         return contestants.ours(w, world, dtype, parse_layout(detail).flags, stack)
-    if kind in FP32_ONLY:
+    if kind in TENSOR_PARALLEL:
         import tensor_parallel_peers
-        return getattr(tensor_parallel_peers, kind)(w, rank, world)
-    if kind in ("eager", "compile", "ddp"):
-        return contestants.plain(w, rank, world, dtype, compiled=kind == "compile")
+        return getattr(tensor_parallel_peers, kind)(w, rank, world, dtype)
+    plain, _, policy = kind.partition("+")
+    if plain in ("eager", "compile", "ddp", "ddp-compile"):
+        return contestants.plain(w, rank, world, dtype, "compile" in plain, mixed=policy == "mixed")
     if kind in ("torchpp", "dspp"):
         import pipeline_peers
         name, _, cut = detail.partition("/")
@@ -153,7 +164,8 @@ def family(contestant: str) -> str:
     return contestant.partition(":")[0]
 
 
-KNOWN = re.compile(r"eager|compile|ddp|ddp-zero|dtensor|mcore|fsdp2:[23]|deepspeed:[0-3](\+cpu_adam)?|"
+KNOWN = re.compile(r"(eager|compile|ddp|ddp-compile)(\+mixed)?|ddp-zero|dtensor|mcore|fsdp2:[23]|"
+                   r"deepspeed:[0-3](\+cpu_adam)?|"
                    r"torchpp:(gpipe|1f1b|interleaved|interleaved-zb|zbv)(/\d+(\+\d+)+)?|dspp(:parameters|:uniform)?|ours(:.*)?")
 
 
@@ -161,11 +173,12 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from megatron_ds.errors import ConfigError
     for contestant in args.contestants:
         if not KNOWN.fullmatch(contestant):
-            parser.error(f"no contestant {contestant!r}. There are eager, compile, ddp, ddp-zero, fsdp2:2, "
-                         "fsdp2:3, deepspeed:0 to deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, "
+            parser.error(f"no contestant {contestant!r}. There are eager, compile, ddp, ddp-compile (each "
+                         "also with +mixed), ddp-zero, fsdp2:2, fsdp2:3, deepspeed:0 to "
+                         "deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, "
                          "mcore, torchpp:SCHEDULE[/CUT], dspp[:METHOD], ours and ours:LAYOUT.")
-        if args.dtype != "fp32" and family(contestant) in FP32_ONLY:
-            parser.error(f"{contestant} is measured in fp32 only. Leave it out, or take --dtype fp32.")
+        if args.dtype == "fp32" and contestant.endswith("+mixed"):
+            parser.error(f"{contestant} has bf16 weights. Leave it out, or take --dtype bf16.")
         try:
             world_of(contestant)
         except ConfigError as error:
@@ -176,7 +189,7 @@ def world_of(contestant: str) -> int:
     if family(contestant) == "ours":
         from tools.layout_comparison import parse_layout
         return parse_layout(contestant.partition(":")[2]).world_size
-    return 1 if contestant in ("eager", "compile") else 2
+    return 1 if contestant.partition("+")[0] in ("eager", "compile") else 2
 
 
 class Running:
@@ -192,6 +205,8 @@ class Running:
                             "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
                             "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        if args.malloc == "keep" and family(contestant) != "ours":
+            env |= KEEP_FREED
         python = pythons.get(family(contestant), sys.executable)
         command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
                    "--micro-batch", str(args.micro_batch), "--steps", str(args.steps),
@@ -257,6 +272,8 @@ def main() -> None:
                         help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
     parser.add_argument("--turns", action="store_true", help="all contestants live together and take their "
                         "steps in turn; their memory must fit together")
+    parser.add_argument("--malloc", choices=("default", "keep"), default="default",
+                        help="the peers' allocator settings; ours are always those of a run")
     parser.add_argument("--output", type=Path, help="append every record to this JSON-lines file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -280,15 +297,16 @@ def main() -> None:
 
 
 def show(records: dict[str, list[dict]], work: str) -> None:
-    print(f"| workload {work} | s/step median (min–max of rounds) | best step | tokens/s | last loss | peak "
-          "MiB per rank | above the level before the model |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| workload {work} | s/step median (min–max of rounds) | best step | stalled steps | tokens/s | "
+          "last loss | peak MiB per rank | above the level before the model |")
+    print("|---|---|---|---|---|---|---|---|")
     for contestant, rows in records.items():
         times = [r["step_s"] for r in rows]
         median = statistics.median(times)
         row = rows[times.index(min(times, key=lambda t: abs(t - median)))]
         best = min(r["step_min"] for r in rows)
         print(f"| {contestant} | {median:.3f} ({min(times):.3f}–{max(times):.3f}) | {best:.3f} | "
+              f"{sum(r['stalled'] for r in rows)} | "
               f"{row['tokens_s']:.0f} | {row['loss_last']:.5f} | "
               f"{_per_rank(rows, 'peak_mib')} | {_per_rank(rows, 'peak_above_mib')} |")
 

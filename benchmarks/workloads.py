@@ -1,9 +1,9 @@
 """The work every contestant does: model sizes, tokens, initial weights, optimizer. Same bits for all, so
 losses must agree.
 
-S is a small GPT (14 M parameters), M a GPT-2-small-like one (111 M), T a tiny one, to see whether a
-contestant runs. Tokens follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on matrices, gradient clipping
-1.0, tanh-GELU, tied head, no dropout.
+S is a small GPT (14 M parameters), SV the same with GPT-2's vocabulary, M a GPT-2-small-like one (111 M), T a
+tiny one, to see whether a contestant runs. Tokens follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on
+matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
 """
 
 import math
@@ -31,6 +31,8 @@ WORKLOADS = {w.name: w for w in (
              steps=3),
     Workload("S", layers=6, hidden=384, heads=6, seq=256, vocab=8192, global_batch=16, micro_batch=4,
              warmup=2, steps=8),
+    Workload("SV", layers=6, hidden=384, heads=6, seq=256, vocab=50304, global_batch=16, micro_batch=4,
+             warmup=1, steps=4),
     Workload("M", layers=12, hidden=768, heads=12, seq=512, vocab=32768, global_batch=8, micro_batch=2,
              warmup=1, steps=3),
 )}

@@ -25,8 +25,8 @@ from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.context import ParallelContext, Precision
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.planning.run_model import DTYPES
 from megatron_ds.training.tokenizer_files import FIELDS, tokenizer_of
 

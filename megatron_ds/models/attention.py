@@ -22,7 +22,7 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
-from ..ops.dropout import KeepMask, attention_keep_mask, sample_keys
+from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
@@ -175,6 +175,5 @@ class CoreAttention(nn.Module):
         heads, (rows, picked) = q.shape[2], batch.positions()
         first = self.ctx.tp.rank * heads
         keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
-        return attention_keep_mask(p, keys, heads=range(first, first + heads), rows=rows,
-                                   cols=k.shape[0] if picked is None else len(rows), picked=picked,
-                                   device=q.device)
+        return KeepMask(p, keys, heads=range(first, first + heads), rows=rows,
+                        cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)

@@ -52,8 +52,8 @@ class Block(nn.Module):
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
-        x = x + self.attention_dropout(attended, batch)
-        return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x), batch), batch)
+        x = self.attention_dropout.add(attended, x, batch)
+        return self.mlp_dropout.add(self.mlp(self.pre_mlp_layernorm(x), batch), x, batch)
 
 
 def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rotary: Rotary | None,

@@ -22,7 +22,7 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext, Recompute
 from ..mpu.group import Group
-from ..ops.dropout import dropout
+from ..ops.dropout import dropout, dropout_add
 from ..registry import did_you_mean
 
 T = TypeVar("T")
@@ -91,11 +91,19 @@ class HiddenDropout:
         self.p, self.site, self.ctx = p, site, ctx
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return dropout(x, self.p, **self._table(batch)) if self.p and batch.training else x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`residual` + dropout of x, in one operation."""
         if not self.p or not batch.training:
-            return x
+            return residual + x
+        return dropout_add(x, residual, self.p, **self._table(batch))
+
+    def _table(self, batch: Batch) -> dict[str, object]:
+        """The random numbers of the rows of x, as `ops.dropout.dropout` takes them."""
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
-        return dropout(x, self.p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids, rows=rows,
-                       picked=picked)
+        return {"seed": self.ctx.seed, "site": self.site, "sample_ids": batch.sample_ids, "rows": rows,
+                "picked": picked}
 
 
 def recompute(function: Callable, *args: object) -> torch.Tensor:

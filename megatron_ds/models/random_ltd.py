@@ -28,7 +28,7 @@ from ..data.batch import Batch
 from ..errors import LayoutError
 from ..mpu.context import ParallelContext
 from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region
-from ..ops.dropout import random_subset
+from ..ops.keyed_random import random_subset
 from .attention import KVCache
 from .layer import Layer
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops.dropout import random_numbers
+from ..ops.keyed_random import random_numbers
 from .capacity import Capacity, kept_slots
 from .losses import load_of
 from .router import JITTER, Routing, largest, unit_interval

@@ -42,7 +42,8 @@ from ..mpu import collectives
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec
-from ..ops.dropout import random_numbers, sample_keys, shift_right
+from ..ops.dropout import sample_keys
+from ..ops.keyed_random import random_numbers, shift_right
 from ..tensor_parallel.linear import new_shard
 from .balance import Balance
 

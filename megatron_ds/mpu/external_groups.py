@@ -54,7 +54,7 @@ class DataParallelWorld:
         """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
         if self.mesh is not None:
             return self.mesh.split_data(size)
-        from .transport import connect_torch
+        from .launch import connect_torch
 
         groups = sorted(set(all_gather_object(self.data.ranks, self.world)))
         made = []
@@ -76,7 +76,7 @@ class DataParallelWorld:
             return self.ep or solo("ep", self.rank)
         if self.mesh is not None:
             return self.mesh.group("ep")
-        from .transport import connect_torch
+        from .launch import connect_torch
 
         given = sorted(set(all_gather_object((self.data.ranks, self.expert_part, self.expert.ranks),
                                              self.world)))
@@ -203,9 +203,9 @@ def _adopt(axes: str, process_group: Any, size: int) -> Group:
 
     if size == 1:
         return solo(axes, dist.get_rank() if dist.is_initialized() else 0)
-    from .transport import TorchTransport
+    from .launch import transport_over
 
-    transport = TorchTransport(process_group or dist.group.WORLD, axes)
+    transport = transport_over(process_group or dist.group.WORLD, axes)
     if transport.size != size:
         raise ConfigError(f"mpu gives {size} as the size of its {axes} group, but the process group has "
                           f"{transport.size} ranks. Correct the mpu: the two must be equal, and "

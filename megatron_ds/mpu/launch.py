@@ -10,13 +10,15 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 from ..errors import CommunicationError, ConfigError
+from .group import NUM_STREAMS, Transport
 from .stuck_ranks import register_host
 
 DEFAULT_PORT = 29500
@@ -223,3 +225,34 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
                               "or has exited") from error
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.0, 1.5 * pause)
+
+
+def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
+                  timeout: timedelta | None = None) -> Transport | None:
+    """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
+    there.
+
+    Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
+    must make the same groups.
+    """
+    import torch.distributed as dist
+    mine, num_lanes = None, NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
+    for ranks in groups:
+        if len(ranks) > 1:
+            made = [dist.new_group(list(ranks), timeout=timeout, group_desc=axes)
+                    for _ in range(1 + num_lanes)]
+            if rank in ranks:
+                mine = transport_over(made[0], axes, made[1:])
+    return mine
+
+
+def transport_over(process_group: Any, axes: str = "", lanes: Sequence[Any] = ()) -> Transport:
+    """The transport over one torch ProcessGroup. lanes: others of the same ranks, see `TorchTransport`."""
+    from .gloo import GlooTransport
+    from .transport import TorchTransport
+    return TorchTransport(process_group, axes, lanes) if _has_nccl() else GlooTransport(process_group, axes)
+
+
+def _has_nccl() -> bool:
+    import torch.distributed as dist
+    return "nccl" in dist.get_backend_config()

@@ -1,4 +1,4 @@
-"""`TorchTransport`: a group's transport over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+"""`TorchTransport`: a group's transport over torch.distributed. `gloo.py` adds what is special to CPU runs.
 
 torch.distributed takes global ranks and raises RuntimeError with the address of a socket. A group takes
 positions, and its errors name the rank, the group, the operation and the rank that is stuck. This file
@@ -10,10 +10,7 @@ the next and to the previous rank), so on NCCL its group has a communicator for 
 messages separate the streams.
 """
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,35 +19,15 @@ from torch import Tensor
 
 from ..errors import CommunicationError
 from ..host.memory_maps import SharedPages, share_pages
-from .collectives import LAST_TAG, Pieces
-from .group import NUM_STREAMS, AllOf, Messages, Work
+from .group import AllOf, Messages, Work
 from .stuck_ranks import name_stuck_ranks, report_failure
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-EXCHANGE_TAG = LAST_TAG + 1
+EXCHANGE_TAG = (1 << 20) + (1 << 16) + 1     # above those of channels and of gloo.py
 
 # torch 2.13 renamed these two and warns at each use of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
-                  timeout: timedelta | None = None) -> "TorchTransport | None":
-    """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
-    there.
-
-    Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
-    must make the same groups.
-    """
-    mine = None
-    num_lanes = NUM_STREAMS.get(axes, 0) if "nccl" in dist.get_backend_config() else 0
-    for ranks in groups:
-        if len(ranks) > 1:
-            made = [dist.new_group(list(ranks), timeout=timeout, group_desc=axes)
-                    for _ in range(1 + num_lanes)]
-            if rank in ranks:
-                mine = TorchTransport(made[0], axes, made[1:])
-    return mine
 
 
 def lone_process_group(rank: int) -> dist.ProcessGroup | None:
@@ -66,26 +43,17 @@ class TorchTransport:
         self.process_group, self.axes, self.lanes = process_group, axes, lanes
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
-        self._outbox = _Outbox()
-        self._pieces = Pieces(self.rank, self.size, self._send_piece, self._receive_piece)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`. Of two ranks gloo's own: a + b = b + a, so it has the same bits, it is as fast,
-        and its second round does not run in `wait`."""
-        if op == "sum" and self.size > 2 and not tensor.is_cuda:
-            return self._pieces.all_reduce(tensor.detach())
+        """As in `Transport`."""
         return self._start("all-reduce", dist.all_reduce, tensor.detach(), _OPS[op])
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """As in `Transport`."""
-        if not tensor.is_cuda:
-            return self._pieces.all_gather(out.detach(), tensor.detach())
         return self._start("all-gather", _all_gather, out.detach(), tensor.detach())
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
-        if op == "sum" and not tensor.is_cuda:
-            return self._pieces.reduce_scatter(out.detach(), tensor.detach())
         return self._start("reduce-scatter", _reduce_scatter, out.detach(), tensor.detach(), _OPS[op])
 
     def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int] | None = None,
@@ -99,10 +67,9 @@ class TorchTransport:
         return self._start("broadcast", dist.broadcast, tensor.detach(), self.ranks[source])
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        """As in `Transport`. On gloo a thread waits for the send; see `_Outbox`."""
+        """As in `Transport`."""
         what, lane = f"send to rank {self.ranks[destination]}", self._lane(self.rank, destination, tag)
-        work = self._guard(what, lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag))
-        return work if tensor.is_cuda else self._outbox.put(work)
+        return self._guard(what, lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """As in `Transport`."""
@@ -118,7 +85,7 @@ class TorchTransport:
         what = f"exchange with ranks {sorted({self.ranks[peer] for _, _, peer in operations})}"
         with _Translated(self, what):
             works = dist.batch_isend_irecv(batch) if batch else []
-        return AllOf([_Work(work, self, what) for work in works])
+        return AllOf([TranslatedWork(work, self, what) for work in works])
 
     def all_gather_object(self, obj: Any) -> list:
         """As in `Transport`."""
@@ -138,7 +105,6 @@ class TorchTransport:
 
     def close(self) -> None:
         """Destroy the process groups: one that outlives the interpreter's threads aborts the process."""
-        self._outbox.close()
         for process_group in (*self.lanes, self.process_group):
             dist.destroy_process_group(process_group)
         self.lanes, self.process_group = (), None
@@ -147,23 +113,15 @@ class TorchTransport:
         """`Channels` gives activations even and gradients odd tags."""
         return self.lanes[2 * (tag % 2) + (source < destination)] if self.lanes else self.process_group
 
-    def _send_piece(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        return self._guard(f"sending a piece to rank {self.ranks[destination]}",
-                           lambda: dist.isend(tensor, self.ranks[destination], self.process_group, tag))
-
-    def _receive_piece(self, tensor: Tensor, source: int, tag: int) -> Work:
-        return self._guard(f"receiving a piece from rank {self.ranks[source]}",
-                           lambda: dist.irecv(tensor, self.ranks[source], self.process_group, tag))
-
     def _start(self, what: str, function: Callable, *arguments: Any) -> Work:
         return self._guard(what, lambda: function(*arguments, group=self.process_group, async_op=True))
 
     def _guard(self, what: str, call: Callable[[], Any]) -> Work:
         with _Translated(self, what):
-            return _Work(call(), self, what)
+            return TranslatedWork(call(), self, what)
 
 
-class _Work:
+class TranslatedWork:
     """A torch work whose failure names the rank, the group and the operation."""
 
     __slots__ = ("_work", "_transport", "_what")
@@ -177,60 +135,6 @@ class _Work:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-class _Outbox:
-    """Waits for gloo's sends in a thread.
-
-    A send of gloo is complete when the receiver has taken the message, and only `wait` detects this:
-    `is_completed` stays False until then, and a `wait` that times out breaks the connection. Without a
-    thread that waits, every message of a step would stay in memory until the step ends.
-    """
-
-    def __init__(self):
-        self._sends = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, work: _Work) -> "_Sent":
-        """Wait for `work` in the thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="sends", daemon=True)
-            self._thread.start()
-        sent = _Sent()
-        self._sends.put((work, sent))
-        return sent
-
-    def close(self) -> None:
-        """End the thread after the sends it has."""
-        if self._thread is not None:
-            self._sends.put(None)
-
-    def _serve(self) -> None:
-        while (entry := self._sends.get()) is not None:
-            work, sent = entry
-            try:
-                work.wait()
-            except Exception as error:      # raised in `_Sent.wait`
-                sent.error = error
-            sent.over.set()
-            del entry, work, sent               # they would keep the message until the next one
-
-
-class _Sent:
-    """A send that the outbox waits for."""
-
-    __slots__ = ("over", "error")
-
-    def __init__(self):
-        self.over, self.error = threading.Event(), None
-
-    def wait(self) -> None:
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
-
-    def is_completed(self) -> bool:
-        return self.over.is_set() and self.error is None
 
 
 class _Translated:

@@ -30,8 +30,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     mask       bool [b or 1, n or 1, sq, sk], True = may not attend; in addition to the causal mask
     documents  `data.documents.Documents` of the samples, with sq = sk: a query sees its own document only
-    keep       dropout of the probabilities, from `ops.dropout.attention_keep_mask`. They are kept for
-               backward, so memory grows with sq * sk
+    keep       dropout of the probabilities, an `ops.dropout.KeepMask`. They are kept for backward, so
+               memory grows with sq * sk
     scale      of the scores, 1 / sqrt(d) unless given
     """
     if documents is not None and (keep is not None or mask is not None or not causal):
@@ -91,7 +91,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ca
     if forbidden is not None and mask is not None:
         p = p.masked_fill(forbidden.all(-1, keepdim=True), 0.0)         # a query without keys: 0
     if keep is not None:
-        p = apply_mask(p, *keep)
+        p = apply_mask(p, keep.mask, keep.p)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))
 

@@ -133,7 +133,15 @@ def _candidates(operation: Operation, device: str, dtype: torch.dtype, mode: str
             if entry.name == "torch" or mode == "auto"
             and (entry.devices is None or device in entry.devices)
             and (entry.dtypes is None or dtype in entry.dtypes)
-            and not (device != "meta" and entry.available())]
+            and not (device != "meta" and _reason_against(operation, entry, device, dtype))]
+
+
+def _reason_against(operation: Operation, entry: Implementation, device: str, dtype: torch.dtype) -> str:
+    """Why this machine cannot use an implementation. On a GPU it must first equal torch's operations."""
+    if device != "cuda":
+        return entry.available()
+    from .gpu.self_check import reason_against_implementation  # which uses this table to compare
+    return entry.available() or reason_against_implementation(operation, entry, dtype)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
-from .kernel_table import CPU, Operation, random_tensors
+from .gpu import norm_kernels
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 
 
 class LayerNorm(nn.Module):
@@ -63,6 +64,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.is_meta:              # like torch's GPU kernel, `_RMSNorm` keeps x and one number a row
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@Operation
+def residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), both [.., hidden] as x: LayerNorm with a bias, RMSNorm without."""
+    total = x + residual
+    if bias is None:
+        return rms_norm(total, weight, eps), total
+    return layer_norm(total, weight, bias, eps), total
+
+
+GPU_KERNELS = {"devices": GPU, "dtypes": FLOATS, "fits": norm_kernels.fits}
+layer_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.layer_norm)
+rms_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.rms_norm)
+residual_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.residual_norm)
+
+
+@residual_norm.example
+def _residual_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return (*random_tensors(dtype, device, (rows, width), (rows, width), (width,), (width,)), 1e-5)
 
 
 @layer_norm.example

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from ..mpu.param_spec import Box, Coordinates, ParamSpec
-from ..ops.dropout import generator_of
+from ..ops.keyed_random import generator_of
 
 BLOCK = 1 << 16
 CONSTANTS = {"zeros": 0.0, "ones": 1.0}

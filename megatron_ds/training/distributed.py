@@ -20,9 +20,8 @@ import torch
 
 from ..config import RunConfig
 from ..mpu import launch as launching
-from ..mpu.launch import Launch
+from ..mpu.launch import Launch, connect_torch
 from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
-from ..mpu.transport import connect_torch
 
 # From glibc's <malloc.h>.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8

@@ -42,6 +42,7 @@ from ..ramps import Progress
 from .build import Engine, build_engine
 from .distributed import joined
 from .log import Log, check_log, open_log
+from .prepared_kernels import prepare_kernels
 from .run_checkpoint import (
     check_same_run,
     clear_save_folder,
@@ -118,6 +119,8 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         engine = build_engine(config, mesh)
         if mesh.rank == 0:
             logger.info("%s", describe(engine, source, as_given))
+        if compiled := prepare_kernels(engine):
+            logger.info("%s", compiled)
         _leave_if_stopped(stop, mesh)
         progress = load_run(engine, start)
         _leave_if_stopped(stop, mesh)

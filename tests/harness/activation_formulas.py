@@ -8,7 +8,7 @@ s; n heads of d channels, f the feed-forward width and V the padded vocabulary, 
     norm, twice a block  its input S b h e, two statistics a row      linear after it    its input S b h e
     attention            q, k, v; what the core needs (`_core`)       projection         its input s b n d e
     activation           its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
-    hidden dropout       a byte an element, S b h                     head               its input S b h e
+    hidden dropout       a byte an element, S b h; on GPUs nothing    head               its input S b h e
     loss                 probabilities, and 17 bytes a token; on      embedding          rows, 8 bytes a token
                          GPUs logits, and 12 bytes a token;
                          by chunks 12 bytes a token alone
@@ -195,7 +195,8 @@ def _statistics(work: Workload) -> int:
 
 
 def _dropout(work: Workload) -> int:
-    return work.rows * work.model.hidden_size if work.model.hidden_dropout else 0
+    """The mask of hidden dropout. Kernels for GPUs draw it once more in backward."""
+    return work.rows * work.model.hidden_size if work.model.hidden_dropout and work.device == "cpu" else 0
 
 
 def _rotary_tables(work: Workload) -> int:

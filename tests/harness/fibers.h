@@ -30,7 +30,6 @@
 #define SANITIZED(what) what
 extern "C" {
 void* __tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void* __tsan_get_current_fiber();
 void __tsan_acquire(void* address);
@@ -69,7 +68,7 @@ inline int warp_order[MOST_THREADS / WARP], lane_order[WARP], lane_place[WARP], 
 inline dim3 block_index, block_size, grid_size;
 inline void (*body)(void*);
 inline void* body_arguments;
-inline char *stacks, *message, ended;
+inline char *stacks, *message, begun, ended;
 inline size_t message_size;
 inline bool failed;
 inline thread_local char touched;
@@ -190,6 +189,7 @@ HIDDEN inline unsigned ballot(unsigned mask, bool predicate, Place place) {
 // ---- launches
 
 HIDDEN inline void entry() {
+    SANITIZED(__tsan_acquire(&begun));
     body(body_arguments);
     self->returned = true;
     SANITIZED(__tsan_release(&ended));
@@ -210,15 +210,16 @@ HIDDEN inline void poison_shared_memory() {
         return 0;
     }, reinterpret_cast<void*>(&poison_shared_memory));
 }
+// A fiber of the sanitizer costs a millisecond, so blocks use the same ones, in an order that is drawn anew
+// for each block: to the sanitizer, what one of them does in two blocks has an order.
 #if defined(__SANITIZE_THREAD__)
-// The sanitizer takes a new fiber in the place of a destroyed one for the same thread, so it would not see
-// that two blocks access one address. It has room for 8128.
-inline void* kept_fibers[4096];
-inline int kept_count;
-HIDDEN inline void keep_sanitizer_fibers() {
-    if (kept_count + threads > 4096)
-        while (kept_count) __tsan_destroy_fiber(kept_fibers[--kept_count]);
-    for (int i = 0; i < threads; ++i) kept_fibers[kept_count++] = fibers[i].sanitizer;
+inline void* sanitizer_fibers[MOST_THREADS];
+inline int stack_of[MOST_THREADS], sanitizer_count;
+HIDDEN inline void draw_sanitizer_fibers() {
+    for (; sanitizer_count < threads; ++sanitizer_count)
+        sanitizer_fibers[sanitizer_count] = __tsan_create_fiber(0);
+    for (int i = 0; i < threads; ++i) stack_of[i] = i;
+    shuffle(stack_of, threads);
 }
 #endif
 HIDDEN inline void* run_block(void*) {
@@ -231,19 +232,21 @@ HIDDEN inline void* run_block(void*) {
     }
     for (int i = 0; i < WARP; ++i) lane_order[i] = i;
     draw_order();
+    SANITIZED(draw_sanitizer_fibers());
     for (unsigned i = 0; i < unsigned(threads); ++i) {
-        void** top = reinterpret_cast<void**>(stacks + STACK * (i + 1));
+        int stack = i;
+        SANITIZED(stack = stack_of[i]);
+        void** top = reinterpret_cast<void**>(stacks + STACK * (stack + 1));
         *--top = nullptr; *--top = reinterpret_cast<void*>(entry);
         for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
         const unsigned in_plane = block_size.x * block_size.y;
         const dim3 thread{i % block_size.x, i % in_plane / block_size.x, i / in_plane};
         fibers[i] = {top, nullptr, thread, int(i)};
-        SANITIZED(fibers[i].sanitizer = __tsan_create_fiber(0));
+        SANITIZED(fibers[i].sanitizer = sanitizer_fibers[stack]);
     }
-    SANITIZED(host.sanitizer = __tsan_get_current_fiber());
+    SANITIZED(host.sanitizer = __tsan_get_current_fiber(); __tsan_release(&begun));
     self = &host;
     switch_to(&fibers[first_that_can_run()]);
-    SANITIZED(keep_sanitizer_fibers());
     return nullptr;
 }
 HIDDEN inline void run_grid(unsigned* order, unsigned blocks) {

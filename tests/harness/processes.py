@@ -170,7 +170,7 @@ class ProcessWorld:
 
     def connect(self, axes, groups, rank):
         """What `Mesh` asks for. Collective over the whole world."""
-        from megatron_ds.mpu.transport import connect_torch
+        from megatron_ds.mpu.launch import connect_torch
 
         return connect_torch(axes, groups, rank)
 
@@ -183,12 +183,12 @@ class ProcessWorld:
         import torch.distributed as dist
 
         from megatron_ds.mpu.group import Group
-        from megatron_ds.mpu.transport import TorchTransport
+        from megatron_ds.mpu.launch import transport_over
 
         ranks = tuple(ranks)
         transport = None
         if len(ranks) > 1:
-            transport = TorchTransport(dist.new_group(list(ranks), use_local_synchronization=True), axes)
+            transport = transport_over(dist.new_group(list(ranks), use_local_synchronization=True), axes)
         return Group(axes, ranks, ranks.index(rank), transport, self.traffic[rank])
 
 

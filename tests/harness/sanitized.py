@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from megatron_ds.ops.gpu.gpu_kernel import GpuKernel
+from megatron_ds.ops.gpu.gpu_kernel import FORMATS, GpuKernel
 from tests.harness.emulated import SOURCES, built, emulated_gpu
 
 FLAGS = {"thread": ("-fsanitize=thread", "-g"),
@@ -103,13 +103,16 @@ def _data(kernel: GpuKernel, grid: int | tuple, threads: int, arguments: tuple) 
     places = list(storages)
     data = struct.pack("7q", *sizes, threads, 1, 1, len(storages))
     for storage in storages.values():
-        content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-        data += struct.pack("q", len(content)) + content + bytes(-len(content) % 8)
+        data += _sized(ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b"")
     data += struct.pack("q", len(arguments))
-    for argument, letter in zip(arguments, kernel._pack.format[1:], strict=True):
+    for argument, kind in zip(arguments, kernel.types, strict=True):
         if isinstance(argument, torch.Tensor):
             place = argument.untyped_storage().data_ptr()
-            data += struct.pack("qq", places.index(place), argument.data_ptr() - place)
+            data += struct.pack("qqq", places.index(place), 8, argument.data_ptr() - place)
         else:
-            data += struct.pack("q", -1) + struct.pack(f"@{letter}", argument or 0).ljust(8, b"\0")
+            data += struct.pack("q", -1) + _sized(struct.pack(f"@{FORMATS[kind]}", argument or 0))
     return data
+
+
+def _sized(content: bytes) -> bytes:
+    return struct.pack("q", len(content)) + content + bytes(-len(content) % 8)

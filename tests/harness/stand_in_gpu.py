@@ -23,7 +23,8 @@ from megatron_ds.errors import KernelError
 from megatron_ds.ops.gpu import gpu_kernel, kernel_sources
 from megatron_ds.ops.gpu.cuda_backend import CudaBackend, GpuDevice
 from megatron_ds.ops.gpu.driver import Driver
-from megatron_ds.ops.gpu.kernel_cache import CompiledKernel, KernelCache
+from megatron_ds.ops.gpu.kernel_cache import KernelCache
+from megatron_ds.ops.gpu.nvrtc import Program
 
 HERE = Path(__file__).parent
 BUILT = Path(tempfile.gettempdir()) / f"megatron_ds-stand-in-{os.getuid()}"
@@ -45,33 +46,45 @@ int {symbol}(const unsigned* grid, const unsigned* block, void** arguments) {{
 """
 
 
+# A kernel that computes nothing.
+HOLLOW = """extern "C" int {symbol}(const unsigned*, const unsigned*, void**) {{ return 0; }}"""
+
+
 class StandInCompiler:
-    """Has the interface of `nvrtc.RuntimeCompiler` as far as a backend uses it."""
+    """Has the interface of `nvrtc.RuntimeCompiler` as far as a backend uses it.
+
+    hollow: all kernels compute nothing, which takes no time to compile
+    """
 
     name = "g++ 1.0"
 
-    def __init__(self):
+    def __init__(self, hollow: bool = False):
         self.compilations: list[str] = []
+        self.hollow = hollow
 
     def options(self, source, target):
         """As of a compiler with two targets."""
         return (target, "contracts" if source.contracts else "does not")
 
-    def compile(self, source, expression, target, extra=()):
+    def compile(self, source, expressions, target, extra=()):
         """A shared library as machine code. Raises KernelError with the messages of g++."""
+        (expression,) = expressions
         self.compilations.append(expression)
+        if self.hollow:
+            library = _built(HOLLOW.format(symbol=SYMBOL), "")
+            return Program(library.read_bytes(), {expression: SYMBOL}, "")
         text = LAUNCHER.format(file=source.name, expression=expression, symbol=SYMBOL)
         folder = kernel_sources.source_folder()
         key = repr((source, [p.read_bytes() for p in sorted(HERE.glob("*.h"))]))
         library = _built(text, key, *OF_KERNELS, f"-I{folder}", f"-I{HERE}")
-        return CompiledKernel(SYMBOL, library.read_bytes()), ""
+        return Program(library.read_bytes(), {expression: SYMBOL}, "")
 
 
 class StandInGpu:
     """A backend on the stand-in driver. cache: folder of compiled kernels, or None."""
 
-    def __init__(self, cache: Path | None, ordinal: int = 0):
-        self.compiler, self.capturing, self.current_stream = StandInCompiler(), False, 0x5000
+    def __init__(self, cache: Path | None, ordinal: int = 0, hollow: bool = False):
+        self.compiler, self.capturing, self.current_stream = StandInCompiler(hollow), False, 0x5000
         self._driver = ctypes.CDLL(libcuda())
         device = GpuDevice(ordinal, "sm_90", 3, lambda: self.current_stream, lambda: self.capturing)
         self.backend = CudaBackend(device, Driver(libcuda()), self.compiler, KernelCache(cache))
@@ -91,9 +104,9 @@ class StandInGpu:
 
 
 @contextmanager
-def stand_in_gpu(cache: Path | None, ordinal: int = 0) -> Iterator[StandInGpu]:
+def stand_in_gpu(cache: Path | None, ordinal: int = 0, hollow: bool = False) -> Iterator[StandInGpu]:
     """CPU tensors are launched by the stand-in driver within the context."""
-    gpu, before = StandInGpu(cache, ordinal), dict(gpu_kernel.BACKENDS)
+    gpu, before = StandInGpu(cache, ordinal, hollow), dict(gpu_kernel.BACKENDS)
     gpu_kernel.BACKENDS["cpu"] = lambda device: gpu.backend
     try:
         yield gpu

@@ -13,7 +13,7 @@ import megatron_ds.ops
 from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
 from megatron_ds.ops.kernel_table import GPU, OPERATIONS, selected
-from tests.harness.emulated import emulated_gpu
+from tests.harness.emulated import compile_together, emulated_gpu
 
 for _module in pkgutil.iter_modules(megatron_ds.ops.__path__):
     importlib.import_module(f"megatron_ds.ops.{_module.name}")
@@ -30,18 +30,21 @@ def test_an_implementation_equals_torchs_operations_in_double_precision(operatio
     assert operation.make_example, f"{operation.name} has no example"
     if entry.devices != GPU and entry.available():
         pytest.skip(entry.available())
-    checked = []
-    for dtype in entry.dtypes or TOLERANCES:
-        for rows, width in SIZES:
-            arguments = operation.make_example(rows, width, dtype, torch.device("cpu"))
-            if not entry.suits(*arguments) or entry.fits(*arguments):
-                continue
-            with selected("auto"), emulated_gpu(seed=rows):
-                error = largest_error(operation, entry, rows, width, dtype, torch.device("cpu"))
+    cases = [(rows, width, dtype, torch.device("cpu")) for dtype in entry.dtypes or TOLERANCES
+             for rows, width in SIZES]
+    taken = [case for case in cases if takes(entry, operation.make_example(*case))]
+    assert taken, "no size of the test is taken"
+    with selected("auto"):
+        compile_together(lambda: [largest_error(operation, entry, *case) for case in taken])
+        for case in taken:
+            with emulated_gpu(seed=case[0]):
+                error = largest_error(operation, entry, *case)
             limit = 4 if entry.name == "torch" else 1
-            assert error <= limit, f"{dtype}, {rows} rows of {width}: {error} times the tolerance"
-            checked.append((dtype, rows, width))
-    assert checked, "no size of the test is taken"
+            assert error <= limit, f"{case}: {error} times the tolerance"
+
+
+def takes(entry, arguments):
+    return entry.suits(*arguments) and not entry.fits(*arguments)
 
 
 def test_a_wrong_implementation_is_found():

@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.ops import dropout as module
-from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale, sample_keys, seed_of
+from megatron_ds.ops import dropout as user
+from megatron_ds.ops import keep_tables as module
+from megatron_ds.ops.dropout import KeepMask, dropout, sample_keys
+from megatron_ds.ops.keep_tables import keep_masks, keep_scale
 
 KEY = (1234, "decoder.layers.3.mlp", 17)
 
@@ -17,11 +19,12 @@ def generator(request, monkeypatch):
     """Both ways of drawing: NumPy's, and the elementwise operations of other devices, which run on a CPU
     too."""
     if request.param == "device":
-        monkeypatch.setattr(module, "draw_keep_masks_", draw_on_device)
+        for file in (module, user):
+            monkeypatch.setattr(file, "draw_keep_masks_", draw_on_device)
 
 
 def draw_on_device(out, p, keys, rows):
-    module.draw_on_device_(out, module._threshold(p), [seed_of(*key) for key in keys], rows)
+    module.draw_on_device_(out, module.threshold_of(p), keys, rows)
 
 
 @pytest.mark.parametrize("rows", [range(0, 9), range(5, 6), range(1000, 1070)])
@@ -121,8 +124,8 @@ def test_probability_zero_returns_its_input():
 
 def test_attention_masks_are_keyed_by_the_global_head(generator):
     keys = sample_keys(3, "layer", (4, 8))
-    whole = attention_keep_mask(0.5, keys, heads=range(0, 6), rows=range(5), cols=5).mask
-    upper = attention_keep_mask(0.5, keys, heads=range(4, 6), rows=range(5), cols=5).mask
+    whole = KeepMask(0.5, keys, heads=range(0, 6), rows=range(5), cols=5).mask
+    upper = KeepMask(0.5, keys, heads=range(4, 6), rows=range(5), cols=5).mask
     assert torch.equal(upper, whole[:, 4:])
     assert not torch.equal(whole[:, 0], whole[:, 1])
 

@@ -8,7 +8,7 @@ from megatron_ds.ops.activation import ACTIVATIONS
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import blocked_attention as blocked
 from megatron_ds.ops.cpu import widened_products as ops_product
-from megatron_ds.ops.dropout import attention_keep_mask, sample_keys
+from megatron_ds.ops.dropout import KeepMask, sample_keys
 from megatron_ds.ops.norms import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
 from megatron_ds.ops.rotary import apply_rotary, reference_rotary, rotary_channels, rotary_tables
 from megatron_ds.tensor_parallel.cross_entropy import reference_cross_entropy
@@ -213,7 +213,7 @@ def test_attention_without_causality_sees_the_future():
 
 def test_attention_dropout_zeroes_probabilities_where_the_mask_says():
     q, k, v = qkv(6, 6, 2, 4, 2, 6)
-    keep = attention_keep_mask(0.3, sample_keys(1, "a", (0, 1)), heads=range(4), rows=range(6), cols=6)
+    keep = KeepMask(0.3, sample_keys(1, "a", (0, 1)), heads=range(4), rows=range(6), cols=6)
     values = torch.eye(6).view(6, 1, 1, 6).expand(6, 2, 2, 6)             # so the output is the probabilities
     p = attention(q, k, values, keep=keep).view(6, 2, 4, 6).permute(1, 2, 0, 3)
     plain = attention(q, k, values).view(6, 2, 4, 6).permute(1, 2, 0, 3)

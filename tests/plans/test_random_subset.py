@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_ds.ops.dropout import random_numbers, random_subset, seed_of
+from megatron_ds.ops.keyed_random import random_numbers, random_subset, seed_of
 
 MASK = 2**64 - 1
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import megatron_ds
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.transport import TorchTransport
+from megatron_ds.mpu.launch import transport_over
 from tests.harness.engine_runs import config_of, loss_of, make, on_ranks, train, weights
 from tests.harness.plain_training import train_plainly
 from tests.harness.processes import run_processes
@@ -69,7 +69,7 @@ def train_over_groups_of_torch(rank, world):
         get_model_parallel_group=lambda: model, get_data_parallel_rank=lambda: dist.get_rank(data),
         get_data_parallel_world_size=lambda: dist.get_world_size(data), get_data_parallel_group=lambda: data,
         **more)
-    group = SimpleNamespace(size=2, rank=rank % 2, transport=TorchTransport(near))
+    group = SimpleNamespace(size=2, rank=rank % 2, transport=transport_over(near))
     with_experts = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far)
     engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2),
                                     mpu=with_experts).engine

@@ -7,8 +7,8 @@ import torch
 from megatron_ds.checkpoint.load import read_run
 from megatron_ds.config.config_text import from_dict
 from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.mpu.transport import connect_torch
 from tests.harness.pretraining import MOCK, STEPS, VOCAB, train
 from tools.generate_text import load_model
 

@@ -15,10 +15,10 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.group import Group
+from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from megatron_ds.mpu.stuck_ranks import register_host
-from megatron_ds.mpu.transport import connect_torch
 from tests.harness.moe_runs import watched_experts
 from tests.harness.pretraining import MOCK, STEPS, records, saved_state, train
 from tests.harness.processes import run_processes

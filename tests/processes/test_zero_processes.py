@@ -44,8 +44,15 @@ def test_sharding_over_three_processes_equals_whole_states_within_summation_orde
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def mapped_files():
+    """Inodes of the package's shared memory in this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in maps if "memfd:megatron_ds" in line}
+
+
 def see_each_other(rank, world):
     """(the other's weights as seen from here, before and after it wrote again; the file they are in)"""
+    inherited = mapped_files()                     # of tests that ran before in the process that forked
     group = share_memory(world.group("dp-cp", (0, 1), rank))
     parts = SharedParts(plan_layout([("w", 5000)], 10**6, shards=2), group, torch.float32)
     barrier(group)
@@ -58,8 +65,7 @@ def see_each_other(rank, world):
         seen.append(mapping.bytes.view(torch.float32).chunk(2)[1 - rank].unique().tolist())
         mapping.drop()
         barrier(group)
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return seen, {line.split()[4] for line in maps if "memfd:megatron_ds" in line}
+    return seen, mapped_files() - inherited
 
 
 def test_processes_of_one_host_see_each_others_weights_where_they_lie():

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ds.data.curriculum.seqlen_curriculum import truncate
 from megatron_ds.models import attention
-from megatron_ds.ops.dropout import random_subset
+from megatron_ds.ops.keyed_random import random_subset
 from tests.harness.bert_runs import random_bert_batch, run_bert
 from tests.harness.plain_bert import TinyBert, bert_shapes, bert_weights, plain_bert, plain_bert_losses
 from tests.harness.plain_gpt import LLAMA

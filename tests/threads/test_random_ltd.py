@@ -9,7 +9,8 @@ import torch
 from megatron_ds.errors import LayoutError
 from megatron_ds.models.random_ltd import RandomLTD
 from megatron_ds.mpu.group import solo
-from megatron_ds.ops.dropout import apply_mask, attention_keep_mask, dropout, random_subset, sample_keys
+from megatron_ds.ops.dropout import KeepMask, apply_mask, dropout, sample_keys
+from megatron_ds.ops.keyed_random import random_subset
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import STYLES, logical_weights
 from tests.threads.test_gpt_layouts import LAYOUTS, MIXTURES, assert_equal_runs, oracle
@@ -52,8 +53,8 @@ def test_dropout_falls_on_a_kept_token_as_it_falls_on_it_among_all(layout, recom
 
     def drop_scores(site, scores):
         keys = sample_keys(SEED, site, batch.sample_ids)
-        keep = attention_keep_mask(p, keys, heads=range(scores.shape[1]), rows=range(LENGTH), cols=LENGTH)
-        return apply_mask(scores, *keep)
+        keep = KeepMask(p, keys, heads=range(scores.shape[1]), rows=range(LENGTH), cols=LENGTH)
+        return apply_mask(scores, keep.mask, keep.p)
 
     reference = oracle(config, weights, batch, drop=drop, drop_scores=drop_scores, kept_by=kept_by(batch))
     assert_equal_runs(run_gpt(config, weights, batch, drops=DROPS, seed=SEED, recompute_granularity=recompute,

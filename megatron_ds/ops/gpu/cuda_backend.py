@@ -122,7 +122,8 @@ class CudaBackend:
         found = self._cache.read(key)
         if found:
             return found, True
-        kernel, _ = compiler.compile(source, expression, target)
+        program = compiler.compile(source, [expression], target)
+        kernel = CompiledKernel(program.symbols[expression], program.code)
         self._cache.write(key, kernel)
         return kernel, False
 

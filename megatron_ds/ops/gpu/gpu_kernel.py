@@ -22,7 +22,8 @@ from ...errors import KernelError
 from ..product import has_memory
 from .cuda_backend import cuda_backend
 
-FORMATS = {"ptr": "Q", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
+# Of the struct module. u64x64: up to 64 numbers as bytes, for a C++ struct of an array of 64.
+FORMATS = {"ptr": "Q", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f", "u64x64": "512s"}
 TYPE_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 PLANNED_PROCESSORS = 132                # of an H100 or H200: what plans without a GPU count with
 
@@ -60,16 +61,17 @@ class GpuKernel:
 
     file       in csrc/gpu
     name       of the __global__ function template
-    arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32
+    arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32, u64x64 (bytes)
     examples   template arguments of typical uses, for which tests look at the machine code
     """
 
     def __init__(self, file: str, name: str, arguments: str, examples: Sequence[tuple] = ()):
         self.file, self.name, self.examples = file, name, tuple(examples)
-        formats = [FORMATS[a] for a in arguments.split()]
-        self._pointers = [a == "ptr" for a in arguments.split()]
-        self._pack = struct.Struct("@" + "".join(formats))
-        self._arguments = _Arguments(self._pack.size, _offsets(formats))
+        self.types = arguments.split()
+        form, offsets = _layout([FORMATS[a] for a in self.types])
+        self._pointers = [a == "ptr" for a in self.types]
+        self._pack = struct.Struct(form)
+        self._arguments = _Arguments(self._pack.size, offsets)
         self._functions: dict[tuple, Any] = {}
 
     def expression(self, template: Sequence[Any]) -> str:
@@ -154,12 +156,14 @@ def _cpp(argument: Any) -> str:
     return str(argument).lower() if isinstance(argument, bool) else str(argument)
 
 
-def _offsets(formats: Sequence[str]) -> list[int]:
-    """Place of each value in native alignment."""
-    offsets, end = [], 0
+def _layout(formats: Sequence[str]) -> tuple[str, list[int]]:
+    """(one format for all values with the padding of C, place of each value)."""
+    form, offsets, end = "=", [], 0
     for code in formats:
-        size = struct.calcsize(code)
-        end = -(-end // size) * size
-        offsets.append(end)
-        end += size
-    return offsets
+        size = struct.calcsize("=" + code)
+        alignment = min(size, 8)
+        padding = -end % alignment
+        form += f"{padding}x{code}"
+        offsets.append(end + padding)
+        end += padding + size
+    return form, offsets

@@ -1,50 +1,165 @@
 """LayerNorm and RMSNorm with an optional residual addition, forward and backward: csrc/gpu/norm.cu."""
 
+from typing import NamedTuple
+
 import torch
 
 from .gpu_kernel import GpuKernel, type_name
+from .packets import lanes, packed, reason_against_packets
 
-FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr ptr ptr ptr ptr ptr f32")
-BACKWARD = GpuKernel("norm.cu", "norm_backward", "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32")
+FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr ptr ptr ptr ptr ptr i64 f32", examples=[
+    ("bf16", 4096, 256, True, True), ("fp16", 1600, 128, False, True), ("float", 32768, 1024, False, True),
+    ("bf16", 32768, 1024, False, True), ("bf16", 128, 32, True, False)])
+BACKWARD = GpuKernel("norm.cu", "norm_backward", "ptr ptr ptr ptr ptr ptr ptr ptr ptr i64 i32", examples=[
+    ("bf16", 4096, 256, True, True), ("fp16", 1600, 128, False, True), ("bf16", 12288, 512, False, True),
+    ("bf16", 16384, 512, True, True), ("float", 8192, 512, False, True), ("float", 8192, 512, True, True),
+    ("bf16", 128, 32, True, False)])
+FORWARD_LOOPED = GpuKernel("norm.cu", "norm_forward_looped", "ptr ptr ptr ptr ptr ptr ptr ptr i32 f32",
+                           examples=[("bf16", False, True), ("float", True, True)])
+BACKWARD_LOOPED = GpuKernel("norm.cu", "norm_backward_looped", "ptr ptr ptr ptr ptr ptr ptr i32",
+                            examples=[("bf16", False, True), ("float", True, True)])
+WEIGHT_SUMS = GpuKernel("norm.cu", "norm_weight_sums", "ptr ptr ptr ptr ptr ptr i64 i32",
+                        examples=[("bf16", False), ("float", True)])
+SUM_ROWS = GpuKernel("norm.cu", "norm_sum_rows", "ptr ptr ptr ptr i32 i32", examples=[("bf16",), ("float",)])
+
+MOST_COLUMNS = 65536
+LOOPED_THREADS = 1024
+FORWARD_NUMBERS = 32      # of a row in the registers of each of 1024 threads
+BACKWARD_NUMBERS = {      # of a row in the registers of each of 512 threads: (bytes a number, RMSNorm?)
+    (2, True): 32, (2, False): 24, (4, True): 16, (4, False): 16}
+SUM_COLUMNS = 32          # of a block of norm_sum_rows
+STRIP_THREADS = 256       # of a block of norm_weight_sums, each with a packet of columns
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> str:
-    """"" if the kernels take rows like those of x."""
-    if x.shape[-1] % (16 // x.element_size()):
-        return f"rows of {x.shape[-1]} elements are not a multiple of 16 bytes"
-    return ""
+def fits(x: torch.Tensor, *others: object) -> str:
+    """"" if the kernels take the arguments of layer_norm, rms_norm or residual_norm."""
+    if x.dim() and x.shape[-1] > MOST_COLUMNS:
+        return f"rows of {x.shape[-1]} elements are longer than {MOST_COLUMNS}"
+    return reason_against_packets(x, *others)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [.., hidden] → x / sqrt(mean(x²) + eps) * weight, of the same shape and dtype."""
-    return _Norm.apply(x, weight, eps)
+    """x [.., hidden] → x / sqrt(mean(x²) + eps) * weight, of the same shape and dtype.
+
+    Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4. Keeps x and one fp32 number a row for backward.
+    """
+    return _Norm.apply(x, None, weight, None, eps)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [.., hidden] → (x - mean) / sqrt(var + eps) * weight + bias, of the same shape and dtype.
+
+    Ba et al. 2016 (arXiv:1607.06450). Keeps x and two fp32 numbers a row for backward.
+    """
+    return _Norm.apply(x, None, weight, bias, eps)
+
+
+def residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), both [.., hidden] as x: LayerNorm with a bias, RMSNorm without.
+
+    Keeps the second result and one or two fp32 numbers a row for backward.
+    """
+    return _Norm.apply(x, residual, weight, bias, eps)
+
+
+class Rows(NamedTuple):
+    """How the rows of x are computed.
+
+    threads  of a row; 0: rows of any width
+    """
+
+    x: torch.Tensor
+    count: int
+    cols: int
+    threads: int
+
+    @property
+    def groups_per_block(self) -> int:
+        """Rows, or chunks of them, that a block computes at a time."""
+        return 4 if self.threads == 32 else 1
+
+    def blocks(self, groups: int) -> int:
+        """Blocks for so many rows or chunks."""
+        return -(-groups // self.groups_per_block)
+
+
+def rows_of(x: torch.Tensor, most_numbers: int, most_threads: int) -> Rows:
+    """Two packets a thread, more where the row has more than 2 * most_threads packets; in registers if a
+    thread has at most `most_numbers` numbers."""
+    cols = x.shape[-1]
+    packets = cols // lanes(x)
+    threads = min(most_threads, -(-packets // 64) * 32)
+    fit = -(-packets // threads) * lanes(x) <= most_numbers
+    return Rows(x, x.numel() // cols, cols, threads if fit else 0)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        rows = x.numel() // x.shape[-1]
-        x = x.contiguous()
-        y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        threads = _threads(x)
-        FORWARD((type_name(x), x.shape[-1], threads, True, False), rows, threads,
-                x, None, weight, None, None, y, None, rstd, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
+    def forward(ctx, x, residual, weight, bias, eps):
+        ctx.set_materialize_grads(False)
+        x, is_rms, adds = packed(x), bias is None, residual is not None
+        y, total = torch.empty_like(x), torch.empty_like(x) if adds else None
+        rows = rows_of(x, FORWARD_NUMBERS, 1024)
+        rstd = x.new_empty(rows.count, dtype=torch.float32)
+        mean = None if is_rms else torch.empty_like(rstd)
+        tensors = (x, packed(residual) if adds else None, weight, bias, total, y, mean, rstd)
+        if rows.threads:
+            FORWARD((type_name(x), rows.cols, rows.threads, is_rms, adds), rows.blocks(rows.count),
+                    rows.threads * rows.groups_per_block, *tensors, rows.count, eps)
+        else:
+            FORWARD_LOOPED((type_name(x), is_rms, adds), rows.count, LOOPED_THREADS, *tensors, rows.cols, eps)
+        ctx.save_for_backward(total if adds else x, weight, mean, rstd)
+        ctx.adds = adds
+        return (y, total) if adds else y
 
     @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        rows, threads = len(rstd), _threads(x)
-        blocks = min(rows, 3)
-        dx = torch.empty_like(x)
-        dws = x.new_empty(blocks, x.shape[-1], dtype=torch.float32)
-        BACKWARD((type_name(x), x.shape[-1], threads, True, False), blocks, threads,
-                 dy.contiguous(), None, x, weight, None, rstd, dx, dws, None, rows)
-        return dx, dws.sum(0).to(weight.dtype), None
+    def backward(ctx, dy, past=None):
+        total, weight, mean, rstd = ctx.saved_tensors
+        if dy is None:                                              # only the sum was used
+            return past, past if ctx.adds else None, None, None, None
+        dx, partial_w, partial_b = _backward(packed(dy), None if past is None else packed(past), total,
+                                             weight, mean, rstd)
+        dw = db = None
+        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+            dw, db = _sum_rows(partial_w, partial_b, weight)
+        return dx, dx if ctx.adds else None, dw, db, None
 
 
-def _threads(x: torch.Tensor) -> int:
-    """A thread has two packets of 16 bytes of a row."""
-    packets = -(-x.shape[-1] * x.element_size() // 16)
-    return min(1024, max(32, -(-packets // 64) * 32))
+def _backward(dy: torch.Tensor, past: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor,
+              mean: torch.Tensor | None, rstd: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradient of the sum, and fp32 [chunks, cols] partial sums of those of weight and bias."""
+    is_rms = mean is None
+    rows = rows_of(total, BACKWARD_NUMBERS[total.element_size(), is_rms], 512)
+    chunks = min(rows.count, chunks_of(rows.threads))
+    dx, partial_w = torch.empty_like(total), rstd.new_empty(chunks, rows.cols)
+    partial_b = None if is_rms else torch.empty_like(partial_w)
+    kind = (is_rms, past is not None)
+    tensors = (dy, past, total, weight, mean, rstd, dx)
+    if rows.threads:
+        BACKWARD((type_name(total), rows.cols, rows.threads, *kind), rows.blocks(chunks),
+                 rows.threads * rows.groups_per_block, *tensors, partial_w, partial_b, rows.count, chunks)
+    else:
+        BACKWARD_LOOPED((type_name(total), *kind), rows.count, LOOPED_THREADS, *tensors, rows.cols)
+        strips = -(-rows.cols // (STRIP_THREADS * lanes(total)))
+        WEIGHT_SUMS((type_name(total), is_rms), (strips, chunks), STRIP_THREADS, dy, total, mean, rstd,
+                    partial_w, partial_b, rows.count, rows.cols)
+    return dx, partial_w, partial_b
+
+
+def chunks_of(threads: int) -> int:
+    """Partial sums of dw and db: enough groups of `threads` to keep 132 multiprocessors busy, with the
+    registers that they have, and few enough that their second sum is short. A function of the shape alone:
+    sums in another order on another GPU would give other weights."""
+    return 128 if threads in (0, 512) else 98304 // threads
+
+
+def _sum_rows(partial_w: torch.Tensor, partial_b: torch.Tensor | None, weight: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sums over rows, in the dtype of weight."""
+    chunks, cols = partial_w.shape
+    dw, db = torch.empty_like(weight), None if partial_b is None else torch.empty_like(weight)
+    SUM_ROWS((type_name(weight),), (-(-cols // SUM_COLUMNS), 1 if db is None else 2), 256,
+             partial_w, partial_b, dw, db, chunks, cols)
+    return dw, db

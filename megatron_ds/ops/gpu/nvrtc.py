@@ -1,7 +1,8 @@
 """Compilers in the process, by their C interfaces: NVRTC, and hipRTC, whose functions differ in their prefix.
 
-    compiler = load_nvrtc()
-    kernel, log = compiler.compile(kernel_source("norm.cu"), "norm_forward<bf16, 4096, 256>", "sm_90")
+    compiler, expression = load_nvrtc(), "norm_forward<bf16, 4096, 256>"
+    program = compiler.compile(kernel_source("norm.cu"), [expression], "sm_90")
+    program.code, program.symbols[expression]
 
 A target is "sm_90" (machine code), "compute_90" (PTX, which the driver translates) or "gfx90a". No GPU and no
 driver is needed to compile. The library is looked for in $MEGATRON_DS_NVRTC (a path, nothing else is tried),
@@ -13,14 +14,13 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...errors import KernelError
-from .kernel_cache import CompiledKernel
 from .kernel_sources import KernelSource
 
 LEAST_NVRTC = (12, 0)                   # the first with sm_90 and C++17 by name expressions
@@ -45,6 +45,15 @@ class CompilerNames:
 
 NVRTC = CompilerNames("nvrtc", "--gpu-architecture=", "--fmad=false", ("-std=c++17", "--generate-line-info"))
 HIPRTC = CompilerNames("hiprtc", "--offload-arch=", "-ffp-contract=off", ("-std=c++17",))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Machine code or PTX of some instantiations. symbols: expression → name of its function in the code."""
+
+    code: bytes
+    symbols: Mapping[str, str]
+    log: str
 
 
 class RuntimeCompiler:
@@ -94,9 +103,9 @@ class RuntimeCompiler:
         contraction = () if source.contracts else (self.names.no_contraction,)
         return (self.names.architecture + target, *self.names.options, *contraction)
 
-    def compile(self, source: KernelSource, expression: str, target: str,
-                extra: Sequence[str] = ()) -> tuple[CompiledKernel, str]:
-        """The instantiation that a C++ expression names, and the compiler's log. extra: more options.
+    def compile(self, source: KernelSource, expressions: Sequence[str], target: str,
+                extra: Sequence[str] = ()) -> Program:
+        """The instantiations that C++ expressions name. extra: more options.
 
         Raises KernelError with the compiler's messages.
         """
@@ -105,18 +114,23 @@ class RuntimeCompiler:
         self._call("CreateProgram", ctypes.byref(program), source.text.encode(), source.name.encode(),
                    len(names), _strings(texts), _strings(names))
         try:
-            self._call("AddNameExpression", program, expression.encode())
+            for expression in expressions:
+                self._call("AddNameExpression", program, expression.encode())
             options = (*self.options(source, target), *extra)
             failed = self._function("CompileProgram")(program, len(options), _strings(options))
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
             if failed:
-                raise KernelError(f"{expression} of {source.name} does not compile for {target} with "
-                                  f"{self.name} ({self._error(failed)}):\n{log}")
-            symbol = ctypes.c_char_p()
-            self._call("GetLoweredName", program, expression.encode(), ctypes.byref(symbol))
-            return CompiledKernel(symbol.value.decode(), self._read(program, self._output(target))), log
+                raise KernelError(f"{', '.join(expressions)} of {source.name} does not compile for {target} "
+                                  f"with {self.name} ({self._error(failed)}):\n{log}")
+            symbols = {expression: self._symbol(program, expression) for expression in expressions}
+            return Program(self._read(program, self._output(target)), symbols, log)
         finally:
             self._function("DestroyProgram")(ctypes.byref(program))
+
+    def _symbol(self, program: ctypes.c_void_p, expression: str) -> str:
+        symbol = ctypes.c_char_p()
+        self._call("GetLoweredName", program, expression.encode(), ctypes.byref(symbol))
+        return symbol.value.decode()
 
     def _output(self, target: str) -> str:
         if self.names is HIPRTC:

@@ -1,100 +1,75 @@
-"""A kernel is compared once with its reference, on a small input, before a run relies on it.
+"""A GPU implementation is compared once with torch's operations, on a small input, before it is used.
 
-Beside its wrapper each file of kernels has a case, and the table of kernels asks for it:
-
-    def small_case(device: torch.device) -> Case:
-        x = torch.randn(3, 264, device=device)
-        return rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), 2e-6
-
-    @rms_norm.implementation("cuda", devices=GPU, available=checked(norm_kernels.small_case), ...)
-
-A case covers the backward, too, and all kernels of the operation: it returns tuples of tensors then. Where a
-result differs, or a kernel does not compile or run, a warning names the kernels, and torch's operations run.
+The table of kernels asks `reason_against_implementation` when a process first needs an operation on a GPU for
+a dtype, which compiles its kernels. The operation's example is the input, with its backward. Where a result
+differs, or a kernel does not compile or run, a warning names the kernels, and torch's operations run.
 """
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
 
 import torch
 
 from ...errors import KernelError
+from ..kernel_check import largest_error
+from ..kernel_table import Implementation, Operation
 from .cuda_backend import reason_against
 from .gpu_kernel import Launches, launches_recorded
 
 logger = logging.getLogger(__name__)
 
-# (result, expected, tolerance): tensors or equally long sequences of them. The tolerance is the largest
-# absolute difference allowed, as a fraction of the largest expected magnitude of each tensor; 0: equal bits.
-Case = tuple[torch.Tensor | Sequence[torch.Tensor], torch.Tensor | Sequence[torch.Tensor], float]
-CaseFunction = Callable[[torch.device], Case]
+KERNELS_OF_THIS_PACKAGE = "cuda"                    # name of implementations by them
+# (rows, width), of which the first is used that the implementation takes: 264 is no power of two.
+SIZES = ((7, 264), (3, 1000), (7, 24), (1, 8))
 
 
-def checked(case: CaseFunction) -> Callable[[], str]:
-    """The `available` of an implementation: "" if GPU kernels run on the current device and the case is
-    right there, else the reason. The case runs once for each device."""
-    def available() -> str:
-        if not torch.cuda.is_available():
-            return reason_against(torch.device("cuda"))
-        return _reason(case, torch.cuda.current_device())
+def reason_against_implementation(operation: Operation, entry: Implementation, dtype: torch.dtype) -> str:
+    """Why an implementation is not used on the current CUDA device; "" if it is. Logged.
 
-    return available
-
-
-@functools.cache
-def _reason(case: CaseFunction, ordinal: int) -> str:
-    device = torch.device("cuda", ordinal)
-    return reason_against(device) or failure_of(case, device)
-
-
-def failure_of(case: CaseFunction, device: torch.device) -> str:
-    """Run a case: "" if it is right, else what is wrong, which is also logged with the kernels' names.
-
-    Leaves the random numbers of the process as they are. Raises KernelError during the capture of a CUDA
-    graph, which would capture the case.
+    Raises KernelError during the capture of a CUDA graph, which would capture the comparison.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise KernelError("kernels are chosen at the first call of an operation, which is in the capture of "
-                          "a CUDA graph here. Run the step once before the capture.")
-    devices = [device] if device.type == "cuda" else []
+    if entry.name != KERNELS_OF_THIS_PACKAGE:
+        return ""
+    if reason := reason_against(torch.device("cuda")):
+        return reason
+    if torch.cuda.is_current_stream_capturing():
+        raise KernelError(f"the kernels of {operation.name} are checked at its first call, which is in the "
+                          "capture of a CUDA graph here. Run the step once before the capture.")
+    return failure(operation, entry, dtype, torch.device("cuda", torch.cuda.current_device()))
+
+
+def failure(operation: Operation, entry: Implementation, dtype: torch.dtype, device: torch.device) -> str:
+    """Compare an implementation with torch's operations: "" if it is right, else what is wrong, which is also
+    logged with the kernels' names. Leaves the random numbers of the process as they are."""
     launches: Launches = {}
     try:
-        with (launches_recorded() as launches, torch.random.fork_rng(devices), torch.inference_mode(False),
-              torch.enable_grad(), torch.autocast(device.type, enabled=False)):
-            reason = _difference(*case(device))
-    except (RuntimeError, KernelError) as error:            # torch's errors are RuntimeErrors
-        reason = str(error)
-    if not reason and not launches:
-        reason = "its case launches no kernel"
+        with (launches_recorded() as launches, torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(device.type, enabled=False),
+              torch.random.fork_rng([device] if device.type == "cuda" else [])):
+            reason = _difference(operation, entry, dtype, device)
+    except Exception as error:              # whatever it is: the run goes on without the kernels
+        reason = f"{type(error).__name__}: {error}"
     if reason:
-        logger.warning("%s failed the check on %s and is not used, torch's operations run instead: %s",
-                       _names(launches) or getattr(case, "__module__", "a kernel"), device, reason)
+        logger.warning("%s %s failed its check on %s, so torch's operations compute %s there: %s",
+                       *_named(launches, entry), device, operation.name, reason)
     return reason
 
 
-def _difference(got: torch.Tensor | Sequence[torch.Tensor], expected: torch.Tensor | Sequence[torch.Tensor],
-                tolerance: float) -> str:
-    got, expected = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (got, expected))
-    if len(got) != len(expected):
-        return f"the case returns {len(got)} results for {len(expected)} expected ones"
-    reasons = (_difference_of_one(*pair, tolerance) for pair in zip(got, expected))
-    return next((f"result {i + 1} of {len(got)} {reason}" for i, reason in enumerate(reasons) if reason), "")
+def _difference(operation: Operation, entry: Implementation, dtype: torch.dtype, device: torch.device) -> str:
+    if operation.make_example is None:
+        return "the operation has no example"
+    for rows, width in SIZES:
+        arguments = operation.make_example(rows, width, dtype, device)
+        if entry.suits(*arguments) and not entry.fits(*arguments):
+            error = largest_error(operation, entry, rows, width, dtype, device)
+            return "" if error <= 1 else (f"{rows} rows of {width} elements of {dtype} are wrong by "
+                                          f"{error:.3g} times the tolerance")
+    return "it takes no example"
 
 
-def _difference_of_one(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
-    if got.shape != expected.shape:
-        return f"has the shape {list(got.shape)} in place of {list(expected.shape)}"
-    if tolerance == 0:
-        return "" if torch.equal(got, expected) else "has other bits"
-    if not expected.numel():
-        return ""
-    got, expected = got.detach().double(), expected.detach().double()
-    error, allowed = (got - expected).abs().max().item(), tolerance * expected.abs().max().item()
-    return "" if error <= allowed else f"differs by {error:.2g}, more than {allowed:.2g}"       # or is NaN
-
-
-def _names(launches: Launches) -> str:
-    """The kernels that were launched: "norm_forward, norm_backward (norm.cu)"."""
+def _named(launches: Launches, entry: Implementation) -> tuple[str, str]:
+    """("kernels", "norm_forward, norm_backward (norm.cu)"); the implementation where nothing was launched."""
     kernels = dict.fromkeys(kernel for kernel, _ in launches)
+    if not kernels:
+        return "implementation", entry.name
     files = dict.fromkeys(kernel.file for kernel in kernels)
-    return f"{', '.join(kernel.name for kernel in kernels)} ({', '.join(files)})" if kernels else ""
+    return "kernels", f"{', '.join(kernel.name for kernel in kernels)} ({', '.join(files)})"

@@ -1,0 +1,169 @@
+"""The check of a GPU implementation before it is used: what passes, what is disabled, what is logged."""
+
+import logging
+
+import pytest
+import torch
+
+from megatron_ds.errors import KernelError
+from megatron_ds.ops import kernel_table
+from megatron_ds.ops.gpu import norm_kernels, self_check
+from megatron_ds.ops.gpu.self_check import failure, reason_against_implementation
+from megatron_ds.ops.kernel_table import GPU, OPERATIONS, Operation, kernels_text, random_tensors
+from tests.harness.stand_in_gpu import stand_in_gpu
+
+CPU = torch.device("cpu")
+
+
+def wrong_at(index, by):
+    """RMSNorm by the kernels, with one element wrong."""
+    def function(x, weight, eps):
+        y = norm_kernels.rms_norm(x, weight, eps)
+        spoiled = torch.zeros_like(y)
+        spoiled[index] = by
+        return y + spoiled
+    return function
+
+
+def wrong_backward(x, weight, eps):
+    return norm_kernels.rms_norm(x + 1e-3 * (x - x.detach()), weight, eps)
+
+
+def without_kernels(x, weight, eps):
+    raise TypeError("an argument is missing")
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    with stand_in_gpu(tmp_path) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def operation():
+    @Operation
+    def checked_norm(x, weight, eps):
+        """RMSNorm in torch's operations."""
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    @checked_norm.example
+    def _example(rows, width, dtype, device):
+        return (*random_tensors(dtype, device, (rows, width), (width,)), 1e-5)
+
+    yield checked_norm
+    del OPERATIONS["checked_norm"]
+
+
+def entry_of(operation, function=norm_kernels.rms_norm, fits=norm_kernels.fits, name="cuda"):
+    operation.implementation(name, devices=GPU, dtypes=(torch.float32,), fits=fits)(function)
+    return operation.implementations[-2]
+
+
+def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
+    assert failure(operation, entry_of(operation), torch.float32, CPU) == "" and not caplog.records
+    assert sorted(e.partition("<")[0] for e in gpu.compiler.compilations) == [
+        "norm_backward", "norm_forward", "norm_sum_rows"]
+
+
+def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):
+    entry = entry_of(operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else "")
+    assert failure(operation, entry, torch.float32, CPU) == ""
+    widths = [e.split(", ")[1] for e in gpu.compiler.compilations if not e.startswith("norm_sum_rows")]
+    assert widths == ["24", "24"]
+
+
+@pytest.mark.parametrize("function, fits, reason", [
+    (wrong_at((6, 263), 1e-3), norm_kernels.fits, "7 rows of 264 elements of torch.float32 are wrong by "),
+    (wrong_at((0, 0), float("nan")), norm_kernels.fits, "are wrong by inf times the tolerance"),
+    (wrong_backward, norm_kernels.fits, "are wrong by "),
+    (norm_kernels.rms_norm, lambda *_: "never", "it takes no example"),
+    (without_kernels, norm_kernels.fits, "TypeError: an argument is missing")],
+    ids=["one element", "nan", "backward", "takes nothing", "error"])
+def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(gpu, operation, caplog, function, fits,
+                                                                   reason):
+    entry = entry_of(operation, function, fits)
+    with caplog.at_level(logging.WARNING):
+        assert reason in failure(operation, entry, torch.float32, CPU)
+    assert len(caplog.records) == 1 and reason in caplog.text
+    launches = "kernels norm_forward, norm_backward, norm_sum_rows (norm.cu) failed its check on cpu"
+    assert (launches in caplog.text) == (" wrong by " in reason)
+    assert "so torch's operations compute checked_norm there" in caplog.text
+
+
+def test_kernels_that_do_not_run_are_disabled(gpu, operation, caplog):
+    gpu.fail_next_launch(700)
+    with caplog.at_level(logging.WARNING):
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failure(operation, entry_of(operation), torch.float32, CPU)
+    assert "kernels norm_forward (norm.cu) failed" in caplog.text
+
+
+def test_the_backward_is_compared_whatever_mode_the_first_call_is_in(gpu, operation):
+    """The first call of an operation may be an evaluation, in which autograd is off."""
+    right, wrong = entry_of(operation), entry_of(operation, wrong_backward)
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode:
+            assert failure(operation, right, torch.float32, CPU) == ""
+            assert failure(operation, wrong, torch.float32, CPU)
+
+
+def test_a_check_leaves_the_random_numbers_of_the_run_alone(gpu, operation):
+    def drawing(x, weight, eps):
+        torch.rand(3)
+        return norm_kernels.rms_norm(x, weight, eps)
+
+    torch.manual_seed(5)
+    expected = torch.randn(4)
+    torch.manual_seed(5)
+    assert failure(operation, entry_of(operation, drawing), torch.float32, CPU) == ""
+    assert torch.equal(torch.randn(4), expected)
+
+
+# ------------------------------------------------------------------ in the table of kernels
+class OneGpu:
+    """torch.cuda as far as the check asks for it."""
+
+    capturing = False
+    is_current_stream_capturing = classmethod(lambda cls: cls.capturing)
+    current_device = staticmethod(lambda: 0)
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """The current CUDA device is usable; its tensors are those of the CPU."""
+    compare = self_check.failure
+    monkeypatch.setattr(self_check.torch, "cuda", OneGpu)
+    monkeypatch.setattr(self_check, "reason_against", lambda device: "")
+    monkeypatch.setattr(self_check, "failure", lambda *those: compare(*those[:-1], CPU))
+
+
+@pytest.mark.parametrize("function, chosen", [(norm_kernels.rms_norm, "checked_norm cuda"),
+                                              (wrong_at((0, 0), 1.0), "checked_norm")],
+                         ids=["right", "wrong"])
+def test_the_table_has_only_kernels_that_are_right(gpu, operation, as_if_on_a_gpu, caplog, function, chosen):
+    entry_of(operation, function)
+    with caplog.at_level(logging.WARNING):
+        texts = {kernels_text(torch.device("cuda"), torch.float32) for _ in range(3)}
+    (text,) = texts
+    own, _, by_torch = text.rpartition("; ")
+    assert chosen in (own if "cuda" in chosen else by_torch) and len(caplog.records) == ("cuda" not in chosen)
+    assert gpu.compiler.compilations.count("norm_forward<float, 264, 64, true, false>") == 1
+
+
+def test_plans_check_nothing(gpu, operation, as_if_on_a_gpu):
+    entry_of(operation, wrong_at((0, 0), 1.0))
+    assert "checked_norm cuda" in kernels_text(torch.device("meta"), torch.float32)
+    assert not gpu.compiler.compilations
+
+
+def test_other_implementations_for_gpus_need_no_compiler(operation, monkeypatch):
+    monkeypatch.setattr(self_check, "reason_against", lambda device: "no NVRTC")
+    assert reason_against_implementation(operation, entry_of(operation, name="flash"), torch.float32) == ""
+    assert reason_against_implementation(operation, entry_of(operation), torch.float32) == "no NVRTC"
+
+
+def test_kernels_are_not_checked_in_the_capture_of_a_graph(operation, as_if_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(OneGpu, "capturing", True)
+    entry_of(operation)
+    with pytest.raises(KernelError, match="the kernels of checked_norm are checked at its first call, which "
+                                          "is in the capture of a CUDA graph here. Run the step once"):
+        kernel_table.kernels_text(torch.device("cuda"), torch.float32)
