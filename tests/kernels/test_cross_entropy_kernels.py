@@ -8,7 +8,8 @@ import torch
 from megatron_ds.mpu.group import solo
 from megatron_ds.ops import logits as logits_operations
 from megatron_ds.ops.gpu import cross_entropy_kernels as kernels
-from megatron_ds.ops.gpu.self_check import failure_of
+from megatron_ds.ops.gpu.self_check import failure
+from megatron_ds.ops.kernel_table import OPERATIONS
 from megatron_ds.ops.logits import LogitsKept
 from megatron_ds.tensor_parallel import cross_entropy
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -213,9 +214,15 @@ def test_no_rows_launch_nothing(on_gpu):
     assert facts.shape == (3, 0) and not gpu.launches
 
 
-def test_the_check_at_the_start_of_a_run_passes(on_gpu):
-    gpu = on_gpu()
-    assert failure_of(kernels.small_case, torch.device("cpu")) == "" and len(gpu.launches) == 2
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_check_at_the_start_of_a_run_passes_and_finds_a_wrong_kernel(dtype, on_gpu, monkeypatch):
+    gpu, cpu = on_gpu(), torch.device("cpu")
+    operations = [OPERATIONS[name] for name in ("cross_entropy_facts", "cross_entropy_gradient_")]
+    assert [failure(o, o.implementations[0], dtype, cpu) for o in operations] == ["", ""]
+    assert len(gpu.launches) == 2
+    monkeypatch.setattr(kernels, "cross_entropy_facts", lambda x, *_: x.new_ones(3, len(x)))
+    monkeypatch.setattr(kernels, "cross_entropy_gradient_", lambda x, *_: x)
+    assert all("wrong" in failure(o, o.implementations[0], dtype, cpu) for o in operations)
 
 
 def test_a_plan_counts_twelve_bytes_a_row_besides_the_logits():
