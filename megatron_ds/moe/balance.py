@@ -1,12 +1,12 @@
 """`Balance`: what a router remembers from step to step: the bias of each expert, and the shares of the last
 step.
 
-Both follow from the number of slots that each expert kept in a step, after drops, over all micro-batches and
-ranks. They are not trained by gradients and are part of every checkpoint, in fp32.
+Both follow from the demand for each expert in a step: the number of slots that tokens chose, before drops,
+over all micro-batches and ranks. They are not trained by gradients and are part of every checkpoint, in fp32.
 
-    bias     after a step  bias_e += rate · sign(mean slots − slots of e)      Wang et al. 2024
+    bias     after a step  bias_e += rate · sign(mean demand − demand for e)   Wang et al. 2024
              so that overloaded experts are chosen less often                  (arXiv:2408.15664), algorithm 1
-    share    slots of e / all slots of the step, for the "global_aux_loss"
+    share    demand for e / that for all experts, for the "global_aux_loss"
 
 `StepState` gives one rank's routers their totals after each step, in one all-reduce.
 """
@@ -29,7 +29,7 @@ class Balance:
 
     bias   fp32 [E], None without expert bias
     share  fp32 [E], None unless a loss uses it
-    tally  int64 [E], slots in the current step on this rank
+    tally  int64 [E], demand in the current step on this rank
     """
 
     def __init__(self, config: ModelConfig, num_experts: int, name: str):
@@ -55,17 +55,21 @@ class Balance:
             moved = (None if t is None else t.to(device) for t in (self.bias, self.share, self.tally))
             self.bias, self.share, self.tally = moved
 
-    def count(self, load: torch.Tensor, batch: Batch) -> None:
-        """Add the slots int64 [E] of a micro-batch, in training only. A recomputed layer counts once."""
+    def count(self, demand: torch.Tensor, batch: Batch) -> None:
+        """Add the demand [E] of a micro-batch, whole numbers, in training only. A recomputed layer counts
+        once.
+        """
         if self.is_needed and batch.training and batch.ledger.is_open:
-            self.tally += load
+            self.tally += demand.to(self.tally.dtype)
 
     def update(self, total: torch.Tensor) -> None:
-        """After a step. total: int64 [E], slots over all ranks."""
+        """After a step. total: int64 [E], demand over all ranks."""
+        # Whole numbers are compared, so that equal choices give equal decisions, however ranks divide them.
+        whole = total.sum()
         if self.bias is not None:
-            self.bias += self.rate * (total.sum() - total * self.num_experts).sign()
+            self.bias += self.rate * (whole - total * self.num_experts).sign()
         if self.share is not None:
-            self.share.copy_(total / total.sum().clamp(min=1))
+            self.share.copy_(total.double() / whole.clamp(min=1))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """What a checkpoint holds."""

@@ -114,8 +114,8 @@ class Router(nn.Module):
         """Numbers in (0, 1), [s(/t), b, columns]: functions of seed, layer, sample, position and column."""
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
         keys = sample_keys(self.ctx.seed, f"{self.name}.noise", batch.sample_ids)
-        numbers = random_numbers(keys, rows.stop * columns, batch.tokens.device)
-        numbers = numbers.view(len(keys), rows.stop, columns)[:, rows.start:]
+        numbers = random_numbers(keys, len(rows) * columns, batch.tokens.device, first=rows.start * columns)
+        numbers = numbers.view(len(keys), len(rows), columns)
         if picked is not None:
             numbers = numbers.gather(1, picked[:, :, None].expand(-1, -1, columns))
         return unit_interval(numbers, self.dtype).transpose(0, 1)

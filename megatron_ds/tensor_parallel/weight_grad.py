@@ -17,11 +17,11 @@ begin() returned, which computes: the same functions on the same tensors as in a
 bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from ..ops.grouped import add_grouped_gradient_, new_grouped_gradient
+from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
@@ -90,15 +90,15 @@ class GradientSum:
 
 
 def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
-                     counts: Sequence[int]) -> torch.Tensor | None:
+                     runs: Runs) -> torch.Tensor | None:
     """Add dyᵀ x of each run of rows to the gradient of its matrix of the weight [runs, out, in].
 
     The result is as of `linear_gradient`. A run without rows adds nothing.
     """
     main_grad = _main_grad_of(weight)
     if main_grad is None:
-        return new_grouped_gradient(weight, dy, x, counts)
-    add_grouped_gradient_(main_grad, dy, x, counts)
+        return new_grouped_gradient(weight, dy, x, runs)
+    add_grouped_gradient_(main_grad, dy, x, runs)
     weight.grad_ready()
     return None
 
