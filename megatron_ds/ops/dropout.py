@@ -55,11 +55,6 @@ class KeepMask:
         return out
 
     @property
-    def threshold(self) -> int:
-        """An element is kept where its number is below this."""
-        return _threshold(self.p)
-
-    @property
     def of_heads(self) -> list[Key]:
         """The keys of the tables, b n of them: one for each head of each sample."""
         return [(*key, head) for key in self.keys for head in self.heads]

@@ -7,11 +7,11 @@ import math
 
 import torch
 
-from .dropout import KeepMask, apply_mask, seeds_on
+from .dropout import KeepMask, apply_mask
 from .gpu import softmax_kernels
+from .keep_tables import seeds_on, threshold_of
 from .kernel_table import FLOATS, GPU, Operation, random_tensors
 from .keyed_random import Key
-from .product import has_memory
 
 
 @Operation
@@ -65,7 +65,6 @@ def _masked_softmax_on_gpu(scores: torch.Tensor, mask: torch.Tensor | None = Non
         return apply_mask(softmax_kernels.masked_softmax(scores, mask, causal, scale), keep.mask, keep.p)
     table = None
     if keep is not None:
-        seeds = (seeds_on(scores.device, keep.of_heads) if has_memory(scores)
-                 else scores.new_empty(scores.shape[0] * scores.shape[1], dtype=torch.int64))
-        table = softmax_kernels.TableDropout(seeds, keep.threshold, keep.rows.start)
+        seeds = seeds_on(scores.device, keep.of_heads)
+        table = softmax_kernels.TableDropout(seeds, threshold_of(keep.p), keep.rows.start)
     return softmax_kernels.masked_softmax(scores, mask, causal, scale, table)

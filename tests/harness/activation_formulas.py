@@ -19,8 +19,8 @@ needs.
 
 Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and
 v. So this is Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are:
-attention that keeps no scores where it is fused, half of them where it goes by blocks (CPU), and six bytes or
-more of each where its probabilities drop out.
+attention that keeps no scores where it is fused, half of them where it goes by blocks (CPU), and where its
+probabilities drop out six bytes or more of each, on GPUs two numbers.
 """
 
 from collections.abc import Sequence
@@ -44,6 +44,7 @@ class Workload:
     apart   attention keeps the documents of a sample apart
     kept_tokens  of each sample, by blocks that drop tokens; None: all
     logits  are kept; else the head and the loss go by chunks
+    picked  the positions are some of a longer sequence
     """
 
     model: ModelConfig
@@ -57,6 +58,7 @@ class Workload:
     apart: bool = False
     kept_tokens: int | None = None
     logits: bool = True
+    picked: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -142,7 +144,7 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
 
 
 def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
-    seen = replace(work, positions=work.kept_tokens)
+    seen = replace(work, positions=work.kept_tokens, picked=True)
     places = seen.tokens * (8 + (work.sequence_parallel and work.tp > 1))
     # Attention keeps the documents, recomputation the batch: positions, tokens, labels, places, the mask in
     # fp32.
@@ -215,7 +217,7 @@ def _document_bias(work: Workload, recompute: str | None) -> int:
     if not work.apart or recompute or _goes_by_blocks(work) and not work.model.attention_dropout:
         return 0
     if work.model.attention_dropout:
-        return work.tokens * work.positions
+        return work.tokens * work.positions if work.device == "cpu" else 0
     return work.tokens * work.positions * (4 if _is_widened(work) else work.itemsize)
 
 
@@ -253,6 +255,10 @@ def _core(work: Workload) -> int:
         work = replace(work, dtype=torch.float32)
         own = work.query_bytes + 2 * work.key_bytes
     model, q = work.model, work.query_bytes
+    if model.attention_dropout and work.device != "cpu":
+        # before and after dropout; seeds, from which backward draws the mask again; that of picked tokens
+        of_mask = work.scores if work.picked else 8 * work.samples * model.num_attention_heads // work.tp
+        return 2 * work.scores * work.itemsize + of_mask + _unfused_arguments(work, own)
     if model.attention_dropout:
         # in fp32; the mask; those that stay, as they compute
         probabilities = work.scores * (4 + 1 + work.itemsize)

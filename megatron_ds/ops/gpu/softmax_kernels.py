@@ -51,7 +51,8 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool
     mask    bool, broadcast to the shape of scores without a copy but in its last dim; True = 0 here
     causal  the queries are the last ones: query i sees the first sk - sq + i + 1 columns
 
-    A row that sees no column is 0. Keeps the probabilities for backward: the result without dropout.
+    A row that sees no column is 0. Keeps the probabilities for backward, which are the result without
+    dropout, and the seeds.
     """
     return _Softmax.apply(scores, mask, causal, scale, dropout)
 
@@ -114,30 +115,26 @@ class _Softmax(torch.autograd.Function):
         plan = _plan(scores, mask, dropout is not None)
         y = torch.empty_like(scores)
         kept = y if dropout is None else torch.empty_like(scores)
-        seeds, first_row, threshold = _drawn(dropout)
+        seeds, first_row, threshold = ((None, 0, LEVELS) if dropout is None else
+                                       (dropout.seeds, dropout.first_row, dropout.threshold))
         grid, threads = plan.launch(scores)
         FORWARD((type_name(scores), *plan, dropout is not None), grid, threads, scores, mask, y, kept, seeds,
                 first_row, *((0, 0, 0) if mask is None else mask.stride()[:3]), n, queries, cols, causal,
                 threshold, LEVELS / threshold, scale)
-        ctx.save_for_backward(kept)
-        ctx.causal, ctx.scale, ctx.dropout = causal, scale, dropout
+        ctx.save_for_backward(kept, seeds)
+        ctx.causal, ctx.scale, ctx.first_row, ctx.threshold = causal, scale, first_row, threshold
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        (kept,) = ctx.saved_tensors
+        kept, seeds = ctx.saved_tensors
         dx, dy = torch.empty_like(kept), packed(dy)
-        seeds, first_row, threshold = _drawn(ctx.dropout)
-        plan = _plan(kept, None, ctx.dropout is not None)
+        plan = _plan(kept, None, seeds is not None)
         grid, threads = plan.launch(kept)
         if (plan.threads, plan.numbers) == WIDE:
             BACKWARD_LOOPED((type_name(kept), plan.width), grid, threads, dy, kept, dx, *kept.shape[2:],
                             ctx.causal, ctx.scale)
             return dx, None, None, None, None
-        BACKWARD((type_name(kept), *plan, ctx.dropout is not None), grid, threads, dy, kept, dx, seeds,
-                 first_row, *kept.shape[2:], ctx.causal, threshold, LEVELS / threshold, ctx.scale)
+        BACKWARD((type_name(kept), *plan, seeds is not None), grid, threads, dy, kept, dx, seeds,
+                 ctx.first_row, *kept.shape[2:], ctx.causal, ctx.threshold, LEVELS / ctx.threshold, ctx.scale)
         return dx, None, None, None, None
-
-
-def _drawn(dropout: TableDropout | None) -> tuple[torch.Tensor | None, int, int]:
-    return (None, 0, LEVELS) if dropout is None else (dropout.seeds, dropout.first_row, dropout.threshold)
