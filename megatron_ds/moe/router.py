@@ -45,7 +45,7 @@ from ..mpu.param_spec import Init, ParamSpec
 from ..ops.dropout import sample_keys
 from ..ops.keyed_random import random_numbers, shift_right
 from ..tensor_parallel.linear import new_shard
-from .balance import Balance
+from .balance import Balance, show_in_state_dict
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 JITTER = 0.01
@@ -91,6 +91,7 @@ class Router(nn.Module):
                          Init("normal", config.init_method_std), partial_over=ctx.partial_over)
         self.weight = new_shard(spec, ctx)
         self.balance = Balance(config, num_experts, name)
+        show_in_state_dict(self)
 
     def forward(self, x: torch.Tensor, batch: Batch, counted: torch.Tensor | None = None) -> Routing:
         """counted: bool [T], False for padding; None: all tokens.

@@ -236,10 +236,10 @@ def _into_activation(work: Workload) -> int:
 
 def _arguments(work: Workload) -> int:
     """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
-    groups are put together."""
+    groups are put together. On GPUs turning copies values too, so that nothing of the projection is kept."""
     q, k = work.query_bytes, work.key_bytes
     if work.model.position_embedding_type == "rope":
-        return (q + 2 * k) + q + k
+        return (q + 2 * k) + (q + k if work.device == "cpu" else 0)
     return (q + 2 * k) + (q if work.model.query_groups // work.tp > 1 and q > k else 0)
 
 
@@ -294,5 +294,6 @@ def _unfused_arguments(work: Workload, own: int | None) -> int:
         return 3 * q
     if own:
         return q + 2 * k
-    turned = k if work.model.position_embedding_type == "rope" else 0
-    return q + turned + (q + 2 * k)
+    if work.model.position_embedding_type == "rope":
+        return q + k + (q + 2 * k if work.device == "cpu" else k)
+    return q + (q + 2 * k)

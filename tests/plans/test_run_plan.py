@@ -22,6 +22,7 @@ from megatron_ds.planning.layer_costs import (
 from megatron_ds.planning.run_plan import RULES, PipelineShape, pipeline_shape, plan_run, plan_schedule
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.model_runs import context_of
+from tests.harness.operation_clock import layers_timed_by_operations
 
 # Workload S of the benchmarks: the head costs as much as one or two of the six layers.
 SIZES = ["--hidden-size", "384", "--num-attention-heads", "6", "--seq-length", "256", "--vocab-size", "8192"]
@@ -180,7 +181,8 @@ def test_what_the_model_is_cut_by_does_not_change_what_its_computations_are_said
 def test_measuring_finds_where_the_time_goes_and_the_file_keeps_it(tmp_path):
     """The embedding reads rows only and has no input to differentiate for."""
     config = config_of(PP, 2, "--pipeline-cut", "measured", "--seq-length", 64)
-    costs = time_layers(config, context_of())
+    with layers_timed_by_operations():
+        costs = time_layers(config, context_of())
     assert set(costs) == {"embedding", "block", "norm", "head"} and costs["embedding"].input_grad == 0
     block, head = costs["block"], costs["head"]
     assert min(block.forward, block.input_grad, head.forward, head.input_grad) > 0
