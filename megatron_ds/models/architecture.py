@@ -67,6 +67,7 @@ class Architecture:
     layers  function(model config, ParallelContext) -> list[Layer]
     loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> Loss.
             Further terms of the objective go to `batch.ledger`
+            With --cross-entropy-chunks the heads of this package return `LogitsInChunks` in place of logits
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
     fields  fields of the model config that decide shapes or meaning of its weights, besides those that all
             models have
