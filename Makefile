@@ -1,6 +1,7 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
 # make test         ruff and all tests that need no GPU: ten to fifteen minutes on two cores, including the installation
 # make test-all     the same with every case of the layout grid
+# make gpu          all that one GPU can show, in under ten minutes: tests, kernels, steps; into gpu-results.json
 # make lint         ruff
 # make docs         regenerate docs/flags.md
 # make clean        remove the virtual environment, the build and the quickstart's files
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs clean
+.PHONY: quickstart test test-all gpu lint docs clean
 
 quickstart: $(VENV)/.installed
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/gpt_tiny_cpu.sh
@@ -22,6 +23,9 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+gpu: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/gpu_day.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..data.batch import Batch
 from ..errors import MegatronDSError
 from ..pipeline.timeline import Timeline, write_trace
@@ -62,12 +64,16 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rat
     global_microbatches = len(microbatches) * engine.mesh.samples.size
     losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
 
-    # Metrics of all ranks; the first wait for the device in a step.
-    report = engine.metrics.reduce(losses, executor.entries, stop)
+    # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
+    # step. While the update runs, the host prepares the next step.
+    sums, measured = engine.metrics.queue(losses, executor.entries, stop), optimizer.measure()
+    numbers = torch.cat([sums, measured]).tolist()
+    report = engine.metrics.report(numbers[:len(sums)], losses, executor.entries)
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
 
-    result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
+    result = optimizer.update(numbers[len(sums):], learning_rate, weight_decay,
+                              max(report.tokens, 1) if per_token else 1.0)
     engine.step_state.after_step(applied=not result.skipped)
     return StepOutcome(**vars(report), grad_norm=result.grad_norm, skipped=result.skipped,
                        loss_scale=loss_scale, learning_rate=learning_rate, weight_decay=weight_decay,

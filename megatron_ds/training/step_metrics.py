@@ -1,5 +1,8 @@
 """`StepMetrics`: losses, ledger entries and stop requests of all ranks after a step, in one small all-reduce.
 
+The sums are made on the device. `queue` begins the all-reduce, and the host reads the sums when it needs
+them, together with the norm of the gradient: the one time in a step that it waits for the device.
+
     [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]   float64; a pair per ledger name
 
 A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step,
@@ -7,7 +10,6 @@ and agreed in the order of the ranks. A rank whose layers add a new name later v
 the same all-reduce, so no step waits for a message of its own.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +18,7 @@ import torch
 
 from ..data.ledger import Entry
 from ..errors import ConfigError
+from ..host.device_copies import column, on_device
 from ..models import Loss
 from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.grid import ranks_in_short
@@ -72,15 +75,25 @@ class StepMetrics:
         samples are distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses
         itself.
         """
-        mine = {(entry.name, entry.weight is not None) for entry in entries}
+        return self.report(self.queue(losses, entries, stop).tolist(), losses, entries)
+
+    def queue(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> torch.Tensor:
+        """The sums over all ranks, float64, on the device; `report` takes them. The arguments are those of
+        `reduce`. Collective over the world; the host does not wait, except at the first step.
+        """
+        mine = _names(entries)
         if self.names is None:
             self._exchange(mine)
-        row = self._row(losses, entries)
-        row[3] = stop + NEW_NAMES * (not mine <= self.names.items())
-        total, count, tokens, votes, *pairs = self._summed(row)
+        return self._summed(losses, entries, stop + NEW_NAMES * (not mine <= self.names.items()))
+
+    def report(self, numbers: Sequence[float], losses: Sequence[Loss],
+               entries: Sequence[Entry]) -> StepReport:
+        """The means, from what `queue` returned for the same losses and entries. Collective over the world
+        if a rank has new names, which all ranks see in the numbers."""
+        total, count, tokens, votes, *pairs = numbers
         if votes >= NEW_NAMES:
-            self._exchange(mine)
-            pairs = self._summed(self._row(losses, entries))[4:]
+            self._exchange(_names(entries))
+            pairs = self._summed(losses, entries, 0.0).tolist()[4:]
         means = {name: pairs[2 * i] / max(pairs[2 * i + 1], 1) for i, name in enumerate(self.names)}
         terms = {name: mean for name, mean in means.items() if self.names[name]}
         metrics = {name: mean for name, mean in means.items() if not self.names[name]}
@@ -99,48 +112,41 @@ class StepMetrics:
                               "and one would hide the other. Use other names.")
         self.names = agreed
 
-    def _row(self, losses: Sequence[Loss], entries: Sequence[Entry]) -> torch.Tensor:
-        """This rank's sums, on the CPU. The first tensor-parallel rank reports for all of them."""
-        row = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
-        if self.mesh.coordinate("tp") != 0:
-            return row
-        # One transfer from the device for all numbers of the step.
-        numbers = iter(_to_host([*(x for loss in losses for x in (loss.total, loss.tokens)),
-                                 *(x for entry in entries for x in (entry.value, entry.count))]))
-        if losses:
-            pairs = [[next(numbers), next(numbers)] for _ in losses]
-            totals, tokens = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-            row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
-            row[1] = tokens.sum() if self.per_token else len(losses)
-            row[2] = tokens.sum()
-        sums = [0.0] * (len(row) - 4)
-        place = {name: 2 * i for i, name in enumerate(self.names)}
-        for entry in entries:
-            value, count = next(numbers), next(numbers)
-            if (at := place.get(entry.name)) is not None:  # None: a new name, exchanged after this row
-                sums[at] += value
-                sums[at + 1] += count
-        row[4:] = torch.tensor(sums, dtype=torch.float64)
+    def _summed(self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float) -> torch.Tensor:
+        row = self._row(losses, entries, votes)
+        all_reduce_(row, self.mesh.group("world"))
         return row
 
-    def _summed(self, row: torch.Tensor) -> list[float]:
-        row = row.to(self.mesh.device)
-        all_reduce_(row, self.mesh.group("world"))
-        return row.tolist()
+    def _row(self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float) -> torch.Tensor:
+        """This rank's sums, on the device. The first tensor-parallel rank reports for all of them."""
+        device, reports = self.mesh.device, self.mesh.coordinate("tp") == 0
+        known = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
+        known[3] = votes
+        if reports and losses and not self.per_token:
+            known[1] = len(losses)
+        row = on_device(known, device)
+        if not reports:
+            return row
+        if losses:
+            pairs = column([x for loss in losses for x in (loss.total, loss.tokens)], device)
+            totals, tokens = pairs.view(-1, 2).unbind(1)
+            row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
+            row[2] = tokens.sum()
+            if self.per_token:
+                row[1] = row[2]
+        place = {name: 4 + 2 * i for i, name in enumerate(self.names)}
+        # New names are exchanged after this row.
+        added = [entry for entry in entries if entry.name in place]
+        if added:
+            numbers = column([x for entry in added for x in (entry.value, entry.count)], device)
+            at = torch.tensor([place[entry.name] + i for entry in added for i in (0, 1)])
+            row.index_add_(0, on_device(at, device), numbers)
+        return row
 
 
-def _to_host(scalars: Sequence[float | torch.Tensor]) -> list[float]:
-    """The values, in few operations: one stack of all tensors of a dtype, and one wait for the device."""
-    places: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(scalars):
-        if isinstance(x, torch.Tensor):
-            places.setdefault(x.dtype, []).append(i)
-    values = [0.0 if isinstance(x, torch.Tensor) else float(x) for x in scalars]
-    if places:
-        stacks = [torch.stack([scalars[i] for i in at]).double() for at in places.values()]
-        for i, value in zip(itertools.chain(*places.values()), torch.cat(stacks).tolist()):
-            values[i] = value
-    return values
+def _names(entries: Sequence[Entry]) -> set[tuple[str, bool]]:
+    """(name, whether it is a loss term)"""
+    return {(entry.name, entry.weight is not None) for entry in entries}
 
 
 def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:

@@ -11,6 +11,9 @@ Note: divisor. A 16-bit sum of n ranks can leave the range of fp16 although each
 are inside: dividing before and multiplying after avoids that. With a power of two that is exact, except for
 elements below 2^-14 times the divisor, which lose bits or vanish.
 
+Note: GPUs. All of this runs on a stream of its own, and the backward goes on beside it. It waits for a
+reduction only where it needs the buffer again, and at the end.
+
 Another strategy (compressed gradients, for example) is a class with the same methods, given as
 `ZeroSettings.exchange`. It may leave buckets unreduced, and may keep state for each bucket, such as the error
 of the last compression. Such state belongs to one rank and one layout: checkpoints do not contain it.
@@ -18,12 +21,14 @@ of the last compression. Such state belongs to one rank and one layout: checkpoi
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ..host.async_io import Then
+from ..host.side_streams import Mark, SideStream, side_stream
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
@@ -95,7 +100,9 @@ class FullPrecisionExchange(GradientExchange):
                  divisor: float | None = 1.0):
         self.dtype = sent_dtype or accumulates
         self._divisor = divisor
+        self._beside = side_stream(device, "reductions") if device.type == "cuda" else None
         self._last: TwoHops | None = None
+        self._unsettled: Beside | None = None
         self._wire = None if self.dtype == accumulates else BufferPool(self.dtype, device)
 
     @property
@@ -117,22 +124,38 @@ class FullPrecisionExchange(GradientExchange):
         self.finish()
 
     def reduce(self, bucket: BucketGradient) -> Work:
-        group, whole = bucket.ranks.data, bucket.whole
-        if not bucket.is_sharded and group.size == 1:
+        if not bucket.is_sharded and bucket.ranks.data.size == 1:
             return DONE
+        if self._beside is None:
+            return self._begin(bucket)
+        with self._beside.behind_current():
+            begun = Beside(self._begin(bucket), self._beside)
+        before, self._unsettled = self._unsettled, begun
+        if before is not None:
+            before.settle()
+        return begun
+
+    def finish(self) -> None:
+        if self._unsettled is not None:
+            self._unsettled.wait()
+            self._unsettled = None
+        with nullcontext() if self._beside is None else self._beside.behind_current():
+            if self._last is not None:
+                self._last.wait()
+                self._last = None
+            if self._wire:
+                self._wire.retire_all()
+        if self._beside is not None:
+            self._beside.mark().wait()
+
+    def _begin(self, bucket: BucketGradient) -> Work:
+        group, whole = bucket.ranks.data, bucket.whole
         buffer, sent = self._cast(whole, group)
         if not bucket.is_sharded:
             return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
         in_place = buffer is None and not bucket.add
         shard = bucket.out if in_place else sent[bucket.start:bucket.start + bucket.out.numel()]
         return self._land(self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket)
-
-    def finish(self) -> None:
-        if self._last is not None:
-            self._last.wait()
-            self._last = None
-        if self._wire:
-            self._wire.retire_all()
 
     def _scatter(self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy) -> Work:
         """Sum over the inner group, then this rank's part over the outer one."""
@@ -182,6 +205,32 @@ class FullPrecisionExchange(GradientExchange):
         if buffer is not None:
             self._wire.reducing(landing)
         return landing
+
+
+class Beside:
+    """A reduction on a stream of its own; what follows the collective there is queued in `settle`.
+
+    That is when the next bucket has been queued, or at the first `wait`: the second hop of a bucket runs
+    beside the first hop of the next.
+    """
+
+    __slots__ = ("_work", "_stream", "_mark")
+
+    def __init__(self, work: Work, stream: SideStream):
+        self._work: Work | None = work
+        self._stream, self._mark = stream, Mark()
+
+    def settle(self) -> None:
+        """Queue the rest. Its inputs were ordered when it began."""
+        if self._work is not None:
+            with self._stream.apart():
+                self._work.wait()
+            self._work, self._mark = None, self._stream.mark()
+
+    def wait(self) -> None:
+        """The current stream waits for the sum."""
+        self.settle()
+        self._mark.wait()
 
 
 class TwoHops:

@@ -40,6 +40,7 @@ from torch import nn
 from ..host.async_io import aligned_empty
 from ..host.memory_maps import PAGE, Part
 from ..host.memory_maps import Mapping as PageMapping
+from ..host.side_streams import side_stream
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
 from .layout import Bucket, Layout
@@ -95,9 +96,12 @@ class Unit(GatherUnit):
         self.fetch()
         self.flat.untyped_storage().resize_(self.nbytes)
         self.is_free = False
-        for (whole, _), (shard, work) in zip(self.buckets, self._near):
-            work.wait()
-            self._works.append(all_gather_into_(whole, shard, self.group, async_op=True))
+        stream = side_stream(self.flat.device, "gathers")
+        with stream.behind_current():
+            for (whole, _), (shard, work) in zip(self.buckets, self._near):
+                work.wait()
+                self._works.append(all_gather_into_(whole, shard, self.group, async_op=True))
+        self._works.append(stream.mark())       # a group of one copies on that stream
 
     def wait(self) -> None:
         for work in self._works:

@@ -33,6 +33,7 @@ import torch
 
 from ..config import OptimizerConfig
 from ..errors import ConfigError, MegatronDSError
+from ..host.device_copies import column
 from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
@@ -80,28 +81,26 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     at = 0
     for view in views:
         # On the CPU torch makes a wide copy of 16-bit gradients: of a small part at a time.
-        for part in [view] if view.dtype == torch.float32 else view.split(ROWS_AT_A_TIME):
+        is_copied = view.dtype != torch.float32 and view.device.type == "cpu"
+        for part in view.split(ROWS_AT_A_TIME) if is_copied else [view]:
             torch.linalg.vector_norm(part, dim=1, dtype=torch.float32, out=rows[at:at + len(part)])
             at += len(part)
     return rows.double().square().sum()
 
 
-def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> float:
-    """The sum of `squares` over all ranks. Collective over the data and the model group.
+def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> torch.Tensor:
+    """float64 [2] on the device: the sum of `squares` over all ranks, and a number that is 0 if data-parallel
+    ranks `received` gradients of the same parameters; otherwise `report_divergence` is due.
 
-    Raises MegatronDSError, on all ranks, if data-parallel ranks `received` gradients of different parameters.
+    Collective over the data and the model group; the host does not wait.
     """
     f = zlib.crc32(bytes(received.values())) & 0xFFFF
-    local = torch.tensor([0.0, f, f * f], dtype=torch.float64, device=squares.device)
-    local[0] = squares
+    local = column([squares, f, f * f], squares.device)
     all_reduce_(local, groups.data)
     # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
     local[1] = groups.data.size * local[2] - local[1].square()
     all_reduce_(local[:2], groups.model)
-    total, spread = local[:2].tolist()
-    if spread:
-        report_divergence(received, groups.data, groups.model)
-    return total
+    return local[:2]
 
 
 def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:

@@ -5,7 +5,8 @@ One step, called by all data-parallel ranks (contributions arrive during backwar
     begin_step   zero the gradients
     arm          before the backward of the last micro-batch: buckets are reduced as they fill
     reduce_tied  after it: sum the gradients of parameters that several stages hold
-    step         finish reductions → norm → overflow? skip : clip, unscale and update → gather
+    measure      finish reductions → norm
+    update       overflow? skip : clip, unscale and update → gather
 
 Parameters are kept in sets (set_plan.py); each set has its layout, weights and gradients. Zeroing, norm and
 update each pass over the gradients once: unscaling and clipping are one divisor of the update.
@@ -26,7 +27,7 @@ from ..optim import group_of
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
 from .gathering import LayerGathering
-from .norm import NormEntry, ParameterNorms, squared_norm, sum_over_ranks
+from .norm import NormEntry, ParameterNorms, report_divergence, squared_norm, sum_over_ranks
 from .offload import OffloadedUpdate
 from .param_store import Draw
 from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
@@ -99,12 +100,8 @@ class ZeroOptimizer:
         self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)
                            for stage in use.layers}
         self._tied = TiedGradients(self.sets, groups)
-        for s in self.sets:
-            s.lend_grads()
         leaves = [leaf for s in self.trained for leaf in s.resident]
         self.resident = ShardOptimizer(settings.param_groups, leaves, self._norms())
-        for s in self.sets:
-            s.drop_grads()
         self._of_offloaded = {id(leaf.tensor): group.optimizer
                               for group in self.offloaded.groups for leaf in group.leaves}
 
@@ -173,40 +170,51 @@ class ZeroOptimizer:
         """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
         self._tied.reduce(stage_index)
 
-    @torch.no_grad()
     def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
+        """`measure` and `update`; between them the host waits for the device. Collective over the world."""
+        return self.update(self.measure().tolist(), lr, weight_decay, grad_divisor)
+
+    @torch.no_grad()
+    def measure(self) -> torch.Tensor:
+        """Finish the reductions; two numbers about the gradients of all ranks, for `update`: float64 [2] on
+        the device. Afterwards no rank reads weights until the update is complete. Collective over the world;
+        the host does not wait for the device.
+        """
+        self.reduce_tied()
+        for s in self.trained:
+            s.buckets.finish()
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for s in self.trained:
+            squares += squared_norm(s.norm_views, self.device)
+        return sum_over_ranks(squares, self._received(), self.groups)
+
+    @torch.no_grad()
+    def update(self, measured: Sequence[float], lr: float | None, weight_decay: float = 0.0,
+               grad_divisor: float = 1.0) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
+        measured: the numbers of `measure`, on the host
         lr, weight_decay: of all parameter groups; lr None: torch's parameter groups have their own of both.
-        Raises ConfigError if the loss scale cannot be lowered any more.
+        Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
+        data-parallel ranks have gradients of different parameters.
         """
+        squares, spread = measured
+        if spread:
+            report_divergence(self._received(), self.groups.data, self.groups.model)
         scale = self.loss_scale
         divisor = scale * grad_divisor
-        self._finish_exchange()
-        norm = self._measure_norm() / divisor
+        norm = math.sqrt(squares) / divisor
         skipped = self._check_overflow(norm)
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)
             self._refresh()
         return StepResult(norm, skipped, scale)
 
-    def _finish_exchange(self) -> None:
-        """Every gradient is summed over its ranks on return. Collective."""
-        self.reduce_tied()
-        for s in self.trained:
-            s.buckets.finish()
-
-    def _measure_norm(self) -> float:
-        """The norm of the scaled gradient over all ranks; afterwards no rank reads weights until the update
-        is complete. Collective over the world."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for s in self.trained:
-            squares += squared_norm(s.norm_views, self.device)
-        # Not of experts: one that no token chose has no gradient.
-        received = {h.parameter.spec.name: got for s in self.trained if s.plan.reduced_over == DATA_AXES
-                    for h, got in zip(s.buckets.holders, s.buckets.received)}
-        return math.sqrt(sum_over_ranks(squares, received, self.groups))
+    def _received(self) -> dict[str, bool]:
+        """Whether each parameter received a gradient. Not of experts: one that no token chose has none."""
+        return {h.parameter.spec.name: got for s in self.trained if s.plan.reduced_over == DATA_AXES
+                for h, got in zip(s.buckets.holders, s.buckets.received)}
 
     def _check_overflow(self, norm: float) -> bool:
         """Adapt the loss scale; whether the update is skipped because gradients are not finite."""
@@ -219,12 +227,8 @@ class ZeroOptimizer:
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
         numbers = lr, weight_decay, divisor * max(excess, 1.0)
-        for s in self.sets:
-            s.lend_grads()
         self.resident.step(*numbers)
         round_masters(leaf for s in self.trained for leaf in s.resident if not self.resident.writes_low(leaf))
-        for s in self.sets:
-            s.drop_grads()
         self.offloaded.step(*numbers)
         self._tiers.settle()
 

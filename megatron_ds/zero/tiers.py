@@ -17,6 +17,7 @@ from ..config.parallel_options import ZeroConfig
 from ..host.async_io import ALIGNMENT, AsyncIO, Then, aligned_empty, make_io
 from ..host.memory_maps import huge_page_zeros, round_up
 from ..host.scratch_file import Region, ScratchFile
+from ..host.side_streams import Mark, side_stream
 from ..mpu.group import DONE, Work
 
 DEVICE = "device"
@@ -119,12 +120,14 @@ class Array:
         return self.tensor.device == device and self.tensor.dtype == dtype
 
     def read(self, out: torch.Tensor) -> Work:
-        """Begin to copy to a buffer, which may be of another dtype."""
-        return _copy(out, self.tensor)
+        """Begin to copy to a buffer, which may be of another dtype. The host waits for a buffer of its own;
+        for one on a GPU the current stream waits."""
+        copied = _copy(out, self.tensor)
+        return copied if out.is_cuda else Then(DONE, copied.synchronize)
 
     def write(self, values: torch.Tensor) -> Work:
-        """Begin to copy from a buffer."""
-        return _copy(self.tensor, values)
+        """Begin to copy from a buffer; after the wait the host may use both."""
+        return Then(DONE, _copy(self.tensor, values).synchronize)
 
 
 class MemoryTier(Tier):
@@ -157,20 +160,25 @@ class Buffers:
         """A buffer of `numel` elements with undefined contents, at the start of a page."""
         held = self._by_name.get(name)
         if held is None or held.numel() < numel:
-            held = (torch.empty(numel, dtype=dtype, pin_memory=True) if self._page_locked
-                    else aligned_empty(numel, dtype))
-            self._by_name[name] = held
+            held = self._by_name[name] = _host_memory(numel, dtype, self._page_locked)
         return held[:numel]
 
 
-def _copy(out: torch.Tensor, values: torch.Tensor) -> Work:
-    """Between host and GPU in the order of the current stream; after the wait the host may use both."""
-    out.copy_(values, non_blocking=True)
+def _host_memory(numel: int, dtype: torch.dtype, page_locked: bool) -> torch.Tensor:
+    """Memory with undefined contents, at the start of a page."""
+    return torch.empty(numel, dtype=dtype, pin_memory=True) if page_locked else aligned_empty(numel, dtype)
+
+
+def _copy(out: torch.Tensor, values: torch.Tensor) -> Mark:
+    """Between host and GPU on a stream for copies in this direction, after what the current stream has."""
     if out.is_cuda == values.is_cuda:
-        return DONE
-    event = torch.cuda.Event()
-    event.record()
-    return Then(DONE, event.synchronize)
+        out.copy_(values, non_blocking=True)
+        return Mark()
+    stream = (side_stream(out.device, "to device") if out.is_cuda else
+              side_stream(values.device, "to host"))
+    with stream.behind_current():
+        out.copy_(values, non_blocking=True)
+    return stream.mark()
 
 
 # ---------------------------------------------------------------------------------------------------- disk
@@ -199,8 +207,8 @@ class OnDisk(Array):
         """Read directly into host memory of the same dtype; otherwise through a buffer in host memory."""
         if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
             return self.region.read_into(out)
-        buffer = aligned_empty(self.padded_numel, self.tensor.dtype)
-        return Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
+        buffer = _host_memory(self.padded_numel, self.tensor.dtype, page_locked=out.is_cuda)
+        return Then(self.region.read_into(buffer), lambda: _copy(out, buffer[:out.numel()]).wait())
 
     def write(self, values: torch.Tensor) -> Work:
         return self.region.write_from(values)

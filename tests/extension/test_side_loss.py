@@ -91,15 +91,15 @@ def job_of(dtype: str = "fp32", per_token: bool = False) -> list[str]:
 
 def train_layout(job: list[str], layout: str) -> Result:
     """With the reports of the ledger's sums that rank 0 gets."""
-    reports, real = [], StepMetrics.reduce
+    reports, real = [], StepMetrics.report
 
-    def reduce(self, *arguments):
-        report = real(self, *arguments)
+    def report(self, *arguments):
+        means = real(self, *arguments)
         if self.mesh.rank == 0:
-            reports.append(report)
-        return report
+            reports.append(means)
+        return means
 
-    with mock.patch.object(StepMetrics, "reduce", reduce):
+    with mock.patch.object(StepMetrics, "report", report):
         trace, weights = run_layout(job, layout, STEPS).merged
     return Result(trace.losses, trace.grad_norms, [report.terms["mlp penalty"] for report in reports],
                   [report.metrics["mlp mean"] for report in reports], weights)

@@ -9,7 +9,9 @@ s; n heads of d channels, f the feed-forward width and V the padded vocabulary, 
     attention            q, k, v; what the core needs (`_core`)       projection         its input s b n d e
     activation           its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
     hidden dropout       a byte an element, S b h; on GPUs nothing    head               its input S b h e
-    loss                 probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
+    loss                 probabilities, and 17 bytes a token; on      embedding          rows, 8 bytes a token
+                         GPUs logits, and 12 bytes a token;
+                         by chunks 12 bytes a token alone
 
 A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token
 (nine with sequence parallelism), rotary tables of its own, and the fields of the batch that recomputation
@@ -41,6 +43,7 @@ class Workload:
     vocab   rows of the padded vocabulary on this rank;  device  "cpu" or "cuda"
     apart   attention keeps the documents of a sample apart
     kept_tokens  of each sample, by blocks that drop tokens; None: all
+    logits  are kept; else the head and the loss go by chunks
     picked  the positions are some of a longer sequence
     """
 
@@ -54,6 +57,7 @@ class Workload:
     device: str
     apart: bool = False
     kept_tokens: int | None = None
+    logits: bool = True
     picked: bool = False
 
     @property
@@ -124,7 +128,9 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
-        return work.hidden_bytes + work.tokens * (work.itemsize * work.vocab + 17) + 20
+        numbers = 17 if work.device == "cpu" and work.logits else 12
+        logits = work.itemsize * work.vocab * work.logits
+        return work.hidden_bytes + work.tokens * (logits + numbers) + 20
     if kind == "bert_head":
         return _bert_head(work)
     if kind != "block":
@@ -230,10 +236,10 @@ def _into_activation(work: Workload) -> int:
 
 def _arguments(work: Workload) -> int:
     """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
-    groups are put together."""
+    groups are put together. On GPUs turning copies values too, so that nothing of the projection is kept."""
     q, k = work.query_bytes, work.key_bytes
     if work.model.position_embedding_type == "rope":
-        return (q + 2 * k) + q + k
+        return (q + 2 * k) + (q + k if work.device == "cpu" else 0)
     return (q + 2 * k) + (q if work.model.query_groups // work.tp > 1 and q > k else 0)
 
 
@@ -288,5 +294,6 @@ def _unfused_arguments(work: Workload, own: int | None) -> int:
         return 3 * q
     if own:
         return q + 2 * k
-    turned = k if work.model.position_embedding_type == "rope" else 0
-    return q + turned + (q + 2 * k)
+    if work.model.position_embedding_type == "rope":
+        return q + k + (q + 2 * k if work.device == "cpu" else k)
+    return q + (q + 2 * k)

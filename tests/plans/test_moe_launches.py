@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from megatron_ds.data.ledger import Ledger
+from megatron_ds.host.device_copies import column
 from megatron_ds.models import MODELS
 from megatron_ds.moe.mixture import MixtureOfExperts
 from megatron_ds.ops import grouped
-from megatron_ds.training.step_metrics import _to_host
 from tests.harness.aten_calls import Counted
 from tests.harness.model_runs import context_of
 from tests.harness.moe_runs import model_of
 from tools.compare_layouts import SEQ_LENGTH, tiny_job
 
 H, SAMPLES = 32, 2
+CPU = torch.device("cpu")
 VIEWS = ("view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "detach", "alias",
          "split", "split_with_sizes", "unbind", "permute", "_unsafe_view")
 
@@ -53,14 +54,14 @@ def test_a_layer_dispatches_few_operations_and_not_more_for_more_experts(flags, 
     assert sum(n for name, n in four.items() if name not in VIEWS) <= most
 
 
-def test_the_numbers_of_a_step_reach_the_host_exactly_in_as_many_operations_as_they_have_dtypes():
+def test_the_numbers_of_a_step_are_collected_exactly_in_few_operations():
     third = torch.tensor(1 / 3, dtype=torch.float64)
     scalars = [torch.tensor(0.1), torch.tensor((1 << 25) + 1), 3, third, 0.5]
-    assert _to_host(scalars) == [torch.tensor(0.1).item(), (1 << 25) + 1, 3, 1 / 3, 0.5]
-    assert _to_host([1, 2.5]) == [1, 2.5] and _to_host([]) == []
+    assert column(scalars, CPU).tolist() == [torch.tensor(0.1).item(), (1 << 25) + 1, 3, 1 / 3, 0.5]
+    assert column([1, 2.5], CPU).tolist() == [1, 2.5] and column([], CPU).tolist() == []
     counts = []
     for times in (1, 50):
         with Counted() as counted:
-            _to_host(scalars * times)
+            column(scalars * times, CPU)
         counts.append(sum(n for name, n in counted.calls.items() if name not in VIEWS))
     assert counts[0] == counts[1]

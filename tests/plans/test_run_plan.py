@@ -1,6 +1,7 @@
 """From flags to the shape of the pipeline and to the cut, as users of Megatron and DeepSpeed write them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -141,6 +142,18 @@ def test_recomputation_makes_layers_dearer_than_the_head():
     plain, again = cost(PP, 2), cost(PP, 2, "--recompute-granularity", "full")
     assert again["head"] == plain["head"] and again["block"].forward == plain["block"].forward
     assert again["block"].total == pytest.approx(plain["block"].total * 4 / 3)
+
+
+def test_logits_in_chunks_cost_their_product_again_and_leave_the_weight_half_nothing():
+    cost = lambda *flags: plan_of(config_of(PP, 2, *flags)).layer_costs
+    plain, again = cost(), cost("--cross-entropy-chunks", 4)
+    assert again[:-1] == plain[:-1] and again[-1].forward == plain[-1].forward
+    assert again[-1].total == pytest.approx(plain[-1].total * 4 / 3) and again[-1].weight_grad == 0
+
+
+def test_logits_in_chunks_can_be_measured():
+    config = config_of(PP, 2, "--pipeline-cut", "measured", "--seq-length", 8, "--cross-entropy-chunks", 4)
+    assert time_layers(config, replace(context_of(), logit_chunks=4))["head"].total > 0
 
 
 def test_costs_that_were_measured_decide_the_cut_and_reach_the_schedule():
