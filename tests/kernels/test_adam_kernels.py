@@ -15,7 +15,7 @@ from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 HYPER = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SIZES = (1, 7, 0, 1024, 4099, 2048, 5)                           # several chunks of 2048, and parts of one
 DTYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
-          (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
+          (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, None)]
 
 
 def randn(n, seed):
