@@ -243,6 +243,8 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
                     for _ in range(1 + num_lanes)]
             if rank in ranks:
                 mine = transport_over(made[0], axes, made[1:])
+    if num_lanes and mine is not None:
+        mine.open_lanes(torch.device("cuda", torch.cuda.current_device()))
     return mine
 
 

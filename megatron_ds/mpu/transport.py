@@ -8,6 +8,13 @@ Note: lanes. NCCL has no tags: between two ranks, messages of one communicator a
 both sides post them. A pipeline has four streams without an order among them (activations and gradients, to
 the next and to the previous rank), so on NCCL its group has a communicator for each. On gloo the tags of
 messages separate the streams.
+
+Note: opening. torch connects two ranks at their first message in a lane, and the host of the first, also of
+the first that posts a *receive*, waits until the other's host has come. Pipelines post receives early: a rank
+could wait for a gradient to be sent, before it has sent the activation that the gradient needs. So all
+neighbours exchange a number on every lane when the group is made. (Do not give `device_id` to
+`init_process_group`: messages of a lane then share one stream, a receive from the previous rank in front of
+the send to the next.)
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +50,17 @@ class TorchTransport:
         self.process_group, self.axes, self.lanes = process_group, axes, lanes
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
+
+    def open_lanes(self, device: torch.device) -> None:
+        """Connect each rank with the next, and the last with the first, on every lane. Collective."""
+        for low, high in neighbours(self.size):
+            for lane in self.lanes if self.rank in (low, high) else ():
+                number = torch.zeros(1, device=device)
+                with _Translated(self, f"connecting ranks {self.ranks[low]} and {self.ranks[high]}"):
+                    if self.rank == low:
+                        dist.send(number, self.ranks[high], lane)
+                    else:
+                        dist.recv(number, self.ranks[low], lane)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
@@ -119,6 +137,13 @@ class TorchTransport:
     def _guard(self, what: str, call: Callable[[], Any]) -> Work:
         with _Translated(self, what):
             return TranslatedWork(call(), self, what)
+
+
+def neighbours(size: int) -> list[tuple[int, int]]:
+    """The pairs of neighbours in a ring, in an order in which most are disjoint from those before and after:
+    ranks that connect in this order need three rounds for any size."""
+    pairs = [(i, i + 1) for i in range(size - 1)] + [(0, size - 1)] * (size > 2)
+    return pairs[::2] + pairs[1::2]
 
 
 class TranslatedWork:
