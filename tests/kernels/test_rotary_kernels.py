@@ -67,7 +67,9 @@ def compiled():
                 if case[0]:
                     forward_and_backward(case, dtype)
             for x in strided(dtype):
-                rotary_kernels.rotary(x, *tables(x.shape[0], x.shape[1], x.shape[-1], 0.5, True))
+                angles = tables(x.shape[0], x.shape[1], x.shape[-1], 0.5, True)
+                for t in (x, x.contiguous()):                       # the other is like the gradient
+                    rotary_kernels.rotary(t, *angles)
     compile_together(run)
 
 
