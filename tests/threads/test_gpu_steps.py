@@ -49,8 +49,9 @@ class Run:
 
 def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] = ()) -> Run:
     request = parse_layout(layout, mbs="1")
-    config = parse([*tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS), *request.flags, *more],
-                   world_size=request.world_size)
+    kernels = ["--kernels", "torch"] if device == "cuda" else []        # there is no GPU to launch ours
+    config = parse([*tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS), *request.flags, *more,
+                    *kernels], world_size=request.world_size)
     samples, orders = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1), {}
 
     def main(rank, world):
