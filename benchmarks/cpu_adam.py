@@ -20,12 +20,13 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import torch
 
 from megatron_ds.host.memory_maps import huge_page_zeros
+from megatron_ds.ops.adam import AdamRow
 from megatron_ds.ops.cpu import compiled_adam as adam
-from megatron_ds.optim.optimizers import CpuAdamW
 
 OPTIONS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 DIVISOR = 1.001      # near 1: the same gradient is divided in every round
@@ -45,12 +46,14 @@ def parameter(numel: int, large_pages: bool) -> torch.nn.Parameter:
 
 
 def ours(p: torch.nn.Parameter, work: str, variant: str = "") -> Step:
-    q = torch.nn.Parameter(p.detach())      # the same memory
-    q.grad = p.grad
-    optimizer = CpuAdamW([q], variant=variant, **OPTIONS)
-    if work == "whole":
-        optimizer.grad_scale, q.low = torch.tensor(DIVISOR), p.low
-    return optimizer.step
+    weight, moments, steps = p.detach(), [huge_page_zeros(p.numel()) for _ in range(2)], count(1)
+    low, grad_scale = (p.low, 1 / DIVISOR) if work == "whole" else (None, 1.0)
+
+    def step() -> None:
+        adam.adamw_([AdamRow(weight, p.grad, *moments, next(steps), low)], grad_scale=grad_scale,
+                    variant=variant, **OPTIONS)
+
+    return step
 
 
 def in_passes(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, work: str) -> Step:

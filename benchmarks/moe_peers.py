@@ -3,12 +3,15 @@
     python benchmarks/moe_peers.py                                   # one process, two threads
     python benchmarks/moe_peers.py --contestants ours mcore:alltoall mcore:allgather --ranks 2
     python benchmarks/moe_peers.py --contestants model hf-model:grouped_mm hf-model:eager
+    python benchmarks/moe_peers.py --shape tiny --contestants model hf-model:grouped_mm hf-model:batched_mm
 
     ours                our layer; on several ranks the experts are divided over them (EP)
     dense               our dense feed-forward of the same active width, k times that of an expert
     hf:IMPLEMENTATION   the sparse block of Mixtral in transformers: eager, grouped_mm or batched_mm
     mcore:DISPATCHER    the MoE layer of megatron-core with its sequential experts: allgather or alltoall
     model, hf-model:…   a whole Mixtral of four layers, with its loss
+
+batched_mm copies the weights of its expert for each slot of a token, so it needs shape tiny.
 
 All contestants live in the same processes and take their steps in turn; every step is compared with the
 step of the first contestant beside it, by the clock and by the processor time of all ranks, which other
@@ -40,7 +43,7 @@ TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Shape:
-    """batch is that of each rank."""
+    """batch is that of each rank; vocab is that of a whole model."""
 
     hidden: int
     ffn: int
@@ -48,9 +51,11 @@ class Shape:
     k: int
     batch: int
     seq: int
+    vocab: int = 8192
 
 
-SHAPES = {"S": Shape(hidden=256, ffn=512, experts=8, k=2, batch=4, seq=256),
+SHAPES = {"tiny": Shape(hidden=128, ffn=256, experts=8, k=2, batch=2, seq=128, vocab=1024),
+          "S": Shape(hidden=256, ffn=512, experts=8, k=2, batch=4, seq=256),
           "M": Shape(hidden=512, ffn=1792, experts=8, k=2, batch=2, seq=512),
           "fine": Shape(hidden=256, ffn=128, experts=64, k=8, batch=4, seq=256)}
 
@@ -93,10 +98,11 @@ def fill(pairs) -> None:
 def our_config(shape: Shape, **changes):
     from megatron_ds.config.model_options import ModelConfig
     return ModelConfig(**dict(
-        num_layers=4, hidden_size=shape.hidden, num_attention_heads=8, seq_length=shape.seq, vocab_size=8192,
-        ffn_hidden_size=shape.ffn, activation="swiglu", add_bias_linear=False, normalization="RMSNorm",
-        position_embedding_type="rope", untie_embeddings_and_output_weights=True, hidden_dropout=0.0,
-        attention_dropout=0.0, num_experts=(shape.experts,), moe_router_topk=shape.k) | changes)
+        num_layers=4, hidden_size=shape.hidden, num_attention_heads=8, seq_length=shape.seq,
+        vocab_size=shape.vocab, ffn_hidden_size=shape.ffn, activation="swiglu", add_bias_linear=False,
+        normalization="RMSNorm", position_embedding_type="rope", untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0, attention_dropout=0.0, num_experts=(shape.experts,),
+        moe_router_topk=shape.k) | changes)
 
 
 def our_context(rank: int, ranks: int):
@@ -142,9 +148,9 @@ def hf_config(shape: Shape, kind: str):
     from transformers import MixtralConfig
     config = MixtralConfig(
         hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=8192, num_local_experts=shape.experts, num_experts_per_tok=shape.k,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-5,
-        max_position_embeddings=shape.seq, router_jitter_noise=0.0, use_cache=False)
+        num_key_value_heads=8, vocab_size=shape.vocab, num_local_experts=shape.experts,
+        num_experts_per_tok=shape.k, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5, max_position_embeddings=shape.seq, router_jitter_noise=0.0, use_cache=False)
     config._experts_implementation = kind
     config._attn_implementation = "sdpa"
     return config
@@ -208,13 +214,14 @@ def mcore(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
 
 # ------------------------------------------------------------------------------------------- a whole Mixtral
 def tokens_of(shape: Shape) -> torch.Tensor:
-    return torch.randint(8192, (shape.batch, shape.seq), generator=torch.Generator().manual_seed(2))
+    return torch.randint(shape.vocab, (shape.batch, shape.seq), generator=torch.Generator().manual_seed(2))
 
 
 def hf_model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from transformers import MixtralForCausalLM
     torch.manual_seed(0)
     model, ids = MixtralForCausalLM(hf_config(shape, kind)).train(), tokens_of(shape)
+    assert model.config._experts_implementation == kind, "transformers has chosen another implementation"
     target = ids.roll(-1, 1).flatten()
 
     def forward(x):

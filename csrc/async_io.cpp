@@ -28,6 +28,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -162,7 +163,9 @@ struct Block {
 class Engine {
 public:
     Engine(unsigned depth, uint64_t block_bytes)
-        : block_bytes_(block_bytes), blocks_(depth), rings_(depth + 1), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        : block_bytes_(block_bytes), blocks_(depth) {
+        rings_.emplace(depth + 1);
+        wake_.emplace(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
         for (unsigned slot = 0; slot < depth; ++slot) free_.push_back(slot);
         // Python's signal handlers are for its own threads.
         sigset_t all, before;
@@ -188,7 +191,7 @@ public:
         }
         if (!kept.ended()) {
             waiting_.push_back(&kept);
-            eventfd_write(wake_, 1);
+            eventfd_write(*wake_, 1);
         }
         return ticket;
     }
@@ -208,14 +211,18 @@ public:
         return true;
     }
 
-    // Waits for all transfers.
+    // Waits for all transfers, and gives thread and descriptors back; results can still be waited for.
     void close() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             closing_ = true;
-            eventfd_write(wake_, 1);
+            if (wake_) eventfd_write(*wake_, 1);
         }
-        if (thread_.joinable()) thread_.join();
+        if (!thread_.joinable()) return;
+        thread_.join();
+        std::lock_guard<std::mutex> lock(mutex_);
+        rings_.reset();
+        wake_.reset();
     }
 
 private:
@@ -229,13 +236,13 @@ private:
                 fill();
                 if (broken_ || (closing_ && free_.size() == blocks_.size())) return;
             }
-            const int error = rings_.enter();
+            const int error = rings_->enter();
             if (error == EAGAIN || error == EBUSY) std::this_thread::sleep_for(std::chrono::milliseconds(1));      // no memory
             std::lock_guard<std::mutex> lock(mutex_);
             if (error && error != EAGAIN && error != EBUSY && error != EINTR)
                 give_up(error);
             else
-                rings_.reap([this](uint64_t slot, int result) {
+                rings_->reap([this](uint64_t slot, int result) {
                     slot == WAKE ? listen() : complete(unsigned(slot), result);
                 });
             changed_.notify_all();
@@ -244,10 +251,10 @@ private:
 
     void listen() {
         eventfd_t count;
-        eventfd_read(wake_, &count);      // what comes after this ends the new poll at once
-        io_uring_sqe* request = rings_.prepare();
+        eventfd_read(*wake_, &count);      // what comes after this ends the new poll at once
+        io_uring_sqe* request = rings_->prepare();
         request->opcode = IORING_OP_POLL_ADD;
-        request->fd = wake_;
+        request->fd = *wake_;
         request->poll_events = POLLIN;
         request->user_data = WAKE;
     }
@@ -269,7 +276,7 @@ private:
         const Block& block = blocks_[slot];
         const Transfer& t = *block.transfer;
         const uint64_t start = block.start + block.moved;
-        io_uring_sqe* request = rings_.prepare();
+        io_uring_sqe* request = rings_->prepare();
         request->opcode = t.write ? IORING_OP_WRITE : IORING_OP_READ;
         request->fd = t.fd;
         request->addr = reinterpret_cast<uintptr_t>(t.address + start);
@@ -319,8 +326,8 @@ private:
     uint64_t next_ticket_ = 0;
     bool closing_ = false;
     int broken_ = 0;
-    Rings rings_;
-    Fd wake_;
+    std::optional<Rings> rings_;                            // none after close
+    std::optional<Fd> wake_;
     std::thread thread_;
 };
 
@@ -387,5 +394,5 @@ PYBIND11_MODULE(_async_io, module) {
              "Start a transfer; returns a ticket. The memory must live until the ticket has been waited for.")
         .def("wait", &Ring::wait, py::arg("ticket"),
              "(bytes moved, errno or 0), once per ticket. Fewer bytes without an error: the file ends there.")
-        .def("close", &Ring::close, "Wait for all transfers, end the thread.");
+        .def("close", &Ring::close, "Wait for all transfers, end the thread, give the descriptors back.");
 }

@@ -15,7 +15,7 @@ PYTHON="${PYTHON:-python}"
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 step() { printf '\n== %s\n' "$*"; }
-at_least_1() { echo $(($1 > 1 ? $1 : 1)); }
+at_least() { echo $(($2 > $1 ? $2 : $1)); }
 
 step "1. corpus, tokenizer, tokens"
 [ -f "$out/corpus.jsonl" ] || "$PYTHON" "$here/tools/build_corpus.py" --output "$out/corpus.jsonl"
@@ -37,8 +37,8 @@ job=(
     --zero-stage 1
     --data-path "$out/corpus_text_document" --split 95,5,0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer"
-    --eval-interval "$(at_least_1 $((steps / 8)))" --eval-iters 10 --log-interval "$(at_least_1 $((steps / 120)))"
-    --save "$out/checkpoints" --load "$out/checkpoints" --save-interval "$(at_least_1 $((steps / 2)))" --save-total-limit 2
+    --eval-interval "$(at_least 4 $((steps / 8)))" --eval-iters 10 --log-interval "$(at_least 1 $((steps / 120)))"
+    --save "$out/checkpoints" --load "$out/checkpoints" --save-interval "$(at_least 1 $((steps / 2)))" --save-total-limit 2
     --tensorboard-dir "$out/tensorboard" --metrics-jsonl "$out/metrics.jsonl"
 )
 torchrun() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 "$@"; }

@@ -5,10 +5,11 @@ process.
     --steps 20
 
 A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, chunks (stages on each pipeline
-rank), cut (the costs that it balances), layout (an explicit cut), recompute (none, selective, full), mbs
-(micro-batch size), zero; for ZeRO bucket, accumulate, grads, comm, persist, prefetch, pin, hpz. The reference
-is always one process with the same micro-batch size, because every micro-batch has the same weight, whatever
-the number of tokens in its loss. The exit code is 1 if a difference exceeds the tolerance.
+rank), cut (the costs that it balances), layout (an explicit cut), recompute (none, selective, full), logits
+(parts of the head and the loss), mbs (micro-batch size), zero; for ZeRO bucket, accumulate, grads, comm,
+persist, prefetch, pin, hpz. The reference is always one process with the same micro-batch size, because every
+micro-batch has the same weight, whatever the number of tokens in its loss. The exit code is 1 if a difference
+exceeds the tolerance.
 """
 
 import argparse

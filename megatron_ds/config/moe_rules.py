@@ -13,6 +13,7 @@ BIAS, NUM_EXPERTS = "model.moe_router_enable_expert_bias", "model.num_experts"
 GROUPS = ("model.moe_router_num_groups", "model.moe_router_group_topk")
 OF_CAPACITY = ("model.moe_min_capacity", "model.moe_token_drop_policy", "model.moe_capacity_scope",
                "model.moe_pad_expert_input_to_capacity")
+MOST_EXPERTS = 1 << 16
 FACTORS = ("model.moe_expert_capacity_factor", "model.moe_eval_capacity_factor")
 
 
@@ -26,6 +27,14 @@ def only_with_experts(config: RunConfig) -> Iterator[str]:
         names, many = ", ".join(f"[{path}]" for path in paths), len(paths) > 1
         yield (f"{names} appl{'y' if many else 'ies'} to layers with experts, but there are none. Give their "
                f"number with --num-experts, or remove {'them' if many else 'it'}.")
+
+
+def sizes(config: RunConfig) -> Iterator[str]:
+    """No layer has so many experts that tables of all of them are the work."""
+    if any(number > MOST_EXPERTS for number in config.model.num_experts or ()):
+        yield (f"[num_experts]: a layer has at most {MOST_EXPERTS:,} experts, because each token has a score "
+               "for every one of them, and the host reads how many tokens each has. Use --num-experts 1 to "
+               f"{MOST_EXPERTS:,}.")
 
 
 def layers(config: RunConfig) -> Iterator[str]:
@@ -64,7 +73,9 @@ def distribution(config: RunConfig) -> Iterator[str]:
 
 
 def widths(config: RunConfig) -> Iterator[str]:
-    """Tensor-parallel ranks hold equal parts of every expert and of the shared experts."""
+    """Tensor-parallel ranks hold equal parts of every expert and of the shared experts, and move equal parts
+    of padded rows.
+    """
     model, parallel = config.model, config.parallel
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     if etp not in (None, tp):
@@ -79,6 +90,12 @@ def widths(config: RunConfig) -> Iterator[str]:
             fits = either(divisors(gcd(width, model.num_attention_heads or width)))
             yield (f"[{path}] is not a multiple of [tensor_model_parallel_size]: each rank holds an equal "
                    f"part of {what}. Use {TP} {fits}.")
+    h = model.hidden_size
+    if model.moe_pad_expert_input_to_capacity and h and h % tp:
+        fits = either(divisors(gcd(h, model.num_attention_heads or h)))
+        yield ("[hidden_size] is not a multiple of [tensor_model_parallel_size], but with "
+               "[moe_pad_expert_input_to_capacity] each rank moves an equal part of the columns of every "
+               f"token. Use {TP} {fits}, or remove --moe-pad-expert-input-to-capacity.")
 
 
 def dense_part(config: RunConfig) -> Iterator[str]:
@@ -205,8 +222,10 @@ def capacity(config: RunConfig) -> Iterator[str]:
 
 
 def _numbers(config: RunConfig) -> list[int]:
-    """The numbers of experts of the layers, each once, rising; empty if `layers` or `missing` reports why."""
-    if not config.model.num_layers:
+    """The numbers of experts of the layers, each once, rising; empty if `sizes`, `layers` or `missing` has
+    reported them.
+    """
+    if not config.model.num_layers or any(sizes(config)):
         return []
     try:
         return sorted({number for number in config.model.experts if number})
@@ -214,5 +233,5 @@ def _numbers(config: RunConfig) -> list[int]:
         return []
 
 
-MOE_RULES = (only_with_experts, layers, distribution, widths, dense_part, choice, groups, balance,
+MOE_RULES = (only_with_experts, sizes, layers, distribution, widths, dense_part, choice, groups, balance,
              balanced_choice, capacity)

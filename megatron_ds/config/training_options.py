@@ -146,6 +146,11 @@ class TrainConfig:
              "stage (block). Default: block if that number is given.")
     recompute_num_layers: int | None = option(
         None, at_least=1, help="Layers of each stage that are recomputed. Default: all.")
+    cross_entropy_chunks: int = option(1, at_least=1,
+        help="Compute the output head and the loss for this many parts of a micro-batch, one after another, "
+             "so that the logits of all its tokens never exist at once.",
+        avoid="The head's forward runs twice; use it where the logits, tokens × vocabulary, decide the "
+              "memory.")
     label_smoothing: float = option(0.0, at_least=0, below=1,
         help="Share of the target that is spread evenly over the rest of the vocabulary.")
     check_for_nan: str = option(

@@ -95,6 +95,8 @@ class Engine(EngineStatus):
                            "update and restarts it. engine.step() zeroes gradients after each update: remove "
                            "the call if this is not intended.",
                            self._microbatch, self._accumulation_steps)
+        if self.has_gradients:
+            self.step_state.forget()
         self._begin_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -196,6 +198,7 @@ class Engine(EngineStatus):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         rates = self.get_lr()
         self._last = self.optimizer.update()
+        self.step_state.after_step(applied=not self._last.skipped)
         self.progress = self.progress.after(self.train_batch_size(), 0, skipped=self._last.skipped)
         if self.lr_scheduler is not None and not self._last.skipped:
             self.lr_scheduler.step(**lr_kwargs)

@@ -58,8 +58,9 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
            "client_state": dict(client_state or {})}
-    path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], run=run,
-                coordinates=engine.world.coordinates, world=engine.world.world, limit=1 if tagged else None)
+    pieces = [*engine.optimizer.pieces(), *buffers, *engine.step_state.pieces()]
+    path = save(folder, engine.global_steps, pieces, run=run, coordinates=engine.world.coordinates,
+                world=engine.world.world, limit=1 if tagged else None)
 
     # `latest` names the tag only after the checkpoint is complete.
     def point() -> None:
@@ -106,8 +107,8 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
         return None, {}
     folder, step, run = found
     kinds = None if with_optimizer else ("weight", BUFFER)
-    load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], coordinates=engine.world.coordinates,
-         world=world, kinds=kinds)
+    pieces = [*engine.optimizer.pieces(), *_buffers(engine), *engine.step_state.pieces()]
+    load(folder, step, pieces, coordinates=engine.world.coordinates, world=world, kinds=kinds)
     if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])
         engine.progress = progress_of(run)

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..moe.balance import StepState
 from ..mpu.external_groups import DataParallelWorld
 from ..mpu.launch import read_launch
 from ..ramps import Progress
@@ -45,6 +46,7 @@ class EngineStatus(nn.Module):
     gathering   stage 3 with several ranks only
     monitor     curves for TensorBoard
     lr_scheduler, training_dataloader   None where there is none
+    step_state  what routers remember from step to step, beside parameters
     progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
     configured_groups  the parameter groups before any scheduler has changed them
@@ -57,6 +59,7 @@ class EngineStatus(nn.Module):
         self.module, self.config, self.settings, self.world = module, config, settings, world
         self.gathering, self.monitor = gathering, monitor
         self.optimizer, self.zero = optimizer, optimizer.zero
+        self.step_state = StepState([module], world.data, world.device)
         self.lr_scheduler: Any | None = None
         self.training_dataloader: EngineLoader | None = None
         self.progress, self.micro_steps = Progress(), 0

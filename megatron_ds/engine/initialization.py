@@ -38,7 +38,7 @@ from .engine_optimizer import (
     make_scheduler,
 )
 from .engine_status import Monitor
-from .expert_layers import connect_layers, with_expert_ranks
+from .expert_layers import connect_layers, connect_routers, with_expert_ranks
 from .json_settings import Sources, block_of, config_of, fill_autos, read_settings
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
@@ -164,6 +164,7 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     monitor = on_all_ranks(world.world, lambda: Monitor(folder))
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
+    connect_routers(engine)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters
     return engine

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, LayoutError
-from ..moe.any_module import ExpertList
+from ..moe.layer import ExpertList
 from ..mpu.external_groups import SEVENTH, DataParallelWorld
 from ..mpu.param_spec import DATA_AXES, Init, ParamSpec, Split
 from ..zero.gathering import LayerGathering, Unit

@@ -75,7 +75,7 @@ class AsyncIO:
         return self._start(_Request(True, fd, bytes_of(tensor), offset))
 
     def close(self) -> None:
-        """Wait for all transfers and free the threads; the engine cannot be used afterwards."""
+        """Wait for all transfers, and free threads and descriptors; the engine cannot be used afterwards."""
 
     def _start(self, request: "_Request") -> Work:
         raise NotImplementedError

@@ -24,6 +24,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group
 from ..registry import Registry
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from ..tensor_parallel.logits_in_chunks import LogitsInChunks
 from .layer import Layer
 
 
@@ -41,8 +42,8 @@ class Loss:
     tokens: torch.Tensor
 
 
-def gpt_loss(logits: torch.Tensor, batch: Batch, *, tp: Group, vocab_size: int, label_smoothing: float = 0.0,
-             per_token: bool = False) -> Loss:
+def gpt_loss(logits: torch.Tensor | LogitsInChunks, batch: Batch, *, tp: Group, vocab_size: int,
+             label_smoothing: float = 0.0, per_token: bool = False) -> Loss:
     """Loss of logits [s, b, Vp / t] against `batch.labels` [b, s], where `batch.loss_mask` is not 0.
 
     The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every
@@ -51,7 +52,9 @@ def gpt_loss(logits: torch.Tensor, batch: Batch, *, tp: Group, vocab_size: int, 
     weight. Label smoothing applies to training alone. The logits are overwritten. Collective over tp.
     """
     smoothing = label_smoothing if batch.training else 0.0
-    losses = vocab_parallel_cross_entropy(logits, batch.labels.t(), tp, vocab_size, smoothing)      # [s, b]
+    labels = batch.labels.t()
+    losses = (logits.cross_entropy(labels, vocab_size, smoothing) if isinstance(logits, LogitsInChunks)
+              else vocab_parallel_cross_entropy(logits, labels, tp, vocab_size, smoothing))         # [s, b]
     mask = batch.loss_mask.t().to(losses.dtype)
     total, tokens = (losses * mask).sum(), mask.sum()
     return Loss(total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens)
@@ -64,6 +67,7 @@ class Architecture:
     layers  function(model config, ParallelContext) -> list[Layer]
     loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> Loss.
             Further terms of the objective go to `batch.ledger`
+            With --cross-entropy-chunks the heads of this package return `LogitsInChunks` in place of logits
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
     fields  fields of the model config that decide shapes or meaning of its weights, besides those that all
             models have

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
-from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
+from ..ops.rotary import rotary_channels, rotary_tables, split_heads, split_rotary
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
 
@@ -74,7 +74,7 @@ def make_caches(modules: Iterable[nn.Module], batch_size: int, max_length: int) 
 
 
 class Rotary:
-    """Rotates queries and keys [s, b, n, d] by the positions [b, s] of their tokens.
+    """Splits packed heads [s, b, g, n/g + 2, d]; rotates queries and keys by the positions of their tokens.
 
     All layers of a model share one object: it keeps the tables of the last positions, so they are computed
     once for a micro-batch. The tables of a layer that sees only some of the tokens are not kept.
@@ -84,10 +84,12 @@ class Rotary:
         self.channels, self.base = rotary_channels(head_dim, percent), base
         self._positions, self._tables = None, None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, qkv: torch.Tensor,
+                 batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [s, b, n, d], k and v [s, b, g, d]. The positions of the batch are [b, s]."""
         ids = batch.position_ids
-        cos, sin = rotary_tables(ids, self.channels, self.base) if batch.is_narrowed else self.tables(ids)
-        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        return split_rotary(qkv, *(rotary_tables(ids, self.channels, self.base) if batch.is_narrowed
+                                   else self.tables(ids)))
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
@@ -129,22 +131,19 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         """Attention over the positions in `cache` and of x, whose keys and values are appended."""
-        q, k, v = self.project(x)
-        if self.rotary is not None:
-            q, k = self.rotary(q, k, batch)
+        q, k, v = self.project(x, batch)
         if cache is not None:
             k, v = cache.append(k, v)                                      # [all positions so far, b, g/t, d]
         if self.recompute_core:
             return self.linear_proj(recompute(self.core_attention, q, k, v, batch))
         return self.linear_proj(self.core_attention(q, k, v, batch))
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [s, b, n/t, d], k and v [s, b, g/t, d]."""
+    def project(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k rotated."""
         qkv = self.linear_qkv(x)                                                # [s, b, (n + 2g)/t * d]
-        queries = self.num_heads // self.num_groups
-        qkv = qkv.view(*qkv.shape[:2], self.num_groups, queries + 2, self.head_dim)
-        q, k, v = qkv.split((queries, 1, 1), dim=3)       # one split: its backward is one concatenation
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        heads = self.num_heads // self.num_groups + 2                           # of a group
+        qkv = qkv.view(*qkv.shape[:2], self.num_groups, heads, self.head_dim)
+        return split_heads(qkv) if self.rotary is None else self.rotary(qkv, batch)
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for the rank's keys and values."""

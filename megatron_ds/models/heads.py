@@ -21,12 +21,13 @@ from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
-from ..tensor_parallel.vocabulary import parallel_logits
+from ..tensor_parallel.logits_in_chunks import LogitsInChunks
 from .attention import KVCache
 from .block import make_norm
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
 from .layer import LayerFlops
 
+HeadLogits = torch.Tensor | LogitsInChunks
 ORDERS = 2         # of two segments: as they stand in the text, or swapped
 
 
@@ -56,18 +57,27 @@ class LanguageModelHead(nn.Module):
         self.ctx = ctx
         self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> HeadLogits:
         """x [s(/t), b, h] → logits [s, b, Vp/t]. With sequence parallelism a collective, which gathers x."""
-        return parallel_logits(x, self.weight, self.ctx.tp, self.ctx.sequence_parallel)
+        return head_logits(x, self.weight, None, self.ctx)
+
+
+def head_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                ctx: ParallelContext) -> HeadLogits:
+    """x [s(/t), b, h], weight [Vp/t, h] → logits [s, b, Vp/t]; with `ctx.logit_chunks` their factors, which
+    the loss multiplies."""
+    if ctx.logit_chunks > 1:
+        return LogitsInChunks(x, weight, bias, ctx.tp, ctx.sequence_parallel, ctx.logit_chunks)
+    return column_linear(x, weight, bias, ctx.tp, ctx.sequence_parallel)
 
 
 class BertOutput(NamedTuple):
-    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary.
+    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary, or their factors.
 
     order [b, 2], the same on every rank; None for a model without binary head.
     """
 
-    logits: torch.Tensor
+    logits: HeadLogits
     order: torch.Tensor | None
 
 
@@ -90,9 +100,7 @@ class BertHeads(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> BertOutput:
         """x [s(/t), b, h] → logits, and the order of the segments if the model has a binary head."""
         order = None if self.binary_head is None else self.binary_head(x)
-        logits = column_linear(self.lm_head(x), self.weight, self.bias, self.ctx.tp,
-                               self.ctx.sequence_parallel)
-        return BertOutput(logits, order)
+        return BertOutput(head_logits(self.lm_head(x), self.weight, self.bias, self.ctx), order)
 
 
 class MaskedTokenHead(nn.Module):

@@ -1,14 +1,15 @@
 """`Balance`: what a router remembers from step to step: the bias of each expert, and the shares of the last
 step.
 
-Both follow from the number of slots that each expert kept in a step, after drops, over all micro-batches and
-ranks. They are not trained by gradients and are part of every checkpoint, in fp32.
+Both follow from the demand for each expert in a step: the number of slots that tokens chose, before drops,
+over all micro-batches and ranks. They are not trained by gradients and are part of every checkpoint, in fp32.
 
-    bias     after a step  bias_e += rate · sign(mean slots − slots of e)      Wang et al. 2024
+    bias     after a step  bias_e += rate · sign(mean demand − demand for e)   Wang et al. 2024
              so that overloaded experts are chosen less often                  (arXiv:2408.15664), algorithm 1
-    share    slots of e / all slots of the step, for the "global_aux_loss"
+    share    demand for e / that for all experts, for the "global_aux_loss"
 
-`StepState` gives one rank's routers their totals after each step, in one all-reduce.
+`StepState` gives one rank's routers their totals after each step, in one all-reduce. A module's state_dict
+has the memories too, as ROUTER.expert_bias and ROUTER.last_share.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +30,7 @@ class Balance:
 
     bias   fp32 [E], None without expert bias
     share  fp32 [E], None unless a loss uses it
-    tally  int64 [E], slots in the current step on this rank
+    tally  int64 [E], demand in the current step on this rank
     """
 
     def __init__(self, config: ModelConfig, num_experts: int, name: str):
@@ -47,7 +48,7 @@ class Balance:
 
     def place(self, device: torch.device) -> None:
         """Allocate on the device at first, later move there; nothing if the tensors are there already."""
-        if self.tally is None:
+        if self.tally is None or self.tally.is_meta and device.type != "meta":
             zeros = lambda leaf: torch.zeros(self.num_experts, device=device) if leaf in self.specs else None
             self.bias, self.share = zeros("expert_bias"), zeros("last_share")
             self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
@@ -55,17 +56,21 @@ class Balance:
             moved = (None if t is None else t.to(device) for t in (self.bias, self.share, self.tally))
             self.bias, self.share, self.tally = moved
 
-    def count(self, load: torch.Tensor, batch: Batch) -> None:
-        """Add the slots int64 [E] of a micro-batch, in training only. A recomputed layer counts once."""
+    def count(self, demand: torch.Tensor, batch: Batch) -> None:
+        """Add the demand [E] of a micro-batch, whole numbers, in training only. A recomputed layer counts
+        once.
+        """
         if self.is_needed and batch.training and batch.ledger.is_open:
-            self.tally += load
+            self.tally += demand.to(self.tally.dtype)
 
     def update(self, total: torch.Tensor) -> None:
-        """After a step. total: int64 [E], slots over all ranks."""
+        """After a step. total: int64 [E], demand over all ranks."""
+        # Whole numbers are compared, so that equal choices give equal decisions, however ranks divide them.
+        whole = total.sum()
         if self.bias is not None:
-            self.bias += self.rate * (total.sum() - total * self.num_experts).sign()
+            self.bias += self.rate * (whole - total * self.num_experts).sign()
         if self.share is not None:
-            self.share.copy_(total / total.sum().clamp(min=1))
+            self.share.copy_(total.double() / whole.clamp(min=1))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """What a checkpoint holds."""
@@ -91,9 +96,9 @@ class StatePiece:
 
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
-    """The memories of all routers that need one."""
-    return [balance for module in modules for inner in module.modules()
-            if isinstance(balance := getattr(inner, "balance", None), Balance) and balance.is_needed]
+    """The memories of all routers that need one, each once."""
+    found = (getattr(inner, "balance", None) for module in modules for inner in module.modules())
+    return list(dict.fromkeys(each for each in found if isinstance(each, Balance) and each.is_needed))
 
 
 class StepState:
@@ -117,7 +122,38 @@ class StepState:
             if applied:
                 balance.update(total)
 
+    def forget(self) -> None:
+        """Drop the slots of a step that is begun again."""
+        for balance in self.balances:
+            balance.tally.zero_()
+
     def pieces(self) -> list[StatePiece]:
         """For a checkpoint."""
         return [StatePiece(spec, tensor, self.group.rank, self.group.size)
                 for balance in self.balances for spec, tensor in balance.tensors()]
+
+
+def show_in_state_dict(router: nn.Module) -> None:
+    """Let the state_dict of a module with an attribute `balance` hold its memories, in fp32."""
+    router.register_state_dict_post_hook(_add_memories)
+    router.register_load_state_dict_pre_hook(_take_memories)
+
+
+def _add_memories(router: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    state.update((prefix + leaf, tensor.detach()) for leaf, tensor in _placed(router))
+
+
+def _take_memories(router: nn.Module, state: dict, prefix: str, metadata: dict, strict: bool,
+                   missing: list[str], *others: list[str]) -> None:
+    for leaf, tensor in _placed(router):
+        if prefix + leaf in state:
+            tensor.copy_(state.pop(prefix + leaf))
+        elif strict:
+            missing.append(prefix + leaf)
+
+
+def _placed(router: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Memories by the last part of their names."""
+    if router.balance.tally is None:
+        router.balance.place(router.weight.device)
+    return ((spec.name.rpartition(".")[2], tensor) for spec, tensor in router.balance.tensors())

@@ -12,7 +12,7 @@ tensor-parallel ranks, which exchange experts and weights of their tokens before
 Fedus et al. 2021 (arXiv:2101.03961), section 2.2, where the capacity is that of a batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
@@ -23,6 +23,7 @@ from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
+from ..mpu.group import Group
 from .router import Routing
 
 
@@ -60,6 +61,10 @@ class Capacity:
         """Number of sets of tokens that compete, in a micro-batch of so many samples."""
         return samples if self.scope == "sequence" else 1
 
+    def planned(self, sets: int, tokens: int) -> int:
+        """Slots that all experts keep of `sets` of so many tokens each, if the demand for them is equal."""
+        return sets * min(self.topk * tokens, self.num_experts * self.rows(tokens))
+
     def of_lengths(self, lengths: torch.Tensor, longest: int) -> torch.Tensor:
         """`rows` of each number in lengths, int64 of any shape on any device, none above `longest`."""
         table = _table(self, longest)
@@ -74,7 +79,7 @@ def _table(capacity: Capacity, longest: int) -> torch.Tensor:
 
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:
-    """The routing with only those slots that its experts keep.
+    """The routing with only those slots that its experts keep. Plans assume equal demand, up to the capacity.
 
     Collective over the ranks that divide a sequence, where the capacity is limited.
     """
@@ -86,7 +91,7 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
     experts, weights = by_sample(experts), by_sample(routing.weights.detach())
     group = ctx.sequence_group
     if group is not None:
-        experts, weights = (collectives.all_gather(t.contiguous(), group, dim=1) for t in (experts, weights))
+        experts, weights = _gathered(experts, weights, group)
     if capacity.scope == "micro-batch":
         experts, weights = (t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights))
     # Sequences without padding have one capacity.
@@ -98,7 +103,17 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
         keeps = keeps.view(-1, samples, k).transpose(0, 1)
     if group is not None:
         keeps = collectives.shard(keeps, group, dim=1)
-    return routing.keeping(keeps.transpose(0, 1).reshape(-1, k))
+    planned = capacity.planned(experts.shape[0], experts.shape[1]) // (1 if group is None else group.size)
+    return replace(routing.keeping(keeps.transpose(0, 1).reshape(-1, k)), planned=planned)
+
+
+def _gathered(experts: torch.Tensor, weights: torch.Tensor,
+              group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights [b, s, k] from those of the ranks, [b, s/t, k], in one all-gather."""
+    bits = torch.int64 if weights.dtype is torch.float64 else torch.int32
+    both = torch.stack((experts.to(bits), weights.contiguous().view(bits)), 2)         # [b, s/t, 2, k]
+    both = collectives.all_gather(both, group, dim=1)
+    return both[:, :, 0].to(experts.dtype), both[:, :, 1].contiguous().view(weights.dtype)
 
 
 def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity,

@@ -36,6 +36,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group
 from ..mpu.regions import copy_to_region, reduce_from_region
 from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from ..ops.grouped import Runs
 from ..ops.product import has_memory
 from .router import Routing
 
@@ -64,9 +65,7 @@ class Groups:
 class Dispatch:
     """The movement of one micro-batch in one layer. Made by all ranks of `groups` together.
 
-    counts  rows of each expert of this rank, as the experts compute them
-    load    int64 [E], slots of each expert among the tokens of this rank, and of the tensor-parallel ranks
-            that hold the rest of them
+    runs  rows of each expert of this rank, as the experts compute them
     """
 
     def __init__(self, routing: Routing, num_experts: int, groups: Groups):
@@ -77,7 +76,7 @@ class Dispatch:
         by_expert, order = slots.sort(stable=True)
         bounds = torch.arange(num_experts + 1, device=slots.device)
         own = torch.searchsorted(by_expert, bounds).diff()                             # int64 [E]
-        self.load, chunks = self._exchange(own)                                        # [E], [ep, t, E/ep]
+        chunks = self._exchange(own)                                                   # [ep, t, E/ep]
         planned = slots.numel() if routing.planned is None else routing.planned
         ep, t, local = chunks.shape
         used, k = _columns_used(routing.experts, routing.kept), routing.experts.shape[1]
@@ -89,36 +88,24 @@ class Dispatch:
         cell = lambda i, j: sum(received[(i * t + j) * local:(i * t + j + 1) * local])
         self._sent, self._received = sent, [cell(i, mine) for i in range(ep)]
         self._of_tp = [sum(cell(i, j) for i in range(ep)) for j in range(t)]
-        self.counts = [sum(received[e::local]) for e in range(local)]
+        counts = tuple(sum(received[e::local]) for e in range(local))
+        self.runs = Runs(counts, chunks.sum((0, 1)) if ep * t > 1 else chunks.view(local))
         total = sum(rows)
         self._order = order[:total]                                                    # row → slot
         place = _inverse(self._order, slots.numel())                                   # slot → row, -1: none
         self._place = place.view(routing.experts.shape)[:, :width]                     # [T, width]
-        self._sort = self._sorting(chunks)
+        self._sort = _sorting(chunks, sum(counts))
 
-    def _exchange(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(load [E], rows [ep, t, E/ep] that each rank sends to the experts of this one)."""
+    def _exchange(self, own: torch.Tensor) -> torch.Tensor:
+        """The rows [ep, t, E/ep] that each rank sends to the experts of this one, from its own [E]."""
         ep, tp = self.groups.ep, self.groups.tp
         table = own[None]
         if self.groups.sequence_parallel:
             table = collectives.all_gather(table, tp)                                  # [t, E]
-        load = table.sum(0)
         by_rank = table.view(len(table), ep.size, -1).transpose(0, 1).contiguous()     # [ep, t, E/ep]
         arriving = torch.empty_like(by_rank)
         collectives.all_to_all_(arriving.view(-1), by_rank.view(-1), ep)
-        return load, arriving
-
-    def _sorting(self, chunks: torch.Tensor) -> "Sorting | None":
-        """By expert, rows that arrive in the order tp rank, ep rank, expert."""
-        ep, t, local = chunks.shape
-        if ep * t == 1:
-            return None
-        experts = torch.arange(local, device=chunks.device).repeat(ep * t)
-        chunks = chunks.transpose(0, 1).flatten()
-        if not has_memory(chunks):
-            return Sorting(torch.empty(sum(self.counts), dtype=torch.int64, device=chunks.device))
-        expert_of_row = experts.repeat_interleave(chunks, output_size=sum(self.counts))
-        return Sorting(expert_of_row.argsort(stable=True))
+        return arriving
 
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → the rows that this rank receives from ep; see `arrive`. Collective over ep."""
@@ -160,6 +147,21 @@ class Sorting:
     def backward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the old order again."""
         return _Reorder.apply(x, self.inverse, self.order)
+
+
+def _sorting(chunks: torch.Tensor, rows: int) -> Sorting | None:
+    """By expert, rows that arrive in the order tp rank, ep rank, expert.
+
+    chunks: their numbers, int64 [ep, t, E/ep]; rows: the sum
+    """
+    ep, t, local = chunks.shape
+    if ep * t == 1:
+        return None
+    experts = torch.arange(local, device=chunks.device).repeat(ep * t)
+    chunks = chunks.transpose(0, 1).flatten()
+    if not has_memory(chunks):
+        return Sorting(torch.empty(rows, dtype=torch.int64, device=chunks.device))
+    return Sorting(experts.repeat_interleave(chunks, output_size=rows).argsort(stable=True))
 
 
 def _inverse(order: torch.Tensor, size: int) -> torch.Tensor:
@@ -241,7 +243,7 @@ class _Combine(Function):
         # As many rows at a time as there are tokens: all in fp32 would be 8 times the memory of the rows.
         parts = (t.split(max(len(grad), 1)) for t in (rows, drows, order))
         for of_experts, out, slots in zip(*parts):
-            of_tokens = grad.index_select(0, slots // k).to(_wide(grad))                # [T, h]
+            of_tokens = grad.index_select(0, slots // k).to(wide(grad))                # [T, h]
             dweights[slots] = (of_tokens * of_experts).sum(1).to(weights.dtype)
             out.copy_(of_tokens.mul_(weights.flatten().index_select(0, slots).to(of_tokens.dtype)[:, None]))
         return drows, dweights.view_as(weights), None, None
@@ -249,21 +251,20 @@ class _Combine(Function):
 
 def _sum_of_slots(rows: torch.Tensor, place: torch.Tensor, k: int,
                   weights: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, h] in `_wide` precision: the sum over slots of a token of its rows, times weights [T, k].
+    """[T, h] in `wide` precision: the sum over slots of a token of its rows, times weights [T, k].
 
     One slot after another, so k rows of every token are never in memory together.
     """
-    total = rows.new_zeros(len(place), rows.shape[1], dtype=_wide(rows))
-    if not len(rows):
-        return total
-    is_full = len(rows) == len(place) * k
-    for j in range(place.shape[1]):
-        part = rows.index_select(0, place[:, j] if is_full else place[:, j].clamp(min=0)).to(total.dtype)
-        if weights is not None:
-            part = part * weights[:, j, None].to(total.dtype)
-        total += part if is_full else part.mul_((place[:, j] >= 0)[:, None])
-    return total
+    is_full, total, dtype = len(rows) == len(place) * k, None, wide(rows)
+    for j in range(place.shape[1] if len(rows) else 0):
+        part = rows.index_select(0, place[:, j] if is_full else place[:, j].clamp(min=0))
+        part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
+        if not is_full:
+            part.mul_((place[:, j] >= 0)[:, None])
+        total = part if total is None else total.add_(part)
+    return rows.new_zeros(len(place), rows.shape[1], dtype=dtype) if total is None else total
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which rows of x are added up."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32

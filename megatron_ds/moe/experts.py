@@ -11,7 +11,6 @@ depend on its number only.
 Letters: E experts, h hidden size, f width of an expert, n rows on this rank, sorted by expert.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,7 +21,7 @@ from ..config.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split
 from ..ops.activation import ACTIVATIONS
-from ..ops.grouped import grouped_affine, grouped_product, sums_of_runs
+from ..ops.grouped import Runs, grouped_affine, grouped_product, sums_of_runs
 from ..tensor_parallel.linear import new_shard
 from ..tensor_parallel.weight_grad import Finish, grouped_gradient, now_or_later
 
@@ -41,12 +40,12 @@ class Experts(nn.Module):
         self.linear_fc2 = GroupedLinear(f"{name}.linear_fc2", (num_experts, h, f), ctx, Split("tp", 2),
                                         init_std=output_std, bias=bias)
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """counts: rows of each expert of this rank.
+    def forward(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+        """runs: rows of each expert of this rank.
 
         Tensor-parallel ranks hold the same x and parts of each expert's width, so results are partial sums.
         """
-        return self.linear_fc2(self.activation(self.linear_fc1(x, counts)), counts)         # [n, f/t] between
+        return self.linear_fc2(self.activation(self.linear_fc1(x, runs)), runs)             # [n, f/t] between
 
 
 class GroupedLinear(nn.Module):
@@ -71,33 +70,33 @@ class GroupedLinear(nn.Module):
             self.bias = new_shard(spec, ctx)
             self.adds_bias = is_output_cut or ctx.tp.rank == 0
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """counts: rows of each expert of this rank, sum n."""
-        return _GroupedLinear.apply(x, self.weight, self.bias, tuple(counts), self.adds_bias)
+    def forward(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+        """runs: rows of each expert of this rank, n in all."""
+        return _GroupedLinear.apply(x, self.weight, self.bias, runs, self.adds_bias)
 
 
 class _GroupedLinear(torch.autograd.Function):
     # The weight is kept on ctx and not with save_for_backward: see `tensor_parallel.linear._ColumnLinear`.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, counts, adds_bias):
+    def forward(ctx, x, weight, bias, runs, adds_bias):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.adds_bias = weight, counts, adds_bias
-        return grouped_affine(x, weight, bias if adds_bias else None, counts)
+        ctx.weight, ctx.runs, ctx.adds_bias = weight, runs, adds_bias
+        return grouped_affine(x, weight, bias if adds_bias else None, runs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        (x,), weight, runs = ctx.saved_tensors, ctx.weight, ctx.runs
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
-        dw = now_or_later(weight, partial(_begin_dw, weight, x, dy, counts))() if needs_dw else None
-        dx = grouped_product(dy, weight, counts) if needs_dx else None
+        dw = now_or_later(weight, partial(_begin_dw, weight, x, dy, runs))() if needs_dw else None
+        dx = grouped_product(dy, weight, runs) if needs_dx else None
         db = None
         if needs_db:
-            db = sums_of_runs(dy, counts) if ctx.adds_bias else dy.new_zeros(len(counts), dy.shape[1])
+            db = sums_of_runs(dy, runs) if ctx.adds_bias else dy.new_zeros(len(weight), dy.shape[1])
         return dx, dw, db, None, None
 
 
-def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, counts: Sequence[int]) -> Finish:
-    return partial(grouped_gradient, weight, x, dy, counts)
+def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: Runs) -> Finish:
+    return partial(grouped_gradient, weight, x, dy, runs)

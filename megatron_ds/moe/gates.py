@@ -29,8 +29,8 @@ from torch import nn
 
 from ..ops.keyed_random import random_numbers
 from .capacity import Capacity, kept_slots
-from .losses import load_of
 from .router import JITTER, Routing, largest, unit_interval
+from .totals import demand_of
 
 Noise = torch.Tensor | None
 
@@ -95,7 +95,7 @@ def route(logits: torch.Tensor, capacity: Capacity, rule: Rule | None = None, *,
     experts = rule.choose(scores.detach(), logits.detach(), k, noise)
     weights = scores.gather(1, experts)
     routing = Routing(experts, weights, scores, logits)
-    counts = load_of(routing, 1, used)[0]
+    counts = _demand(experts, scores, used)
     loss = _balance(routing, k if rule.balances_all else 1, used)
     if used is not None:
         routing = routing.keeping(used[:, None].expand_as(experts))
@@ -113,9 +113,14 @@ def route(logits: torch.Tensor, capacity: Capacity, rule: Rule | None = None, *,
 def _balance(routing: Routing, choices: int, used: torch.Tensor | None) -> torch.Tensor:
     """The loss term over the first `choices` of each token; a scalar."""
     tokens, num_experts = routing.scores.shape
-    load = load_of(replace(routing, experts=routing.experts[:, :choices]), 1, used)[0]
-    total = (routing.scores.sum(0) * load).sum()
+    demand = _demand(routing.experts[:, :choices], routing.scores, used)
+    total = (routing.scores.sum(0) * demand).sum()
     return total * num_experts / (choices * max(tokens, 1) ** 2)
+
+
+def _demand(experts: torch.Tensor, scores: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
+    """int64 [E]: slots of each expert among experts [T, n], of tokens that are no padding."""
+    return demand_of(experts, scores.shape[1], 1, None if used is None else used[:, None])[0]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
                     └─ shared experts (dense) ──────── (· gate) ──┘     or, residual: a dense MLP, and
                                                                        y = c0 routed + c1 dense
 
-The work is in router.py (choice), capacity.py (drops), losses.py (balance), dispatch.py or padded.py
-(movement) and experts.py (products); this file is their order.
+The work is in router.py (choice), capacity.py (drops), totals.py and losses.py (balance), dispatch.py or
+padded.py (movement) and experts.py (products); this file is their order.
 """
 
 import torch
@@ -21,9 +21,10 @@ from ..tensor_parallel.linear import new_shard
 from .capacity import Capacity, limit
 from .dispatch import Dispatch, Groups
 from .experts import Experts
-from .losses import add_losses, record_load
+from .losses import add_losses, record_load, sets_of
 from .padded import PaddedDispatch
 from .router import Router, Routing
+from .totals import Totals
 
 
 class MixtureOfExperts(nn.Module):
@@ -48,27 +49,36 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Adds loss terms and metrics to the ledger of the batch. Collective over ep and tp."""
-        tokens, group = x.flatten(0, 1), self.ctx.sequence_group
+        tokens = x.flatten(0, 1)
         counted = self._counted(batch)
         # Choose experts, and limit them.
         routing = self.router(x, batch, counted)
-        if batch.training:
-            add_losses(batch.ledger, routing, batch.size, self.config, group, counted,
-                       self.router.balance.share)
         if counted is not None:
             routing = routing.keeping(counted[:, None].expand_as(routing.experts))
         capacity = Capacity.of(self.config, self.num_experts, batch.training)
-        routing = limit(routing, capacity, batch, self.ctx)
+        chosen, routing = routing, limit(routing, capacity, batch, self.ctx)
         # Move tokens to their experts and back; the dense part computes while they are under way.
         dispatch, waiting = self._dispatch(routing, capacity, batch.size), Waiting()
         rows = dispatch.send(tokens, waiting)
         dense = None if self.dense is None else self.dense(x, batch)
+        self._count(chosen, routing, counted, batch)
         waiting.wait()
-        routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
-        self.router.balance.count(dispatch.load, batch)
-        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group, counted,
-                    self.router.balance.bias)
+        routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.runs)).view_as(x)
         return self._joined(x, routed, dense)
+
+    def _count(self, chosen: Routing, limited: Routing, counted: torch.Tensor | None, batch: Batch) -> None:
+        """Losses, balance and metrics of a micro-batch. Collective over the ranks that divide a sequence.
+
+        chosen, limited: before and after drops
+        """
+        config, ledger, balance = self.config, batch.ledger, self.router.balance
+        squares = bool(config.moe_z_loss_coeff) and batch.training
+        totals = Totals.of(chosen, limited.kept, sets_of(config, batch.size) if batch.training else 1,
+                           self.ctx.sequence_group, counted, squares)
+        if batch.training:
+            add_losses(ledger, totals, config, balance.share)
+        balance.count(totals.whole.demand, batch)
+        record_load(ledger, self.name.removesuffix(".mlp"), totals, limited is not chosen, balance.bias)
 
     def _dispatch(self, routing: Routing, capacity: Capacity, samples: int) -> Dispatch | PaddedDispatch:
         if not capacity.padded:

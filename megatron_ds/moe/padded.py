@@ -46,7 +46,8 @@ from ..mpu.regions import (
     scatter_to_region,
 )
 from ..mpu.rows import Waiting, all_to_all_rows
-from .dispatch import Groups
+from ..ops.grouped import Runs
+from .dispatch import Groups, wide
 from .router import Routing
 
 
@@ -68,11 +69,11 @@ class PaddedDispatch:
         else:
             weights = copy_to_region(weights, tp)                  # gradients of this rank's columns only
         self.weights, runs = weights, num_experts * sets                               # [T', k]
-        self._to_expert, self._rows, held = _places(experts, runs, sets, places)
-        self.load = held.view(num_experts, sets).sum(1)
+        self._to_expert, self._rows = _places(experts, runs, sets, places)
         local = num_experts // groups.ep.size
         self._each = local * sets * places                                             # rows from an ep rank
-        self.counts = [groups.ep.size * sets * places] * local
+        rows = groups.ep.size * sets * places
+        self.runs = Runs((rows,) * local, experts.new_full((local,), rows))
 
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → [E n C, h/t] from the ranks of ep; see `arrive`. Collective over ep and tp."""
@@ -105,13 +106,12 @@ class PaddedDispatch:
     @property
     def _shape(self) -> tuple[int, int, int]:
         """Rows that arrive: ep ranks, experts of each, places of an expert."""
-        ep, local = self.groups.ep.size, len(self.counts)
+        ep, local = self.groups.ep.size, len(self.runs.counts)
         return ep, local, self._each // local
 
 
-def _places(experts: torch.Tensor, runs: int, sets: int,
-            places: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(slot of each row [runs C], row of each slot [T', k], slots of each run [runs]); -1: none.
+def _places(experts: torch.Tensor, runs: int, sets: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slot of each row [runs C], row of each slot [T', k]); -1: none.
 
     experts: int64 [T', k], not below E: no row. A run are the places of an expert for one set; within it
     tokens are in order.
@@ -129,7 +129,7 @@ def _places(experts: torch.Tensor, runs: int, sets: int,
     row = by_run * places + torch.arange(len(slots), device=keys.device) - bounds[by_run]
     row_of_slot = torch.empty_like(row)
     row_of_slot[slots] = row.masked_fill(by_run == runs, -1)
-    return slot_of_row, row_of_slot.view(experts.shape), held
+    return slot_of_row, row_of_slot.view(experts.shape)
 
 
 def _to_experts(rows: torch.Tensor, shape: tuple[int, int, int], tp: Group) -> torch.Tensor:
@@ -196,7 +196,7 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weights, to_expert, rows = ctx.saved_tensors
-        of_rows = _taken(grad, to_expert // rows.shape[1]).to(_wide(grad))
+        of_rows = _taken(grad, to_expert // rows.shape[1]).to(wide(grad))
         scale = _taken(weights.flatten()[:, None], to_expert).to(of_rows.dtype)
         dots = (of_rows * x.to(of_rows.dtype)).sum(1, keepdim=True)
         dweights = _taken(dots, rows.flatten()).view_as(weights)
@@ -210,12 +210,10 @@ def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _sums(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """[T', c]: the sum over j of x[rows[:, j]], times weights[:, j] if given, one after another."""
-    total = x.new_zeros(len(rows), x.shape[1], dtype=_wide(x))
+    total, dtype = None, wide(x)
+    there, is_none = rows.clamp(min=0), rows < 0
     for j in range(rows.shape[1]):
-        part = _taken(x, rows[:, j])
-        total += part if weights is None else part * weights[:, j, None].to(total.dtype)
+        part = x.index_select(0, there[:, j]).masked_fill_(is_none[:, j, None], 0)
+        part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
+        total = part if total is None else total.add_(part)
     return total
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -45,7 +45,7 @@ from ..mpu.param_spec import Init, ParamSpec
 from ..ops.dropout import sample_keys
 from ..ops.keyed_random import random_numbers, shift_right
 from ..tensor_parallel.linear import new_shard
-from .balance import Balance
+from .balance import Balance, show_in_state_dict
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 JITTER = 0.01
@@ -91,6 +91,7 @@ class Router(nn.Module):
                          Init("normal", config.init_method_std), partial_over=ctx.partial_over)
         self.weight = new_shard(spec, ctx)
         self.balance = Balance(config, num_experts, name)
+        show_in_state_dict(self)
 
     def forward(self, x: torch.Tensor, batch: Batch, counted: torch.Tensor | None = None) -> Routing:
         """counted: bool [T], False for padding; None: all tokens.
@@ -114,8 +115,8 @@ class Router(nn.Module):
         """Numbers in (0, 1), [s(/t), b, columns]: functions of seed, layer, sample, position and column."""
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
         keys = sample_keys(self.ctx.seed, f"{self.name}.noise", batch.sample_ids)
-        numbers = random_numbers(keys, rows.stop * columns, batch.tokens.device)
-        numbers = numbers.view(len(keys), rows.stop, columns)[:, rows.start:]
+        numbers = random_numbers(keys, len(rows) * columns, batch.tokens.device, first=rows.start * columns)
+        numbers = numbers.view(len(keys), len(rows), columns)
         if picked is not None:
             numbers = numbers.gather(1, picked[:, :, None].expand(-1, -1, columns))
         return unit_interval(numbers, self.dtype).transpose(0, 1)

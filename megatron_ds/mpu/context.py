@@ -134,6 +134,8 @@ class ParallelContext:
     device             of parameters; "meta" to build layers without memory
     seed               of dropout masks and token selection; initial weights have theirs in
                        `tensor_parallel.init`
+    logit_chunks       parts of a micro-batch for which the head and the loss are computed one by one; 1: the
+                       head returns logits
     """
 
     groups: GroupSource | None = None
@@ -142,6 +144,7 @@ class ParallelContext:
     device: torch.device = torch.device("cpu")
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
+    logit_chunks: int = 1
 
     def group(self, *axes: str) -> Group:
         """The group over these mesh axes; collective over the world when it is first used."""

@@ -3,8 +3,9 @@
 A gated activation takes [.., 2f], the halves being [gate; up], and returns [.., f].
 `gelu` is the tanh approximation, as in Megatron's fused kernel and GPT-2; `gelu_exact` the one with erf.
 
-Implementations: `gelu` on a CPU is compiled (cpu/compiled_gelu.py). `squared_relu` and `swiglu` are torch's
-operations with a backward of our own, which keeps less.
+Implementations: `gelu` on a CPU is compiled (cpu/compiled_gelu.py). `squared_relu` and `swiglu` are one
+launch each on GPUs (gpu/gated_kernels.py), else torch's operations with a backward of our own, which keeps
+less.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from .cpu import compiled_gelu
-from .kernel_table import CPU, Operation, random_tensors
+from .gpu import gated_kernels
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 from .product import has_memory
 
 
@@ -66,6 +68,10 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x = [gate; up] in the last dimension. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
     return _SwiGLU.apply(x)
 
+
+squared_relu.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_plain)(
+    gated_kernels.squared_relu)
+swiglu.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_gated)(gated_kernels.swiglu)
 
 ACTIVATIONS = {"gelu": Activation(gelu), "gelu_exact": Activation(gelu_exact), "relu": Activation(relu),
                "squared_relu": Activation(squared_relu), "swiglu": Activation(swiglu, parts=2)}

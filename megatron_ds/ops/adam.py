@@ -1,24 +1,28 @@
-"""One AdamW update of flat fp32 tensors, the reference in torch's operations; and torch's Adam with the names
-and arguments of DeepSpeed's.
+"""One AdamW update of flat fp32 tensors; and torch's Adam with the names and arguments of DeepSpeed's.
 
-Implementations: cpu/compiled_adam.py. GPUs use torch's fused AdamW (`optim/optimizers.py`).
+Implementations: a pass over memory, on CPUs cpu/compiled_adam.py, on GPUs gpu/adam_kernels.py, with the bits
+of the reference in torch's operations. `optim/row_adamw.py` is torch's interface to them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError
+from .cpu import compiled_adam
+from .gpu import adam_kernels
+from .kernel_table import CPU, GPU, Operation
 
 
-@dataclass(frozen=True)
-class AdamRow:
-    """The tensors of one update: contiguous, on the CPU, of the same length, fp32 but for `low`.
+class AdamRow(NamedTuple):
+    """The tensors of one update: contiguous, on one device, of the same length.
 
-    p     weight, updated in place as m and v, the moments, are; grad is only read
+    p     fp32 weight, updated in place as m and v, the moments, are
+    grad  only read; fp32, bf16 or fp16
     step  number of this update, from 1
     low   bf16 or fp16: receives p, rounded to nearest even
     """
@@ -31,13 +35,69 @@ class AdamRow:
     low: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one update of all rows.
+
+    divisor  of the gradients, a number or an fp32 scalar on the rows' device, rounded to fp32
+    skip     None or an fp32 scalar on that device: nothing is updated if it is not 0
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    divisor: float | torch.Tensor = 1.0
+    skip: torch.Tensor | None = None
+
+    @property
+    def grad_scale(self) -> float:
+        """1 / divisor. The host waits for it if it is on a GPU."""
+        return 1.0 / _fp32(float(self.divisor))
+
+
+@Operation
+def adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
+    """Update the rows in place. grad: of the first row; its device chooses the implementation.
+
+    Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2.
+    """
+    if how.skip is None or not how.skip:
+        reference_adamw_(rows, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay,
+                         grad_scale=how.grad_scale)
+
+
+@adamw.implementation("c++", devices=CPU,
+                      available=lambda: "" if compiled_adam.extension() else "not compiled")
+def _compiled(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
+    if how.skip is not None and how.skip:
+        return
+    wide = [r for r in rows if r.grad.dtype == torch.float32]
+    others = ([r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32)
+    for part in chain([wide], others):                          # one copy at a time
+        compiled_adam.adamw_(part, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay,
+                             grad_scale=how.grad_scale)
+
+
+adamw.implementation("cuda", devices=GPU)(adam_kernels.adamw)
+
+
+@adamw.example
+def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    draw = torch.Generator().manual_seed(0)
+    made = [AdamRow(*(torch.rand(n, generator=draw).to(device) for _ in range(4)), step,
+                    None if dtype == torch.float32 else torch.zeros(n, dtype=dtype, device=device))
+            for step, n in ((1, rows * width), (5, width))]
+    return made[0].grad, made, AdamStep(0.1, (0.9, 0.95), 1e-8, 0.1, divisor=1.5)
+
+
 @torch.no_grad()
 def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], eps: float,
                      weight_decay: float, grad_scale: float = 1.0) -> None:
     """Update each row with gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2."""
     for r in rows:
         beta1, beta2 = betas
-        g = r.grad * _fp32(grad_scale)
+        g = r.grad.float() * _fp32(grad_scale)
         r.m.add_((g - r.m) * _fp32(1 - beta1))
         r.v.mul_(_fp32(beta2)).add_(g * g * _fp32(1 - beta2))
         # In double: torch's root of a long fp32 tensor may be MKL's, which is not rounded to nearest.

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 
 from .cpu.blocked_attention import blocked_attention, worth_blocking
 from .cpu.widened_products import is_widened
-from .dropout import KeepMask, apply_mask
+from .dropout import KeepMask
 from .kernel_table import CPU, Operation, random_tensors
 from .product import LOW, has_memory
+from .softmax import forbidden, masked_softmax
 
 
 @Operation
@@ -43,8 +44,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     plain_causal = causal and mask is None and documents is None and sq == sk
     allowed = None if documents is None else documents.bias(q.dtype)    # added to the scores; None: all
     if documents is None and not plain_causal:
-        forbidden = _forbidden(sq, sk, causal, mask, q.device)
-        allowed = None if forbidden is None else ~forbidden
+        hidden = forbidden(sq, sk, causal, mask, q.device)
+        allowed = None if hidden is None else ~hidden
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal,
@@ -84,24 +85,9 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ca
     keys, values = (t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))         # [b, g, 1, sk, d]
     scores = (queries * (scale or 1 / math.sqrt(d))) @ keys.transpose(-1, -2)   # [b, g, n/g, sq, sk]
     scores = scores.reshape(b, n, sq, sk)
-    forbidden = _forbidden(sq, sk, causal, mask, q.device)
-    if forbidden is not None:
-        scores = scores.masked_fill(forbidden, -math.inf)
-    p = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    if forbidden is not None and mask is not None:
-        p = p.masked_fill(forbidden.all(-1, keepdim=True), 0.0)         # a query without keys: 0
-    if keep is not None:
-        p = apply_mask(p, keep.mask, keep.p)
+    p = masked_softmax(scores, mask, causal, 1.0, keep)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))
-
-
-def _forbidden(sq: int, sk: int, causal: bool, mask: torch.Tensor | None, device) -> torch.Tensor | None:
-    """bool, True = may not attend; None when everything may (a single causal query sees all keys)."""
-    if not causal or sq == 1:
-        return mask
-    future = torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1 + sk - sq)
-    return future if mask is None else future | mask
 
 
 class _PlannedAttention(torch.autograd.Function):

@@ -5,12 +5,14 @@ Experts are such products: the rows are tokens sorted by expert. Implementations
     torch's grouped_mm   GPUs in bf16, where the sizes are multiples of 16 bytes: one launch for all experts
     one product a run    everywhere else, and the reference
 
-Rows and matrices of a run may be 0; counts must sum to the number of rows, because grouped_mm leaves rows
-behind the last run uninitialised. In plans, where tensors have no values, only the longest run is multiplied:
-its temporary memory is that of all.
+Runs may be empty; all rows must belong to a run, because grouped_mm leaves rows behind the last run
+uninitialised. In plans, where tensors have no values, only the longest run is multiplied: its temporary
+memory is that of all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,87 +20,97 @@ import torch.nn.functional as F
 from .product import add_product_, affine, has_memory, product_into
 
 ALIGNMENT = 16         # bytes, of a row
+Tensors = tuple[torch.Tensor, ...]
 
 
-def runs_of(counts: Sequence[int], x: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """(number of the run, its rows) without empty runs; only the longest one if x has no memory."""
-    start, longest = 0, None if has_memory(x) else max(counts, default=0)
-    for run, count in enumerate(counts):
-        if count and longest in (None, count):
-            yield run, slice(start, start + count)
+@dataclass(frozen=True)
+class Runs:
+    """The number of rows of each run, on the host and on the device. All products of a layer share one.
+
+    counts     at least 0 each, their sum n
+    on_device  the same, int64 [runs], on the device of the rows
+    """
+
+    counts: tuple[int, ...]
+    on_device: torch.Tensor
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """int32 [runs], the row behind each run; made once, if a kernel asks for it."""
+        return self.on_device.cumsum(0, dtype=torch.int32)
+
+    def parts(self, rows: Tensors, matrices: Tensors) -> Iterator[Tensors]:
+        """Of each run that is not empty its part of `rows` [n, ..], then of `matrices` [runs, ..]; of the
+        longest run only, if the tensors have no memory.
+        """
+        if not has_memory(rows[0]):
+            longest = max(self.counts)
+            run = self.counts.index(longest)
+            start = sum(self.counts[:run])
             if longest:
-                return
-        start += count
+                yield (*(t[start:start + longest] for t in rows), *(t[run] for t in matrices))
+            return
+        pieces = zip(*(t.split(list(self.counts)) for t in rows), *(t.unbind() for t in matrices))
+        yield from (part for part, count in zip(pieces, self.counts) if count)
 
 
 def grouped_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                   counts: Sequence[int]) -> torch.Tensor:
-    """x [n, in], weight [runs, out, in], bias [runs, out] or None → [n, out]."""
+                   runs: Runs) -> torch.Tensor:
+    """x [n, in], weight [runs, out, in], bias [runs, out] or None → [n, out]. Without autograd."""
     if _has_kernel(x, weight):
-        y = _grouped_mm(x, weight.transpose(1, 2), counts)
-        return y if bias is None else y.add_(bias.repeat_interleave(_on_device(counts, x), 0))
+        y = F.grouped_mm(x, weight.transpose(1, 2), offs=runs.ends)
+        # Without the number of rows the host would wait for the device to add them up.
+        return y if bias is None else y.add_(bias.repeat_interleave(runs.on_device, 0, output_size=len(y)))
     y = x.new_empty(x.shape[0], weight.shape[1])
-    for run, rows in runs_of(counts, x):
-        if bias is None:
-            product_into(y[rows], x[rows], weight[run].t())
-        else:
-            y[rows] = affine(x[rows], weight[run], bias[run])
+    if bias is None:
+        for out, part, w in runs.parts((y, x), (weight,)):
+            product_into(out, part, w.t())
+    else:
+        for out, part, w, b in runs.parts((y, x), (weight, bias)):
+            out.copy_(affine(part, w, b))
     return y
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.Tensor:
     """x [n, out], weight [runs, out, in] → [n, in]: the gradient of the input of `grouped_affine`."""
     if _has_kernel(x, weight):
-        return _grouped_mm(x, weight, counts)
+        return F.grouped_mm(x, weight, offs=runs.ends)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    for run, rows in runs_of(counts, x):
-        product_into(y[rows], x[rows], weight[run])
+    for out, part, w in runs.parts((y, x), (weight,)):
+        product_into(out, part, w)
     return y
 
 
-def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
-                          counts: Sequence[int]) -> None:
+def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> None:
     """Add dyᵀ x of each run to out [runs, dy's columns, x's columns]; dy and x [n, ..]."""
     if _has_kernel(x, out):
-        out.add_(_grouped_mm(dy.t(), x, counts))
+        out.add_(F.grouped_mm(dy.t(), x, offs=runs.ends))
         return
-    for run, rows in runs_of(counts, x):
-        add_product_(out[run], dy[rows].t(), x[rows])
+    for part, into, w in runs.parts((dy, x), (out,)):
+        add_product_(w, part.t(), into)
 
 
-def new_grouped_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
-                         counts: Sequence[int]) -> torch.Tensor:
+def new_grouped_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """dyᵀ x of each run, a new tensor like `weight` [runs, dy's columns, x's columns]; 0 for an empty run."""
     if _has_kernel(x, weight):
-        return _grouped_mm(dy.t(), x, counts)
+        return F.grouped_mm(dy.t(), x, offs=runs.ends)
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for run, count in enumerate(counts):
+    for run, count in enumerate(runs.counts):
         if not count:
             out[run].zero_()
-    for run, rows in runs_of(counts, x):
-        product_into(out[run], dy[rows].t(), x[rows])
+    for part, into, w in runs.parts((dy, x), (out,)):
+        product_into(w, part.t(), into)
     return out
 
 
-def sums_of_runs(x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def sums_of_runs(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The sum of the rows of each run: [n, d] → [runs, d]."""
-    sums = x.new_zeros(len(counts), x.shape[1])
-    for run, rows in runs_of(counts, x):
-        torch.sum(x[rows], 0, out=sums[run])
+    sums = x.new_zeros(len(runs.counts), x.shape[1])
+    for part, total in runs.parts((x,), (sums,)):
+        torch.sum(part, 0, out=total)
     return sums
 
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
     return x.is_cuda and x.dtype is torch.bfloat16 and aligned and has_memory(x) and x.shape[0] > 0
-
-
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """x [n, k] and weight [runs, k, m] → [n, m]; x [k, n] and weight [n, m] → [runs, k, m]."""
-    ends = _on_device(counts, x).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x, weight, offs=ends)
-
-
-def _on_device(counts: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    numbers = torch.tensor(counts)
-    return (numbers.pin_memory() if like.is_cuda else numbers).to(like.device, non_blocking=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .kernel_table import Implementation, Operation
 
@@ -20,9 +21,9 @@ def largest_error(operation: Operation, implementation: Implementation, rows: in
     The operation's example of this size; the implementation is right if it is at most 1. NaN counts as
     infinite. Shapes and dtypes must be equal, too.
     """
-    arguments = operation.make_example(rows, width, dtype, device)
-    got = _values(implementation.function, arguments)
-    expected = _values(operation.in_torch, [_wide(a) for a in arguments])
+    example = [operation.make_example(rows, width, dtype, device) for _ in range(2)]    # one may be changed
+    got = _values(implementation.function, example[0])
+    expected = _values(operation.in_torch, tree_map(_wide, example[1]))
     assert len(got) == len(expected), (operation.name, implementation.name)
     return max((_error(g, e) for g, e in zip(got, expected)), default=0.0)
 
@@ -37,13 +38,14 @@ def _values(function: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
     """Results, the arguments after the call, and gradients of the sum of results with fixed weights."""
     made = function(*arguments)
     results = [t for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, torch.Tensor)]
-    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    tensors = [a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor)]
+    leaves = [a for a in tensors if a.requires_grad]
     differentiable = [t for t in results if t.requires_grad]
     gradients = []
     if leaves and differentiable:
         weights = [_weights(t) for t in differentiable]
         gradients = torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
-    changed = [a for a in arguments if isinstance(a, torch.Tensor) and not a.requires_grad]
+    changed = [a for a in tensors if not a.requires_grad]
     return [t.detach() for t in (*results, *changed, *gradients) if t is not None]
 
 

@@ -87,6 +87,10 @@ class Operation:
             return function
         return add
 
+    def first_choice(self, device: str, dtype: torch.dtype) -> str:
+        """The name of the implementation that a type of device tries first: "torch" if it has no other."""
+        return _candidates(self, device, dtype, _MODE[0])[0].name
+
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
             if entry.suits(x, *arguments, **named):

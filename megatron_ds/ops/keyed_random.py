@@ -25,15 +25,16 @@ def generator_of(*key: int | str, device: torch.device | str = "cpu") -> torch.G
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
-def random_numbers(keys: Sequence[Key], count: int,
-                   device: torch.device | str = "cpu") -> torch.Tensor:
+def random_numbers(keys: Sequence[Key], count: int, device: torch.device | str = "cpu", *,
+                   first: int = 0) -> torch.Tensor:
     """int64 [len(keys), count], uniform over all 64 bits, the same bits on every device.
 
-    Number i of a key is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-    generators", figure 16) started at the key's seed, after i steps.
+    Number i of a key, counting from 0, is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
+    pseudorandom number generators", figure 16) started at the key's seed, after i + 1 steps. These are the
+    numbers from `first` on.
     """
     starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
-    z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # modulo 2**64
+    z = starts[:, None] + GOLDEN * torch.arange(first + 1, first + count + 1, device=device)    # mod 2**64
     z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
     return z ^ shift_right(z, 31)

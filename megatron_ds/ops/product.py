@@ -60,6 +60,16 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.mm(a, b, out=out)
 
 
+def affine_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """out = x Wᵀ + b, of the dtype of the factors. Without autograd."""
+    if is_widened(x):
+        out.copy_(affine(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a b, in place. `out` may be wider than the factors."""
     if out.dtype == torch.float32 and is_widened(a):

@@ -3,12 +3,16 @@
 The first r = percent * d channels of a head are rotated, channel i together with channel i + r/2 ("rotate
 half"); the rest pass unchanged. Pair i is rotated by the angle position * base^(-2i / r).
 
-Implementation: torch's operations in fp32, with a backward of our own that keeps nothing of x.
+Packed heads, [s, b, g, n/g + 2, d], are g groups of n/g heads of q, one of k and one of v.
+
+Implementations: on GPUs one launch (gpu/rotary_kernels.py); else torch's operations in fp32, with a backward
+of our own that keeps nothing of x.
 """
 
 import torch
 
-from .kernel_table import Operation, random_tensors
+from .gpu import rotary_kernels
+from .kernel_table import FLOATS, GPU, Operation, random_tensors
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
@@ -32,11 +36,40 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return _Rotate.apply(x, cos, sin)
 
 
+apply_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
+                            fits=rotary_kernels.fits)(rotary_kernels.rotary)
+
+
 @apply_rotary.example
 def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     positions = torch.arange(3, 3 + rows, device=device)
     (x,) = random_tensors(dtype, device, (rows, 2, 3, width))
     return (x, *rotary_tables(positions, rotary_channels(width, 0.75)))
+
+
+def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed heads → q [s, b, n, d], k and v [s, b, g, d], views where strides allow them."""
+    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)      # one split: its backward is one concatenation
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+@Operation
+def split_rotary(qkv: torch.Tensor, cos: torch.Tensor,
+                 sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_heads`, q and k rotated by the tables of their positions."""
+    q, k, v = split_heads(qkv)
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
+
+
+split_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
+                            fits=rotary_kernels.fits)(rotary_kernels.split_rotary)
+
+
+@split_rotary.example
+def _packed_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    positions = torch.arange(3, 3 + rows, device=device)
+    (qkv,) = random_tensors(dtype, device, (rows, 2, 3, 4, width))
+    return (qkv, *rotary_tables(positions, rotary_channels(width, 0.75)))
 
 
 def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

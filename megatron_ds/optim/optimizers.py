@@ -1,5 +1,5 @@
 """The registry of optimizers: functions from parameter groups and `OptimizerConfig` to a torch optimizer.
-With the groups of parameters, and `CpuAdamW`, torch's interface to ops/cpu/compiled_adam.py.
+With the groups of parameters.
 
 An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": float}; "lr" and
 "weight_decay" of each group are set before every step. Its state tensors have as many elements as the
@@ -15,9 +15,8 @@ Groups may use different optimizers: matrices an orthogonalising one and the res
 other instructions there are two groups of one optimizer, with and without weight decay.
 """
 
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,62 +24,9 @@ import torch
 
 from ..config import OptimizerConfig
 from ..errors import ConfigError
-from ..host.memory_maps import huge_page_zeros
 from ..mpu.param_spec import ParamSpec
-from ..ops.adam import AdamRow
-from ..ops.cpu.compiled_adam import adamw_, extension
 from ..registry import Registry
-
-
-class CpuAdamW(torch.optim.Optimizer):
-    """AdamW on contiguous fp32 CPU parameters. Needs the extension (`ops.cpu.compiled_adam.extension()`).
-
-    Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable.
-
-    grad_scale         None or a tensor: each gradient is divided by it while it is read, and not written
-    parameter.low      optional, a 16-bit tensor of the same length: receives the updated value, rounded
-    threads, variant   as in `ops.cpu.compiled_adam.adamw_`
-    """
-
-    _step_supports_amp_scaling = True      # torch's name for support of `grad_scale`
-    writes_low = True
-
-    def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.01, *, threads: int | None = None,
-                 variant: str = ""):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.threads, self.variant = threads, variant
-        self.grad_scale: torch.Tensor | None = None
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Torch's method without its decorator, whose first call imports the compiler: more than a second."""
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update the parameters; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scale = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
-        for group in self.param_groups:
-            rows = [self._row(p) for p in group["params"] if p.grad is not None]
-            adamw_(rows, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
-                   weight_decay=group["weight_decay"], grad_scale=scale, threads=self.threads,
-                   variant=self.variant)
-        return loss
-
-    def _row(self, p: torch.Tensor) -> AdamRow:
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros(())
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = huge_page_zeros(p.numel()).view(p.shape)
-        state["step"] += 1
-        return AdamRow(p, p.grad, state["exp_avg"], state["exp_avg_sq"], int(state["step"]),
-                       getattr(p, "low", None))
-
+from .row_adamw import RowAdamW, has_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +37,11 @@ OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer
 def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Megatron's "adam": decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
 
-    fp32 masters on the CPU are updated by the kernel of this package if it was compiled.
+    fp32 masters are updated by a kernel of this package where the device has one, else by torch's fused one.
     """
     options = dict(lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
-    on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32
-                 for group in groups for p in group["params"])
-    if on_cpu and extension():
-        return CpuAdamW(groups, **options)
+    if has_kernel(groups):
+        return RowAdamW(groups, **options)
     return _fused(torch.optim.AdamW, groups, **options)
 
 

@@ -41,7 +41,8 @@ def expert_rows(config: RunConfig) -> list[tuple[int, int, int | None]]:
         planned, most = tokens * model.moe_router_topk, ep * tokens * min(model.moe_router_topk, local)
         if capacity.factor is not None:
             sets = capacity.sets(config.train.micro_batch_size)
-            most = experts * sets * capacity.rows(tokens // sets)
+            planned, most = (capacity.planned(sets, tokens // sets),
+                             experts * sets * capacity.rows(tokens // sets))
         found.append((experts, most, None) if capacity.padded else (experts, planned, most))
     return found
 

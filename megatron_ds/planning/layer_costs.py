@@ -89,7 +89,7 @@ def _by_kind(layers: Sequence[Layer]) -> dict[str, Layer]:
 
 def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
     model, train = config.model, config.train
-    vocab = config.padded_vocab_size
+    vocab, head = config.padded_vocab_size, [*layers][-1]
     costs = {}
     for kind, layer in layers.items():
         flops = layer.flops(model.seq_length, vocab)
@@ -100,6 +100,8 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
         if layer.is_block and train.recompute_granularity and train.recompute_num_layers is None:
             again = cost.forward if train.recompute_granularity == "full" else scores
             cost = replace(cost, input_grad=cost.input_grad + again)
+        if kind == head and train.cross_entropy_chunks > 1:      # the product again; one loop for gradients
+            cost = LayerCost(cost.forward, cost.forward + cost.input_grad + cost.weight_grad, 0.0)
         costs[kind] = cost
     return costs
 
@@ -265,7 +267,8 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             "experts": [list(m.experts), m.expert_ffn_size, m.moe_router_topk, m.moe_expert_capacity_factor,
                         m.moe_pad_expert_input_to_capacity, dense_width(m), config.grid().ep],
             "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
-            "recompute": train.recompute_granularity, "tensor_parallel": parallel.tensor_model_parallel_size,
+            "recompute": train.recompute_granularity, "cross_entropy_chunks": train.cross_entropy_chunks,
+            "tensor_parallel": parallel.tensor_model_parallel_size,
             "pipeline_parallel": parallel.pipeline_model_parallel_size,
             "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
             "device": chip}

@@ -17,11 +17,11 @@ begin() returned, which computes: the same functions on the same tensors as in a
 bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from ..ops.grouped import add_grouped_gradient_, new_grouped_gradient
+from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
@@ -53,16 +53,52 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
     return None
 
 
+class GradientSum:
+    """A weight's gradient as a sum of products dyᵀ x: one contribution, whatever the number of products.
+
+    The sum is the main gradient itself; without one, and in the input half of a split backward, which leaves
+    main gradients alone, a buffer of its own in fp32.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self._is_apart = weight, hasattr(weight, "grad_queue")
+        main_grad = None if self._is_apart else _main_grad_of(weight)
+        self._has_main_grad = main_grad is not None
+        if main_grad is None:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            main_grad = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+        self._sum = main_grad
+
+    def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
+        """Add dyᵀ x, for x [n, in] and dy [n, out]."""
+        add_product_(self._sum, dy.t(), x)
+
+    def deliver(self) -> torch.Tensor | None:
+        """Once, at the end: what autograd receives as the gradient."""
+        if self._has_main_grad:
+            self.weight.grad_ready()
+            return None
+        return now_or_later(self.weight, lambda: self._finish)()
+
+    def _finish(self) -> torch.Tensor | None:
+        main_grad = _main_grad_of(self.weight)
+        if main_grad is None:
+            return self._sum.to(self.weight.dtype)
+        main_grad.add_(self._sum)
+        self.weight.grad_ready()
+        return None
+
+
 def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
-                     counts: Sequence[int]) -> torch.Tensor | None:
+                     runs: Runs) -> torch.Tensor | None:
     """Add dyᵀ x of each run of rows to the gradient of its matrix of the weight [runs, out, in].
 
     The result is as of `linear_gradient`. A run without rows adds nothing.
     """
     main_grad = _main_grad_of(weight)
     if main_grad is None:
-        return new_grouped_gradient(weight, dy, x, counts)
-    add_grouped_gradient_(main_grad, dy, x, counts)
+        return new_grouped_gradient(weight, dy, x, runs)
+    add_grouped_gradient_(main_grad, dy, x, runs)
     weight.grad_ready()
     return None
 

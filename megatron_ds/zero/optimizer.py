@@ -100,12 +100,8 @@ class ZeroOptimizer:
         self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)
                            for stage in use.layers}
         self._tied = TiedGradients(self.sets, groups)
-        for s in self.sets:
-            s.lend_grads()
         leaves = [leaf for s in self.trained for leaf in s.resident]
         self.resident = ShardOptimizer(settings.param_groups, leaves, self._norms())
-        for s in self.sets:
-            s.drop_grads()
         self._of_offloaded = {id(leaf.tensor): group.optimizer
                               for group in self.offloaded.groups for leaf in group.leaves}
 
@@ -231,12 +227,8 @@ class ZeroOptimizer:
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
         numbers = lr, weight_decay, divisor * max(excess, 1.0)
-        for s in self.sets:
-            s.lend_grads()
         self.resident.step(*numbers)
         round_masters(leaf for s in self.trained for leaf in s.resident if not self.resident.writes_low(leaf))
-        for s in self.sets:
-            s.drop_grads()
         self.offloaded.step(*numbers)
         self._tiers.settle()
 

@@ -57,25 +57,10 @@ class ParameterSet:
             yield from group.leaves
         yield from self.resident
 
-    def lend_grads(self) -> None:
-        """Make an fp32 copy of the gradients for the update, if they have another dtype than the masters."""
-        if self._grads_are_narrow():
-            for leaf in self.resident:
-                leaf.tensor.grad = leaf.shaped(self.buckets.grad_of(leaf.piece).float())
-
-    def drop_grads(self) -> None:
-        """Free the copies of `lend_grads`."""
-        if self._grads_are_narrow():
-            for leaf in self.resident:
-                leaf.tensor.grad = None
-
     def master_bytes(self) -> int:
         """Bytes of masters in all tiers."""
         resident = 0 if self.masters is None else self.masters.nbytes
         return resident + sum(group.state_bytes()[0] for group in self.sub_groups)
-
-    def _grads_are_narrow(self) -> bool:
-        return self.buckets is not None and self.buckets.flat.dtype != torch.float32
 
 
 @dataclass(frozen=True)

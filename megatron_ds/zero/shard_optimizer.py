@@ -9,8 +9,12 @@ Note: restart. An optimizer whose state does not begin with zeros has a method `
 first update: it sets the state with which the optimizer begins.
 
 Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and
-writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. For other
-optimizers, and only if there is something to divide, the gradients are multiplied beforehand.
+writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. One with the
+attribute `takes_numbers` takes a number in place of a tensor, and writes nothing back. For other optimizers,
+and only if there is something to divide, the gradients are multiplied beforehand.
+
+Note: low_grad. Gradients of another dtype than the masters are `Leaf.tensor.low_grad`. An optimizer with the
+attribute `reads_low_grad` reads them there; others get an fp32 copy for the time of the update.
 
 Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An
 optimizer with the attribute `writes_low` writes it during the update, from the new value in registers; after
@@ -18,6 +22,7 @@ others it is cast.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +38,8 @@ from .norm import ParameterNorms
 class Leaf:
     """The master of `piece`.
 
-    tensor  .grad is a view of the gradient buffer, .spec the parameter's spec, .piece the piece, .low the
-            model's own weight in a 16-bit model, else None
+    tensor  .grad or .low_grad is a view of the gradient buffer, .spec the parameter's spec, .piece the
+            piece, .low the model's own weight in a 16-bit model, else None
     shape   of the tensor, if it is a whole parameter; None: flat, with padding
     """
 
@@ -56,14 +61,29 @@ def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: tor
               low: torch.Tensor | None = None, shape: tuple[int, ...] | None = None) -> Leaf:
     """master, grad, low: flat, padding included. shape: for an optimizer that needs the parameter whole.
 
-    grad: a view of the gradient buffer; if that is not fp32, gradients are lent for the update only.
+    grad: a view of the gradient buffer.
     """
     tensor = nn.Parameter(_shaped(master, piece, shape))
     tensor.spec, tensor.piece = spec, piece
     tensor.low = None if low is None else _shaped(low, piece, shape)
-    if grad is not None and grad.dtype == master.dtype:
-        tensor.grad = _shaped(grad, piece, shape)
+    if grad is not None:
+        setattr(tensor, "grad" if grad.dtype == master.dtype else "low_grad", _shaped(grad, piece, shape))
     return Leaf(spec, piece, tensor, shape)
+
+
+@contextmanager
+def _wide_grads(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, parameters of an optimizer that does not read `low_grad` have an fp32 copy of it as `grad`."""
+    reads_low = getattr(optimizer, "reads_low_grad", False)
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]
+               if hasattr(tensor, "low_grad") and not reads_low]
+    for tensor in tensors:
+        tensor.grad = tensor.low_grad.float()
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.grad = None
 
 
 def _shaped(flat: torch.Tensor, piece: SlotPiece, shape: tuple[int, ...] | None) -> torch.Tensor:
@@ -96,7 +116,7 @@ class ShardOptimizer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 0.0, 0.0
-            with torch.no_grad():
+            with torch.no_grad(), _wide_grads(optimizer):
                 optimizer.step()
         self.set_num_updates(0)
 
@@ -112,8 +132,9 @@ class ShardOptimizer:
             for group in optimizer.param_groups if lr is not None else ():
                 group["lr"] = lr * group["lr_factor"]
                 group["weight_decay"] = weight_decay if group["decay"] else 0.0
-            self._set_divisor(optimizer, divisor)
-            optimizer.step()
+            with _wide_grads(optimizer):
+                self._set_divisor(optimizer, divisor)
+                optimizer.step()
 
     def writes_low(self, leaf: Leaf) -> bool:
         """Whether the update writes the model's 16-bit weight too."""
@@ -151,7 +172,8 @@ class ShardOptimizer:
     def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale = (None if divisor == 1.0 else
-                                    torch.full((), divisor, dtype=torch.float32, device=tensors[0].device))
+            optimizer.grad_scale = None if divisor == 1.0 else divisor
+            if divisor != 1.0 and not getattr(optimizer, "takes_numbers", False):
+                optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=tensors[0].device)
         elif divisor != 1.0 and tensors:
             torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)

@@ -83,6 +83,19 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(name, dtype):
+    spec, grad, updated = ParamSpec("w", (64,), Init("ones")), noise(1)[:64].to(dtype), []
+    for given in (grad.clone(), grad.float()):
+        leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given)
+        inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), [leaf])
+        inner.step(0.01, 0.1, 3.0)
+        updated.append(leaf.tensor.detach())
+        assert (leaf.tensor.grad is None) == (given.dtype == dtype)
+    assert torch.equal(*updated) and not torch.equal(updated[0], noise(0)[:64])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
     spec, low = ParamSpec("w", (64,), Init("ones")), torch.zeros(64, dtype=dtype)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)

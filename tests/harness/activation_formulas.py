@@ -9,7 +9,9 @@ s; n heads of d channels, f the feed-forward width and V the padded vocabulary, 
     attention            q, k, v; what the core needs (`_core`)       projection         its input s b n d e
     activation           its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
     hidden dropout       a byte an element, S b h; on GPUs nothing    head               its input S b h e
-    loss                 probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
+    loss                 probabilities, and 17 bytes a token; on      embedding          rows, 8 bytes a token
+                         GPUs logits, and 12 bytes a token;
+                         by chunks 12 bytes a token alone
 
 A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token
 (nine with sequence parallelism), rotary tables of its own, and the fields of the batch that recomputation
@@ -17,8 +19,8 @@ needs.
 
 Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and
 v. So this is Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are:
-attention that keeps no scores where it is fused, half of them where it goes by blocks (CPU), and six bytes or
-more of each where its probabilities drop out.
+attention that keeps no scores where it is fused, half of them where it goes by blocks (CPU), and where its
+probabilities drop out six bytes or more of each, on GPUs two numbers.
 """
 
 from collections.abc import Sequence
@@ -41,6 +43,8 @@ class Workload:
     vocab   rows of the padded vocabulary on this rank;  device  "cpu" or "cuda"
     apart   attention keeps the documents of a sample apart
     kept_tokens  of each sample, by blocks that drop tokens; None: all
+    logits  are kept; else the head and the loss go by chunks
+    picked  the positions are some of a longer sequence
     """
 
     model: ModelConfig
@@ -53,6 +57,8 @@ class Workload:
     device: str
     apart: bool = False
     kept_tokens: int | None = None
+    logits: bool = True
+    picked: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -122,7 +128,9 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
-        return work.hidden_bytes + work.tokens * (work.itemsize * work.vocab + 17) + 20
+        numbers = 17 if work.device == "cpu" and work.logits else 12
+        logits = work.itemsize * work.vocab * work.logits
+        return work.hidden_bytes + work.tokens * (logits + numbers) + 20
     if kind == "bert_head":
         return _bert_head(work)
     if kind != "block":
@@ -136,7 +144,7 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
 
 
 def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
-    seen = replace(work, positions=work.kept_tokens)
+    seen = replace(work, positions=work.kept_tokens, picked=True)
     places = seen.tokens * (8 + (work.sequence_parallel and work.tp > 1))
     # Attention keeps the documents, recomputation the batch: positions, tokens, labels, places, the mask in
     # fp32.
@@ -209,7 +217,7 @@ def _document_bias(work: Workload, recompute: str | None) -> int:
     if not work.apart or recompute or _goes_by_blocks(work) and not work.model.attention_dropout:
         return 0
     if work.model.attention_dropout:
-        return work.tokens * work.positions
+        return work.tokens * work.positions if work.device == "cpu" else 0
     return work.tokens * work.positions * (4 if _is_widened(work) else work.itemsize)
 
 
@@ -228,10 +236,10 @@ def _into_activation(work: Workload) -> int:
 
 def _arguments(work: Workload) -> int:
     """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
-    groups are put together."""
+    groups are put together. On GPUs turning copies values too, so that nothing of the projection is kept."""
     q, k = work.query_bytes, work.key_bytes
     if work.model.position_embedding_type == "rope":
-        return (q + 2 * k) + q + k
+        return (q + 2 * k) + (q + k if work.device == "cpu" else 0)
     return (q + 2 * k) + (q if work.model.query_groups // work.tp > 1 and q > k else 0)
 
 
@@ -247,6 +255,10 @@ def _core(work: Workload) -> int:
         work = replace(work, dtype=torch.float32)
         own = work.query_bytes + 2 * work.key_bytes
     model, q = work.model, work.query_bytes
+    if model.attention_dropout and work.device != "cpu":
+        # before and after dropout; seeds, from which backward draws the mask again; that of picked tokens
+        of_mask = work.scores if work.picked else 8 * work.samples * model.num_attention_heads // work.tp
+        return 2 * work.scores * work.itemsize + of_mask + _unfused_arguments(work, own)
     if model.attention_dropout:
         # in fp32; the mask; those that stay, as they compute
         probabilities = work.scores * (4 + 1 + work.itemsize)
@@ -282,5 +294,6 @@ def _unfused_arguments(work: Workload, own: int | None) -> int:
         return 3 * q
     if own:
         return q + 2 * k
-    turned = k if work.model.position_embedding_type == "rope" else 0
-    return q + turned + (q + 2 * k)
+    if work.model.position_embedding_type == "rope":
+        return q + k + (q + 2 * k if work.device == "cpu" else k)
+    return q + (q + 2 * k)

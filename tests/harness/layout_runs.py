@@ -20,6 +20,7 @@ from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
 
@@ -144,7 +145,8 @@ def counted_calls():
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, method in (("attention", CoreAttention, "forward"), ("mlp", MLP, "forward"),
                                     ("read", Loader, "_make"), ("packed", PackedDataset, "__getitem__"),
-                                    ("fim", FillInMiddle, "_rearranged")):
+                                    ("fim", FillInMiddle, "_rearranged"),
+                                    ("logits in chunks", LogitsInChunks, "cross_entropy")):
             patch.setattr(owner, method, _counting(name, getattr(owner, method), calls))
         yield calls
 

@@ -53,13 +53,15 @@ def moe_weights(config, seed: int, shapes=None) -> dict[str, torch.Tensor]:
 class PlainMoE:
     """Layers with experts of one forward. padding: bool [b, s], True where there is no token.
 
-    Afterwards: `objective`, the weighted sum of all loss terms; `load`, layer name → slots of each expert
-    that were computed; `margin`, the least difference that decided a choice among experts.
+    Afterwards: `objective`, the weighted sum of all loss terms; layer name → slots of each expert that tokens
+    chose (`demand`) and that were computed (`load`); `margin`, the least difference that decided a choice
+    among experts.
     """
 
     padding: torch.Tensor | None = None
     training: bool = True
     objective: torch.Tensor | float = 0.0
+    demand: dict = field(default_factory=dict)
     load: dict = field(default_factory=dict)
     margin: float = math.inf
 
@@ -85,9 +87,10 @@ class PlainMoE:
             self._add_losses(logits, scores, chosen, real, config)
         kept = self._kept(chosen, weights, scores.shape[2], b, s, config)
         y = torch.zeros_like(x)
-        self.load[name] = [0] * scores.shape[2]
+        self.demand[name], self.load[name] = ([0] * scores.shape[2] for _ in range(2))
         for (i, t), experts in chosen.items():
             for e in experts:
+                self.demand[name][e] += 1
                 if (i, t, e) in kept:
                     self.load[name][e] += 1
                     factor = config.moe_router_topk_scaling_factor or 1.0

@@ -35,13 +35,7 @@ LAUNCHER = """#include "{file}"
 extern "C" __attribute__((visibility("default")))
 int {symbol}(const unsigned* grid, const unsigned* block, void** arguments) {{
     char text[512];
-    const uint64_t seed = 1;
-    return [&](auto kernel) {{
-        if constexpr (requires {{ emu::launch(kernel, grid, block, arguments, seed, text, sizeof text); }})
-            return emu::launch(kernel, grid, block, arguments, seed, text, sizeof text);
-        else
-            return emu::launch(kernel, grid, block, arguments, seed);
-    }}({expression});
+    return emu::launch({expression}, grid, block, arguments, 1, text, sizeof text);
 }}
 """
 

@@ -1,4 +1,4 @@
-// Kernels for tests of the emulator: what CUDA defines, and planted faults. Tests know a line by the @word at its end.
+// Kernels for tests of the emulator: what CUDA defines, and planted faults. Tests know lines by @words.
 #include "device.cuh"
 
 __global__ void exchanges(int* out) {

@@ -1,14 +1,16 @@
 """The path from a GpuKernel to a GPU, with g++ in place of NVRTC and the emulator in place of the GPU."""
 
+import ctypes
 import logging
 import shutil
+import struct
 import threading
 
 import pytest
 import torch
 
 from megatron_ds.errors import KernelError
-from megatron_ds.ops.gpu import cuda_backend, kernel_sources, norm_kernels
+from megatron_ds.ops.gpu import cuda_backend, gpu_kernel, kernel_sources, norm_kernels
 from megatron_ds.ops.gpu.gpu_kernel import (
     BACKENDS,
     PLANNED_PROCESSORS,
@@ -32,9 +34,8 @@ template <int ADD> __global__ void packed(float* f, int a, int64_t* wide, int64_
     }
 }
 """
-FORMS = "ptr i32 ptr i64 f32 u64x64 u32 u64 ptr"
 KEYS = (41).to_bytes(8, "little") + (42).to_bytes(8, "little")
-KERNEL = GpuKernel("packed.cu", "packed", FORMS)
+KERNEL = GpuKernel("packed.cu", "packed", "ptr i32 ptr i64 f32 u64x64 u32 u64 ptr")
 
 
 @pytest.fixture
@@ -68,6 +69,17 @@ def test_arguments_of_all_types_arrive(sources, tmp_path):
         f, wide = pack(add=3)
     assert f.item() == 1.5
     assert wide.tolist() == [-4, -2**40, 2**32 - 1, 5 - 2**63, 1, 41, 42, 0]
+
+
+def test_arguments_lie_as_in_a_c_struct():
+    types = {"Q": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "I": ctypes.c_uint32,
+             "f": ctypes.c_float, "512s": ctypes.c_uint64 * 64}
+    for codes in (["Q", "i", "Q"], ["f", "512s", "I", "I", "q"], ["i"], ["I", "f", "i", "512s"]):
+        fields = [(f"f{i}", types[code]) for i, code in enumerate(codes)]
+        expected = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        form, offsets = gpu_kernel._layout(codes)
+        assert offsets == [getattr(expected, name).offset for name, _ in fields]
+        assert struct.calcsize(form) == offsets[-1] + ctypes.sizeof(fields[-1][1])
 
 
 def test_an_operation_runs_forward_and_backward_on_the_current_stream(tmp_path):
@@ -123,29 +135,27 @@ def test_each_device_has_modules_of_its_own(sources, tmp_path):
         assert second.compiler.compilations == []                  # by the first, found on disk
 
 
-def test_threads_launch_one_kernel_at_the_same_time(sources, tmp_path):
-    """Arguments of a launch are in memory of its thread."""
-    wrong, kernel = [], GpuKernel("packed.cu", "packed", FORMS)
+def test_threads_launch_one_kernel_at_the_same_time(monkeypatch):
+    """A launch lets other threads run: its arguments must be in memory of its own thread."""
+    class Slow:
+        """Reads the arguments when all threads have packed theirs."""
 
-    def work(number):
-        for i in range(200):
-            f, wide = torch.zeros(1), torch.zeros(8, dtype=torch.int64)
-            one_at_a_time.acquire()                                 # the emulator runs one kernel at a time
-            try:
-                kernel((0,), 1, 1, f, number, wide, i, float(number), KEYS, 0, 0, None)
-            finally:
-                one_at_a_time.release()
-            if (f.item(), *wide[:2].tolist()) != (2.0 * number, number, i):
-                wrong.append((number, i))
+        def function(self, file, expression):
+            return expression
 
-    one_at_a_time = threading.Semaphore(1)
-    with stand_in_gpu(tmp_path):
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+        def launch(self, function, grid, block, addresses):
+            everyone.wait()
+            seen.append(ctypes.c_int.from_address(addresses[1]).value)
+
+    backend = Slow()
+    monkeypatch.setitem(BACKENDS, "cpu", lambda device: backend)
+    kernel, seen, everyone = GpuKernel("any.cu", "any", "ptr i32"), [], threading.Barrier(3, timeout=60)
+    threads = [threading.Thread(target=kernel, args=((), 1, 1, torch.zeros(1), n)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [0, 1, 2]
 
 
 def test_a_launch_that_the_driver_refuses_names_the_kernel_and_the_error(sources, tmp_path):

@@ -51,8 +51,8 @@ def test_forward_and_backward_of_a_model_are_compiled_before_the_first_step(gpu)
     line = prepare_kernels(engine())
     # Other operations of the model may have kernels, too.
     of_norm = sorted(e.partition(", 1")[0] for e in gpu.compiler.compilations if e.startswith("norm_"))
-    assert [e.partition("<")[0] for e in of_norm] == ["norm_backward", "norm_forward"]
-    assert all("bf16, 64" in e for e in of_norm)
+    assert {"norm_backward", "norm_forward"} <= {e.partition("<")[0] for e in of_norm}
+    assert all("<bf16, 64" in e for e in of_norm if e.startswith(("norm_forward<", "norm_backward<")))
     assert line == gpu.backend.summary() and f"kernels: {len(gpu.compiler.compilations)} compiled in " in line
 
 

@@ -76,7 +76,7 @@ def workload(config, device: str, apart: bool = False) -> Workload:
     tp = p.tensor_model_parallel_size
     return Workload(model, config.train.micro_batch_size, model.seq_length, tp, p.sequence_parallel,
                     DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device, apart,
-                    drop and drop.kept_at(0, model.seq_length))
+                    drop and drop.kept_at(0, model.seq_length), config.train.cross_entropy_chunks == 1)
 
 
 def by_formula(config, layers, device: str, apart: bool = False) -> int:
@@ -123,6 +123,31 @@ def test_a_stage_is_planned_to_keep_on_a_gpu_what_the_closed_forms_give(case):
     mesh, layers = fake_mesh(Grid.fit(ranks, tp=ranks), ranks - 1), slice(*case["layers"])
     assert planned(config, mesh, layers, "cuda") == by_formula(config, describe_layers(config, mesh)[layers],
                                                                "cuda")
+
+
+@pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("style", ["gpt", "bert"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_logits_in_chunks_are_planned_not_to_be_kept(ranks, style, dtype):
+    size, flags = RANKS[ranks]
+    job = [*STYLES[style], *flags, *dtype, "--seq-length", "24", "--micro-batch-size", "3",
+           "--cross-entropy-chunks", "5"]
+    measured, said, planned_on_cpu = kept(job, size, slice(2, 6))
+    assert measured == said == planned_on_cpu
+    config = parse([*JOB, *job], world_size=size)
+    mesh = fake_mesh(Grid.fit(size, tp=size), size - 1)
+    assert planned(config, mesh, slice(2, 6), "cuda") == by_formula(config, describe_layers(config, mesh)[2:],
+                                                                    "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_in_chunks_shrink_the_planned_peak_by_those_that_do_not_exist(device):
+    job = ["--seq-length", "512", "--vocab-size", "9000", "--micro-batch-size", "2", "--global-batch-size",
+           "4", "--tokenizer-type", "NullTokenizer", "--hidden-dropout", "0", "--attention-dropout", "0"]
+    whole, chunked = (plan_world(parse([*JOB, *job, "--cross-entropy-chunks", str(chunks)], world_size=1), 0,
+                                 device).rank_plan(0) for chunks in (1, 8))
+    logits = 2 * 512 * 9000 * 4
+    assert whole.peak - chunked.peak == pytest.approx(logits * 7 / 8, rel=0.1)
 
 
 @pytest.mark.parametrize("style", ["gqa", "llama"])
@@ -204,7 +229,8 @@ def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monke
 @pytest.mark.parametrize("flags",
                          [[], ["--bf16"], STYLES["llama"],
                           ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
-                                   RECOMPUTE["full"], RECOMPUTE["selective"]], ids=" ".join)
+                          RECOMPUTE["full"], RECOMPUTE["selective"], ["--cross-entropy-chunks", "2"]],
+                         ids=" ".join)
 def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
     """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all
     that is kept."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import gc
 import logging
 import multiprocessing
 import os
@@ -133,6 +134,23 @@ def test_a_transfer_that_nobody_waits_for_is_made_all_the_same(io, fd, tmp_path)
         io.write(fd, noise(5 * PAGE, i), 5 * PAGE * i)
     io.close()
     assert (tmp_path / "file").read_bytes() == b"".join(content(noise(5 * PAGE, i)) for i in range(20))
+
+
+def test_a_closed_ring_has_no_descriptors_and_still_gives_results(fd):
+    gc.collect()                        # rings of earlier tests, which would be closed at any time
+    before = os.listdir("/proc/self/fd")
+    try:
+        uring = UringIO(DEPTH, BLOCK)
+    except OSError as reason:
+        pytest.skip(reason.strerror)
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    work = uring.write(fd, noise(PAGE, 0), 0)
+    for _ in range(2):
+        uring.close()
+    assert os.listdir("/proc/self/fd") == before
+    work.wait()
+    with pytest.raises(ValueError, match="closed"):
+        uring.read(fd, noise(PAGE, 0), 0)
 
 
 def test_a_file_that_ends_too_early_is_an_error_with_the_numbers(io, fd):

@@ -155,6 +155,8 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--num_moe_experts 8 --num-experts-per-tok 2 --n-shared-experts 1 --moe-router-topK 3 --moe-quux"),
     (1, "--num-experts 8 8"),
     (1, "--num-experts 0"),
+    (1, "--num-experts 1000000000"),
+    (1, "--num-experts 8 65537 --moe-layer-freq [0]*10+[1]*2 --topk 9"),
     (1, "--num-experts 4 8 --expert-interval 13"),
     (1, "--num-experts 4 --expert-interval 13"),
     (1, "--num-experts 4 --moe-layer-freq [0]*12"),
@@ -169,6 +171,8 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (6, f"--num-experts 8 {EP} 4"),
     (2, f"--num-experts 8 --expert-tensor-parallel-size 1 {TP} 2"),
     (2, f"--num-experts 8 --moe-ffn-hidden-size 333 --moe-shared-expert-intermediate-size 5 {TP} 2"),
+    (4, "--hidden-size 766 --kv-channels 64 --ffn-hidden-size 3072 --num-experts 8 "
+        f"--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity {TP} 4"),
     (1, "--num-experts 8 --moe-shared-expert-gate"),
     (1, "--num-experts 8 --mlp-type residual --moe-shared-expert-intermediate-size 64"),
     (1, "--num-experts 2 --topk 3"),

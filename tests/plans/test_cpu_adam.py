@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from megatron_ds.host.memory_maps import huge_page_zeros
-from megatron_ds.ops.adam import AdamRow, reference_adamw_
+from megatron_ds.ops import kernel_table
+from megatron_ds.ops.adam import AdamRow, AdamStep, adamw, reference_adamw_
 from megatron_ds.ops.cpu import compiled_adam as adam
 from megatron_ds.ops.cpu.compiled_adam import adamw_
 from megatron_ds.optim import OPTIMIZERS
-from megatron_ds.optim.optimizers import CpuAdamW
+from megatron_ds.optim.row_adamw import RowAdamW
 
 compiled = pytest.mark.skipif(adam.extension() is None, reason="the extension was not compiled")
 SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
@@ -114,7 +115,7 @@ def test_the_16_bit_weight_is_rounded_as_torch_casts(variant, dtype, offset):
 @compiled
 def test_twenty_steps_stay_within_1e_6_of_torch_adamw():
     ours, theirs = torch.nn.Parameter(randn(5000, 0)), torch.nn.Parameter(randn(5000, 0))
-    mine, torchs = CpuAdamW([ours], **HYPER), torch.optim.AdamW([theirs], fused=True, **HYPER)
+    mine, torchs = RowAdamW([ours], **HYPER), torch.optim.AdamW([theirs], fused=True, **HYPER)
     for step in range(20):
         ours.grad, theirs.grad = randn(5000, step + 1) * 4, randn(5000, step + 1) * 4
         mine.grad_scale = torchs.grad_scale = torch.tensor(4.0)
@@ -140,7 +141,7 @@ def test_a_run_goes_on_from_torchs_state_and_torch_from_ours():
         return three_steps(p, other)
 
     straight = resumed(torch.optim.AdamW, torch.optim.AdamW)
-    for first, second in ((torch.optim.AdamW, CpuAdamW), (CpuAdamW, torch.optim.AdamW)):
+    for first, second in ((torch.optim.AdamW, RowAdamW), (RowAdamW, torch.optim.AdamW)):
         torch.testing.assert_close(resumed(first, second), straight, rtol=1e-6, atol=1e-6)
 
 
@@ -148,7 +149,7 @@ def test_a_run_goes_on_from_torchs_state_and_torch_from_ours():
 def test_parameters_without_gradient_are_left_alone():
     p, q = torch.nn.Parameter(randn(9, 0)), torch.nn.Parameter(randn(9, 1))
     p.grad = randn(9, 2)
-    optimizer = CpuAdamW([p, q], **HYPER)
+    optimizer = RowAdamW([p, q], **HYPER)
     optimizer.step()
     assert torch.equal(q, randn(9, 1)) and q not in optimizer.state and not torch.equal(p, randn(9, 0))
 
@@ -228,7 +229,7 @@ def test_empty_and_no_tensors_are_no_work():
 
 def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "megatron_ds._cpu_adam", None)      # importing it is an ImportError then
-    adam.extension.cache_clear()
+    adam.extension.cache_clear(), kernel_table._candidates.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             groups = lambda: [{"params": [torch.nn.Parameter(torch.ones(3))]}]
@@ -236,7 +237,7 @@ def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch,
             assert type(first) is type(second) is torch.optim.AdamW and adam.variants() == []
             assert huge_page_zeros(2_000_000).count_nonzero() == 0
     finally:
-        adam.extension.cache_clear()
+        adam.extension.cache_clear(), kernel_table._candidates.cache_clear()
     said, = [r.message for r in caplog.records if "CPU Adam" in r.message]
     assert "torch's AdamW runs instead" in said and "C++17 compiler" in said
 
@@ -252,3 +253,16 @@ def test_the_reference_is_torchs_adamw_and_a_cast(dtype):
     reference_adamw_([row], **HYPER, grad_scale=1 / 5)
     torch.testing.assert_close(row.p, p.detach(), rtol=1e-6, atol=1e-6)
     assert torch.equal(row.low, row.p.to(dtype))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_16_bits_give_what_their_fp32_copies_give(dtype):
+    made = [rows(dtype), rows(dtype), rows(dtype)]
+    low = [[r._replace(grad=r.grad.to(dtype)) if i % 2 else r for i, r in enumerate(each)] for each in made]
+    how = AdamStep(**HYPER, divisor=3.0)
+    adamw(low[0][0].grad, low[0], how)
+    adamw.in_torch(low[1][0].grad, low[1], how)
+    adamw_([r._replace(grad=r.grad.float()) for r in low[2]], **HYPER, grad_scale=how.grad_scale)
+    assert_same_bits(low[0], low[1])
+    assert_same_bits([r._replace(grad=r.p) for r in low[0]], [r._replace(grad=r.p) for r in low[2]])

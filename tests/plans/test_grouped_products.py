@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron_ds.ops import grouped
+from megatron_ds.ops.grouped import Runs
+from tests.harness.aten_calls import Counted
 
 COUNTS = {"some empty": (3, 0, 8, 1, 0), "one": (5,), "first and last empty": (0, 7, 0),
           "equal": (4, 4, 4, 4)}
@@ -14,6 +16,10 @@ def tensors(counts, dtype, into=16, out=24):
     make = lambda *shape: torch.randn(*shape, generator=draw).to(dtype)
     return (make(sum(counts), into), make(len(counts), out, into), make(len(counts), out),
             make(sum(counts), out))
+
+
+def runs_of(counts):
+    return Runs(counts, torch.tensor(counts))
 
 
 def by_hand(counts):
@@ -28,38 +34,50 @@ def by_hand(counts):
 def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
     counts = COUNTS[name]
     x, weight, bias, dy = tensors(counts, dtype)
-    run = lambda: (grouped.grouped_affine(x, weight, bias, counts),
-                   grouped.grouped_affine(x, weight, None, counts),
-                   grouped.grouped_product(dy, weight, counts))
+    runs, added = runs_of(counts), [torch.ones_like(weight), torch.ones_like(weight)]
+    run = lambda: (grouped.grouped_affine(x, weight, bias, runs),
+                   grouped.grouped_affine(x, weight, None, runs),
+                   grouped.grouped_product(dy, weight, runs),
+                   grouped.new_grouped_gradient(weight, dy, x, runs),
+                   (out := added.pop(), grouped.add_grouped_gradient_(out, dy, x, runs))[0])
     loop = run()
     calls, kernel = [], torch.nn.functional.grouped_mm
     monkeypatch.setattr(grouped, "_has_kernel", lambda x, weight: x.shape[0] > 0)
     monkeypatch.setattr(grouped.F, "grouped_mm",
                         lambda *args, **options: (calls.append(1), kernel(*args, **options))[1])
-    for ours, expected in zip(run(), loop, strict=True):
+    assert "ends" not in vars(runs)
+    with Counted() as counted:
+        results = run()
+    for ours, expected in zip(results, loop, strict=True):
         assert ours.shape == expected.shape and ours.dtype == dtype
-        # bf16: the bias is added after rounding
+        # bf16: the bias, and what is there, are added after rounding
         tolerance = 1e-6 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-    assert len(calls) == 3
+    assert len(calls) == 5 and counted.calls["cumsum"] == 1
+    assert not any(results[3][i].any() for i, count in enumerate(counts) if not count)
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_one_product_a_run_is_the_product_of_its_rows(name):
     counts = COUNTS[name]
     x, weight, bias, dy = tensors(counts, torch.float64, into=5, out=3)
-    y, dx = grouped.grouped_affine(x, weight, bias, counts), grouped.grouped_product(dy, weight, counts)
-    dw, sums = torch.ones_like(weight), grouped.sums_of_runs(dy, counts)
-    grouped.add_grouped_gradient_(dw, dy, x, counts)
+    runs = runs_of(counts)
+    y, dx = grouped.grouped_affine(x, weight, bias, runs), grouped.grouped_product(dy, weight, runs)
+    dw, sums = torch.ones_like(weight), grouped.sums_of_runs(dy, runs)
+    grouped.add_grouped_gradient_(dw, dy, x, runs)
+    new = grouped.new_grouped_gradient(weight, dy, x, runs)
     for run, rows in by_hand(counts):
         torch.testing.assert_close(y[rows], x[rows] @ weight[run].T + bias[run])
         torch.testing.assert_close(dx[rows], dy[rows] @ weight[run])
         torch.testing.assert_close(dw[run], 1 + dy[rows].T @ x[rows])
+        torch.testing.assert_close(new[run], dy[rows].T @ x[rows])
         torch.testing.assert_close(sums[run], dy[rows].sum(0))
 
 
 def test_no_rows_at_all_have_no_results():
     x, weight, bias, dy = tensors((0, 0), torch.float32)
-    assert grouped.grouped_affine(x, weight, bias, (0, 0)).shape == (0, 24)
-    assert grouped.grouped_product(dy, weight, (0, 0)).shape == (0, 16)
-    assert not grouped.sums_of_runs(dy, (0, 0)).any()
+    runs = runs_of((0, 0))
+    assert grouped.grouped_affine(x, weight, bias, runs).shape == (0, 24)
+    assert grouped.grouped_product(dy, weight, runs).shape == (0, 16)
+    assert not grouped.new_grouped_gradient(weight, dy, x, runs).any()
+    assert not grouped.sums_of_runs(dy, runs).any()

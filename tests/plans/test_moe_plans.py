@@ -8,6 +8,7 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.models import MODELS, build_stage
+from megatron_ds.moe.capacity import Capacity
 from megatron_ds.mpu.fake_group import FakeTransport, fake_mesh
 from megatron_ds.mpu.group import DONE
 from megatron_ds.pipeline.stage import Stage
@@ -109,6 +110,24 @@ def test_a_plan_without_capacity_has_equal_loads_of_the_experts():
     assert traffic.bytes["all_to_all", "ep", 4] == 3 * 8 * E
     text = plan_text(plan, [])
     assert "for a micro-batch: 64, with equal loads of the experts; the most for any data is 256" in text
+
+
+@pytest.mark.parametrize("tp, flags", [(1, []), (2, []), (2, ["--sequence-parallel"])], ids=str)
+@pytest.mark.parametrize("scope", ["sequence", "micro-batch"])
+def test_a_plan_below_the_demand_has_the_rows_of_the_capacity(tp, flags, scope):
+    """At equal demand each expert keeps its capacity, ceil(0.6 · 2 · tokens / 8), of each sequence or of the
+    micro-batch: 3 of 16 tokens, or 5 of 32."""
+    config = config_of("--micro-batch-size", 2, "--expert-model-parallel-size", 2, "--moe-capacity-scope",
+                       scope, "--moe-expert-capacity-factor", 0.6, "--tensor-model-parallel-size", tp, *flags,
+                       ranks=2 * tp)
+    plan = plan_world(config, 1, "cpu")
+    rows = E * (2 * 3 if scope == "sequence" else 5)
+    sent = rows // (tp if flags else 1) // 2                                # to the other of two ranks
+    assert plan.rank_plan(1).traffic.bytes["all_to_all_v", "ep", 2] == 3 * 4 * sent * H * 4
+    assert f"for a micro-batch: {rows}, with equal loads of the experts; the most for any data is {rows}" in (
+        plan_text(plan, []))
+    enough = replace(config.model, moe_expert_capacity_factor=1.7)
+    assert Capacity.of(enough, E, True).planned(1, S) == K * S
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -31,6 +31,7 @@ def test_numbers_are_those_of_splitmix_bit_for_bit():
     drawn = random_numbers(keys, 100)
     assert [[n & MASK for n in row] for row in drawn.tolist()] == [splitmix(seed_of(*key), 100)
                                                                    for key in keys]
+    assert torch.equal(random_numbers(keys, 30, first=63), drawn[:, 63:93])
 
 
 @pytest.mark.parametrize("kept, of", [(1, 1), (1, 9), (4, 9), (9, 9), (64, 257)])

@@ -1,6 +1,7 @@
 """From flags to the shape of the pipeline and to the cut, as users of Megatron and DeepSpeed write them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from megatron_ds.planning.layer_costs import (
 from megatron_ds.planning.run_plan import RULES, PipelineShape, pipeline_shape, plan_run, plan_schedule
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.model_runs import context_of
+from tests.harness.operation_clock import layers_timed_by_operations
 
 # Workload S of the benchmarks: the head costs as much as one or two of the six layers.
 SIZES = ["--hidden-size", "384", "--num-attention-heads", "6", "--seq-length", "256", "--vocab-size", "8192"]
@@ -142,6 +144,18 @@ def test_recomputation_makes_layers_dearer_than_the_head():
     assert again["block"].total == pytest.approx(plain["block"].total * 4 / 3)
 
 
+def test_logits_in_chunks_cost_their_product_again_and_leave_the_weight_half_nothing():
+    cost = lambda *flags: plan_of(config_of(PP, 2, *flags)).layer_costs
+    plain, again = cost(), cost("--cross-entropy-chunks", 4)
+    assert again[:-1] == plain[:-1] and again[-1].forward == plain[-1].forward
+    assert again[-1].total == pytest.approx(plain[-1].total * 4 / 3) and again[-1].weight_grad == 0
+
+
+def test_logits_in_chunks_can_be_measured():
+    config = config_of(PP, 2, "--pipeline-cut", "measured", "--seq-length", 8, "--cross-entropy-chunks", 4)
+    assert time_layers(config, replace(context_of(), logit_chunks=4))["head"].total > 0
+
+
 def test_costs_that_were_measured_decide_the_cut_and_reach_the_schedule():
     config = config_of(PP, 2, "--pipeline-cut", "measured")
     with pytest.raises(ConfigError, match="no measured times here"):
@@ -167,7 +181,8 @@ def test_what_the_model_is_cut_by_does_not_change_what_its_computations_are_said
 def test_measuring_finds_where_the_time_goes_and_the_file_keeps_it(tmp_path):
     """The embedding reads rows only and has no input to differentiate for."""
     config = config_of(PP, 2, "--pipeline-cut", "measured", "--seq-length", 64)
-    costs = time_layers(config, context_of())
+    with layers_timed_by_operations():
+        costs = time_layers(config, context_of())
     assert set(costs) == {"embedding", "block", "norm", "head"} and costs["embedding"].input_grad == 0
     block, head = costs["block"], costs["head"]
     assert min(block.forward, block.input_grad, head.forward, head.input_grad) > 0

@@ -88,24 +88,6 @@ def test_mixtral_has_its_published_number_of_parameters_and_fits_its_gpus(tmp_pa
     assert plan.rank_plan(0).parameters < plan.parameters / 16
 
 
-def test_the_recipe_with_experts_trains_at_two_expert_parallel_sizes(tmp_path):
-    """Its commands for data are those of the quickstart; here they find their work done."""
-    out = tmp_path / "out"
-    for name in ("corpus.jsonl", "tokenizer/tokenizer.json", "corpus_text_document.idx"):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).touch()
-    script = MOE.read_text().replace('"$PYTHON" -m torch.distributed.run', "command torchrun").replace(
-        '"$PYTHON" "$here/tools/', 'true "$here/tools/')
-    found = trainings(started_by(script, tmp_path, {"STEPS": "30"}, ("out",)))
-    split, whole = (started.config() for started in found)
-    sizes = [(c.parallel.expert_model_parallel_size, c.parallel.tensor_model_parallel_size, s.world_size)
-             for c, s in zip((split, whole), found)]
-    assert sizes == [(2, 2, 4), (4, 1, 4)]
-    assert split.train.exit_interval == 10 and split.model == whole.model
-    assert split.checkpoint == whole.checkpoint
-    assert split.model.experts == (0, 8, 8, 8) and split.model.moe_router_topk == 2
-
-
 def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(
         tmp_path):
     """A stand-in of Python receives its commands and makes the metrics that a run leaves behind."""
@@ -167,6 +149,27 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     assert text.strip().startswith("If the file") and len(text) > 100
     run_in_a_new_shell(re.findall(r"^    (\S.*)$", done.stdout.partition("Commands to try next:")[2],
                                   re.MULTILINE), tmp_path)
+
+
+def test_the_recipe_with_experts_in_small_continues_with_other_sizes_and_ends_with_a_text(tmp_path):
+    command = ["bash", str(MOE), "out"]
+    where = warm_environment(environment()) | {"STEPS": "9"}
+    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    first, second = done.stdout.split("== 3. continue")
+    assert "grid: 4 ranks = tp 2 × ep 2 × pp 1 × dp 2" in first
+    assert "grid: 4 ranks = tp 1 × ep 4 × pp 1 × dp 4" in second
+    assert "loaded out/checkpoints, iteration 3" in second and "loaded" not in first
+    assert done.stdout.count("experts: 8 in layers 1 to 3; of width 176; 2 for a token") == 2
+    out = tmp_path / "out"
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trained = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in trained] == list(range(1, 10))
+    assert trained[-1]["loss"] < math.log(2048) - 0.2
+    assert all(1 <= r[f"decoder.layers.{layer}_max_load"] <= 4 for r in trained for layer in (1, 2, 3))
+    assert min((out / f"{name}.png").stat().st_size for name in ("loss", "expert_load")) > 10_000
+    text = second.partition("Sample text from the trained model:")[2].partition("loss curve:")[0]
+    assert text.strip().startswith("If the file") and len(text) > 80
 
 
 def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):

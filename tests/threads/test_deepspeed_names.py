@@ -222,8 +222,10 @@ def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
 
 def test_names_of_deepspeed_are_found_where_its_programs_look(monkeypatch, caplog):
     from megatron_ds.accelerator import get_accelerator
+    from megatron_ds.moe.layer import MoE
     from megatron_ds.utils import RepeatingLoader, log_dist, logger
 
+    assert MoE is megatron_ds.moe.MoE is megatron_ds.moe.layer.MoE
     assert get_accelerator().device_name(0) in ("cpu", "cuda:0")
     assert next(RepeatingLoader([5])) == 5 and logger.name == "megatron_ds"
     log_dist("found", ranks=[0])

@@ -253,6 +253,23 @@ def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
     assert difference.is_within(TOLERANCE["fp32"]), difference
 
 
+@pytest.mark.parametrize("style, dtype, layout, options", [
+    ("gpt2", "fp32", "tp=2,pp=2,dp=2,zero=1,sp=1,logits=3", "--label-smoothing 0.2"),
+    ("gpt2", "fp32", "tp=2,dp=2,zero=3,recompute=full,logits=5", ""),
+    ("llama", "fp32", "tp=2,pp=2,zero=0,schedule=zb-h1,sp=1,logits=4", "--calculate-per-token-loss"),
+    ("llama", "fp32", "pp=2,dp=2,zero=3,schedule=zb-v,chunks=2,logits=24", ""),
+    ("llama", "bf16", "tp=2,pp=2,dp=2,zero=2,schedule=gpipe,logits=2", ""),
+    ("bert", "fp32", "tp=2,pp=2,dp=2,zero=2,sp=1,logits=3", ""),
+    ("bert", "fp32", "tp=2,pp=2,zero=0,schedule=zb-v,chunks=2,logits=2", "--label-smoothing 0.1")])
+def test_logits_in_chunks_train_like_one_process_with_whole_logits(style, dtype, layout, options):
+    job = [*tiny_job(style, dtype, style == "llama", 0.1, 4, GLOBAL_BATCH, FEW), *options.split()]
+    difference, run = stray(job, layout, FEW)
+    assert difference.is_within(TOLERANCE[dtype]), difference
+    t = 2 if "tp=2" in layout else 1
+    assert run.calls.count("logits in chunks") == FEW * GLOBAL_BATCH * t
+    assert not reference_of(job, layout, FEW).calls.count("logits in chunks")
+
+
 @pytest.mark.parametrize("style, layout", [
     # 8 micro-batches, 3 ranks
     ("gpt2", "pp=2,dp=2,zero=2,chunks=3,accumulate=full"), ("llama", "pp=3,chunks=2,zero=1"),

@@ -255,14 +255,14 @@ def overflowing(patch, expert, step, num_experts=4):
             where[id(local.linear_fc1.weight)] = first, max(batch.sample_ids) // GLOBAL_BATCH
         return forward(self, x, batch)
 
-    def watched_begin(weight, x, dy, counts):
+    def watched_begin(weight, x, dy, runs):
         at, now = where.get(id(weight), (None, None))
-        if now == step and counts[at]:
-            start = sum(counts[:at])
+        if now == step and runs.counts[at]:
+            start = sum(runs.counts[:at])
             dy = dy.clone()
-            dy[start:start + counts[at]] = torch.inf
+            dy[start:start + runs.counts[at]] = torch.inf
             poisoned.append(at)
-        return begin(weight, x, dy, counts)
+        return begin(weight, x, dy, runs)
 
     patch.setattr(mixture.MixtureOfExperts, "forward", watched_forward)
     patch.setattr(experts_module, "_begin_dw", watched_begin)

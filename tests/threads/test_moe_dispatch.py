@@ -30,14 +30,14 @@ def main(rank, world):
     dispatch.back(arrived)
     sent = [(int(routing.experts.flatten()[slot]), 4 * rank + slot // K) for slot in dispatch._order.tolist()]
     computed = [int(row[0]) for row in arrived]
-    return sent, computed, dispatch.counts, out, ep.traffic.bytes["all_to_all_v", "ep", 2] - out
+    return sent, computed, dispatch.runs.counts, out, ep.traffic.bytes["all_to_all_v", "ep", 2] - out
 
 
 def test_rows_leave_and_are_computed_by_expert_and_by_token_within_an_expert():
     for rank, (sent, computed, counts, out, back) in enumerate(run_ranks(2, main)):
         assert sent == SENT[rank]
         assert computed == [token for _, token in COMPUTED[rank]]
-        assert counts == [sum(e == 2 * rank + i for e, _ in COMPUTED[rank]) for i in range(2)]
+        assert counts == tuple(sum(e == 2 * rank + i for e, _ in COMPUTED[rank]) for i in range(2))
         assert (out, back) == (4 * H * 4, 4 * H * 4)              # four rows cross each way
 
 

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
+from megatron_ds.moe import router
 from megatron_ds.moe.dispatch import Dispatch, Groups, _Combine
 from megatron_ds.moe.router import Routing
 from tests.harness.bert_runs import random_bert_batch, run_bert
@@ -67,8 +68,8 @@ def test_a_gpt_with_experts_equals_a_plain_one_forward_and_backward(kind, layout
     assert_equal_runs(ours, expected)
     found = {e.name: (e.value / e.count).item() for e in ours[0].entries if e.weight is None}
     for layer, load in moe.load.items():
-        name = layer.removesuffix(".mlp")
-        assert found[f"{name} max load"] == pytest.approx(max(load) * len(load) / sum(load))
+        name, demand = layer.removesuffix(".mlp"), moe.demand[layer]
+        assert found[f"{name} max load"] == pytest.approx(max(demand) * len(demand) / sum(demand))
         if config.moe_expert_capacity_factor is not None:
             slots = batch.tokens.numel() * config.moe_router_topk
             assert found[f"{name} dropped"] == pytest.approx(1 - sum(load) / slots) and sum(load) < slots
@@ -124,6 +125,21 @@ def test_noise_is_the_same_in_every_layout_and_micro_batch(kind):
     torch.testing.assert_close(torch.cat(alone), logits, rtol=1e-4, atol=1e-5)
     for other, seed in ((noisy, 8), (replace(noisy, moe_router_noise="none"), 7)):
         assert not torch.allclose(run_gpt(other, weights, batch, seed=seed)[1], logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["jitter", "gumbel"])
+def test_a_rank_draws_the_noise_of_its_own_rows_only(kind, monkeypatch):
+    config = replace(TinyConfig(**KINDS["biases"]), moe_router_noise=kind)
+    weights, batch = moe_weights(config, seed=1), make_batch(config)
+    drawn, draw = [], router.random_numbers
+    monkeypatch.setattr(router, "random_numbers", lambda keys, count, *args, **options: (
+        drawn.append(len(keys) * count), draw(keys, count, *args, **options))[1])
+    columns = config.hidden_size if kind == "jitter" else config.num_experts[0]
+    for tp_size in (1, 2):
+        run_gpt(config, weights, batch, tp_size=tp_size, sequence_parallel=tp_size > 1)
+        each = batch.tokens.numel() * columns // tp_size
+        assert drawn == [each] * tp_size * config.num_layers
+        drawn.clear()
 
 
 # Closed forms
@@ -237,10 +253,11 @@ def test_a_bert_with_experts_equals_a_plain_one_and_routes_no_padding(kind, layo
     assert_equal_runs(masked(ours), masked(expected))
     found = {e.name: (e.value / e.count).item() for e in ours[0].entries if e.weight is None}
     for layer, load in moe.load.items():
-        name, tokens = layer.removesuffix(".mlp"), int(here.sum())
-        assert found[f"{name} max load"] == pytest.approx(max(load) * len(load) / sum(load))
+        name, demand, tokens = layer.removesuffix(".mlp"), moe.demand[layer], int(here.sum())
+        assert found[f"{name} max load"] == pytest.approx(max(demand) * len(demand) / sum(demand))
+        assert (f"{name} dropped" in found) == (kind == "capacity") == (sum(load) < sum(demand))
         if kind == "top-k with losses":
-            assert sum(load) == tokens * config.moe_router_topk and found[f"{name} dropped"] == 0
+            assert sum(load) == tokens * config.moe_router_topk
 
 
 def test_padding_has_no_effect_on_other_tokens():
@@ -316,7 +333,7 @@ def test_a_sum_over_slots_reads_no_further_than_the_last_that_is_kept():
         torch.testing.assert_close(tokens.grad, y.detach())
         torch.testing.assert_close(factors.grad, kept * x.square().sum(1, keepdim=True))
         assert dispatch._place.shape[1] == most
-        assert sum(dispatch.counts) == kept.sum()
+        assert sum(dispatch.runs.counts) == kept.sum()
 
 
 def test_backward_of_the_sum_over_slots_has_few_rows_in_fp32_at_a_time():

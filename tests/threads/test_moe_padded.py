@@ -58,7 +58,7 @@ def test_a_layer_is_a_sum_over_kept_slots_whatever_empty_places_hold(scope, fact
     x = torch.randn(SEQ_LENGTH, 3, 32, dtype=torch.float64).requires_grad_()
     batch, counts, arrive = MODELS["gpt"].data.blank(3, SEQ_LENGTH), [], PaddedDispatch.arrive
     monkeypatch.setattr(PaddedDispatch, "arrive",
-                        lambda self, rows: counts.append(self.counts) or arrive(self, rows))
+                        lambda self, rows: counts.append(self.runs.counts) or arrive(self, rows))
 
     def plain(x, batch):
         routing = limit(mlp.router(x, batch), Capacity.of(config, 4, True), batch, ctx)
@@ -76,7 +76,7 @@ def test_a_layer_is_a_sum_over_kept_slots_whatever_empty_places_hold(scope, fact
         weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
         results.append((y, *torch.autograd.grad((y * weights).sum(), (x, *mlp.parameters()))))
     sets, tokens = (3, SEQ_LENGTH) if scope == "sequence" else (1, 3 * SEQ_LENGTH)
-    assert counts == [[sets * min(tokens, int(float(factor) * 2 * tokens / 4))] * 4]
+    assert counts == [(sets * min(tokens, int(float(factor) * 2 * tokens / 4)),) * 4]
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(*results, strict=True))
 
 

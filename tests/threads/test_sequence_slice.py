@@ -124,12 +124,12 @@ class BertStyle:
 def test_rotary_positions_and_attention_dropout_are_those_of_the_tokens_among_all():
     config, ctx = replace(STYLES["llama"], **DROPS), context_of(seed=3)
     batch, index = make_batch(config, s=12), SequenceSlice(context=Part(1, 3)).index(12)
-    q, k = (torch.randn(12, 3, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2))
+    qkv = torch.randn(12, 3, 2, 4, 8, generator=torch.Generator().manual_seed(4))
     rotary, part = Rotary(8, 1.0, 100.0), batch.cut(SequenceSlice(context=Part(1, 3)))
-    whole, some = rotary(q, k, batch), rotary(q[index], k[index], part)
+    whole, some = rotary(qkv, batch), rotary(qkv[index], part)
     assert all(torch.equal(ours, all_of_it[index]) for ours, all_of_it in zip(some, whole))
     assert rotary.tables(part.position_ids) is rotary.tables(part.position_ids)     # made once for all layers
-    core = CoreAttention(config, "core", ctx)
+    core, (q, k, _) = CoreAttention(config, "core", ctx), whole
     mask = core.keep_mask(q, k, 0.4, batch).mask
     assert torch.equal(core.keep_mask(q[index], k[index], 0.4, part).mask, mask[:, :, index][..., index])
 

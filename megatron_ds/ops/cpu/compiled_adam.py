@@ -10,21 +10,24 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...host import load_compiled
-from ..adam import AdamRow
+
+if TYPE_CHECKING:
+    from ..adam import AdamRow
 
 logger = logging.getLogger(__name__)
 
 LOW_KINDS = {torch.bfloat16: 1, torch.float16: 2}
 
 
-def adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-           grad_scale: float = 1.0, threads: int | None = None, variant: str = "") -> None:
+def adamw_(rows: Sequence["AdamRow"], *, lr: float, betas: tuple[float, float], eps: float,
+           weight_decay: float, grad_scale: float = 1.0, threads: int | None = None,
+           variant: str = "") -> None:
     """`reference_adamw_` in one pass, on `threads` (default: torch's number).
 
     variant: one of `variants()`, default the fastest. Needs `extension()`; raises ValueError for tensors it
@@ -47,7 +50,7 @@ def extension() -> ModuleType | Any:
                          "unscaled or weights have 16 bits", logger)
 
 
-def _checked(r: AdamRow) -> tuple[int, ...]:
+def _checked(r: "AdamRow") -> tuple[int, ...]:
     tensors = [r.p, r.grad, r.m, r.v]
     low = [] if r.low is None else [r.low]
     for t in tensors + low:

@@ -59,7 +59,7 @@ def processors(t: torch.Tensor) -> int:
 class GpuKernel:
     """A kernel template, compiled for its template arguments when it is first launched with them.
 
-    file       in csrc/gpu
+    file       in csrc/gpu, or an absolute path
     name       of the __global__ function template
     arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32, u64x64 (bytes)
     examples   template arguments of typical uses, for which tests look at the machine code

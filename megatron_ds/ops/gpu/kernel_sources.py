@@ -45,8 +45,10 @@ def source_folder() -> Path:
 
 @functools.cache
 def kernel_source(file: str, folder: Path | None = None) -> KernelSource:
-    """`file` of the folder (default: `source_folder`) with its headers. Read once in a process, so that all
-    kernels of a process are of one version."""
+    """`file` of the folder (default: `source_folder`), or at an absolute path, with its headers from there.
+
+    Read once in a process, so that all its kernels are of one version.
+    """
     folder = folder or source_folder()
     headers: dict[str, str] = {}
     text = _read(folder / file)

@@ -61,7 +61,8 @@ class RuntimeCompiler:
 
     def __init__(self, library: str, names: CompilerNames = NVRTC):
         # NVRTC 13.0 does not find its builtins, though they are beside it; loaded before, they are found.
-        for builtins in sorted(Path(library).parent.glob(f"lib{names.prefix}-builtins.so*")):
+        beside = Path(library).parent.glob(f"lib{names.prefix}-builtins.so*") if os.sep in library else ()
+        for builtins in sorted(beside):
             ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         self.path, self.names, self._library = library, names, ctypes.CDLL(library)
         self._function("GetErrorString").restype = ctypes.c_char_p

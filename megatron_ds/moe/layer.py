@@ -160,7 +160,7 @@ class _Routed(nn.Module):
         groups = Groups(ep, solo("tp"), sequence_parallel=False)
         dispatch = Dispatch(routing, len(exp_counts), groups)
         rows = dispatch.arrive(dispatch.send(tokens))
-        return dispatch.back(self.experts(rows, dispatch.counts)).view_as(x), l_aux, exp_counts
+        return dispatch.back(self.experts(rows, dispatch.runs.counts)).view_as(x), l_aux, exp_counts
 
 
 class ExpertList(nn.ModuleList):

@@ -1,0 +1,86 @@
+"""SwiGLU and squared ReLU, forward and backward; x alone is kept: csrc/gpu/gated.cu."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .gpu_kernel import GpuKernel, type_name
+from .vector_width import vector_width
+
+THREADS = 256
+MOST_PACKETS = 2**31 - 1
+
+EXAMPLES = [("bf16", 8), ("fp16", 8), ("float", 4)]
+
+SWIGLU_FORWARD = GpuKernel("gated.cu", "swiglu_forward", "ptr ptr u32 i32", EXAMPLES)
+SWIGLU_BACKWARD = GpuKernel("gated.cu", "swiglu_backward", "ptr ptr ptr u32 i32", EXAMPLES)
+SQUARED_RELU_FORWARD = GpuKernel("gated.cu", "squared_relu_forward", "ptr ptr u32", EXAMPLES)
+SQUARED_RELU_BACKWARD = GpuKernel("gated.cu", "squared_relu_backward", "ptr ptr ptr u32", EXAMPLES)
+
+
+def fits_gated(x: torch.Tensor) -> str:
+    """"" if `swiglu` takes x [.., 2f], else the reason."""
+    return _too_many(x.numel() // 2 // vector_width([x.shape[-1] // 2], x))
+
+
+def fits_plain(x: torch.Tensor) -> str:
+    """"" if `squared_relu` takes x, else the reason."""
+    return _too_many(x.numel() // vector_width([x.numel()], x))
+
+
+def _too_many(packets: int) -> str:
+    return f"{packets} packets are more than {MOST_PACKETS}" if packets > MOST_PACKETS else ""
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for x = [gate; up] [.., 2f] → [.., f]. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
+    return _SwiGLU.apply(x)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)², of the shape of x. So et al. 2021 (arXiv:2109.08668), section 4.1."""
+    return _SquaredReLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        f = x.shape[-1] // 2
+        y = x.new_empty(*x.shape[:-1], f)
+        _launch(SWIGLU_FORWARD, f, x, y, f=f)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,), dy = ctx.saved_tensors, dy.contiguous()
+        dx, f = torch.empty_like(x), dy.shape[-1]
+        _launch(SWIGLU_BACKWARD, f, x, dy, dx, f=f)
+        return dx
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        y = torch.empty_like(x)
+        _launch(SQUARED_RELU_FORWARD, x.numel(), x, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,), dy = ctx.saved_tensors, dy.contiguous()
+        dx = torch.empty_like(x)
+        _launch(SQUARED_RELU_BACKWARD, x.numel(), x, dy, dx)
+        return dx
+
+
+def _launch(kernel: GpuKernel, row: int, *tensors: torch.Tensor, f: int | None = None) -> None:
+    """row: a multiple of the length of a packet. f: of a gated function."""
+    width = vector_width([row], *(t.view(-1) for t in tensors))
+    packets = min(t.numel() for t in tensors) // width
+    kernel((type_name(tensors[0]), width), -(-packets // THREADS), THREADS, *tensors, packets,
+           *([] if f is None else [f]))

@@ -1,0 +1,112 @@
+"""The product with the vocabulary and the cross entropy, some rows at a time: whole logits never exist.
+
+    forward, each chunk of rows     logits = x Wᵀ + b      facts of this rank's columns
+    once                            all-gather of the facts of all rows: the loss, and lse of each row
+    backward, each chunk            logits again           dlogits over them     dx     dW, db summed up
+
+It keeps x and two numbers per token in place of [s b, V'/t] logits, and works in the memory of one chunk. The
+price is a second product with the weight: a third more time in the head. (A single pass would need the
+gradient of the loss in forward, before the scale of the loss and the turn of the weight's gradient are
+known.) The idea is that of recomputation within a layer; Wijmans et al. 2024 (arXiv:2411.09009) have the same
+for one kernel.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..mpu import collectives
+from ..mpu.group import Group
+from ..ops.logits import cross_entropy_facts, cross_entropy_gradient_
+from ..ops.product import affine_into, product_into
+from .cross_entropy import own_columns, target_weights, token_losses
+from .weight_grad import GradientSum
+
+
+@dataclass(frozen=True)
+class LogitsInChunks:
+    """Logits [s, b, V'/t] that are not computed yet: x Wᵀ + b, in `chunks` parts of the s b rows.
+
+    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    group: Group
+    sequence_parallel: bool
+    chunks: int
+
+    def cross_entropy(self, labels: torch.Tensor, vocab_size: int,
+                      label_smoothing: float = 0.0) -> torch.Tensor:
+        """`vocab_parallel_cross_entropy` of the logits: labels [s, b] → loss per token, fp32 [s, b].
+
+        Collective: all-gather; with sequence parallelism another one, of x. Backward: all-reduce, or
+        all-gather and reduce-scatter.
+        """
+        return _Chunked.apply(self.x, self.weight, self.bias, labels, self.group,
+                              self.sequence_parallel and self.group.size > 1, self.chunks, vocab_size,
+                              label_smoothing)
+
+
+class _Chunked(torch.autograd.Function):
+    # See the note at linear._ColumnLinear about the weight on ctx.
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, labels, group, sequence_parallel, chunks, vocab_size, label_smoothing):
+        x = x.contiguous()
+        whole = collectives.all_gather(x, group) if sequence_parallel else x     # [s, b, h]
+        assert labels.shape == whole.shape[:-1], (labels.shape, whole.shape)
+        start, valid = own_columns(len(weight), group, vocab_size)
+        flat, own_labels = whole.view(-1, whole.shape[-1]), labels.reshape(-1) - start
+        smoothed = label_smoothing > 0
+        facts = [cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
+                 for rows, logits in _logits(flat, weight, bias, chunks)]
+        loss, lse = token_losses(torch.cat(facts, dim=1), group, vocab_size, label_smoothing)
+        ctx.save_for_backward(x, own_labels, lse)
+        ctx.weight, ctx.bias, ctx.group, ctx.sequence_parallel = weight, bias, group, sequence_parallel
+        ctx.chunks, ctx.valid, ctx.target = chunks, valid, target_weights(label_smoothing, vocab_size)
+        return torch.ops.aten._unsafe_view(loss, labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        (x, labels, lse), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        whole = collectives.all_gather(x, group) if ctx.sequence_parallel else x
+        flat, dloss = whole.view(-1, whole.shape[-1]), dloss.reshape(-1)
+        dx = torch.empty_like(flat) if needs_dx else None
+        dw = GradientSum(weight) if needs_dw else None
+        db = lse.new_zeros(len(weight)) if needs_db else None
+        for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks):
+            dlogits = cross_entropy_gradient_(logits, labels[rows], lse[rows], dloss[rows], ctx.valid,
+                                              *ctx.target)
+            if dx is not None:
+                product_into(dx[rows], dlogits, weight)
+            if dw is not None:
+                dw.add(flat[rows], dlogits)
+            if db is not None:
+                db += dlogits.sum(0, dtype=db.dtype)
+        if dx is not None:
+            dx = dx.view(whole.shape)
+            if ctx.sequence_parallel:
+                dx = collectives.reduce_scatter(dx, group)
+            else:
+                collectives.all_reduce_(dx, group)
+        return (dx, None if dw is None else dw.deliver(), None if db is None else db.to(weight.dtype),
+                *[None] * 6)
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+            chunks: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields (rows, their logits [rows, V'/t]) of x [n, h] in at most `chunks` parts; the next iteration
+    overwrites the logits."""
+    each = max(1, -(-len(x) // chunks))
+    memory = x.new_empty(min(each, len(x)), len(weight))
+    for start in range(0, len(x), each):
+        part = x[start:start + each]
+        logits = memory[:len(part)]
+        affine_into(logits, part, weight, bias)
+        yield slice(start, start + len(part)), logits
