@@ -128,7 +128,7 @@ class FakeStorage:
         if grows:
             self._memory.owner = gpu().current
             self._memory.streams.clear()
-            order.run(gpu().current, "allocation", [], [(self._memory, 0, nbytes)])
+            order.run(gpu().current, "allocation", [], [(self._memory, 0, nbytes)], is_launch=False)
 
 
 # ------------------------------------------------------------------------------------------ streams
@@ -266,7 +266,7 @@ class FakeGpu(TorchDispatchMode):
             memory = Memory(self.order, self.current)
             self._memories[key] = weakref.ref(memory)
             self.order.run(self.current, "allocation" if packet in MAKES else str(packet), [],
-                           [(memory, 0, inner.untyped_storage().nbytes())])
+                           [(memory, 0, inner.untyped_storage().nbytes())], is_launch=False)
         return DeviceTensor(inner, memory)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
