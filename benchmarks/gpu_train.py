@@ -45,7 +45,7 @@ SMALL = ("--hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 
          "--global-batch-size 2 --max-position-embeddings 32 --bf16 --hidden-dropout 0 --attention-dropout 0")
 # Name → flags, numbers of layers to try.
 MODELS = {"gpt-1.3b": (GPT, (24,)),
-          "gpt-1.3b-dropout": (GPT.replace("dropout 0", "dropout 0.1"), (24,)),
+          "gpt-1.3b-dropout": (GPT.replace("dropout 0", "dropout 0.1").replace("size 8", "size 4"), (24,)),
           "llama-7b-shape": (LLAMA, (32, 24, 16, 8, 4))}
 ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu"
 REHEARSED = {"gpt-tiny": (SMALL, (2,)),
@@ -64,8 +64,8 @@ def fitting(name: str, flags: str, layers: tuple[int, ...], device: torch.device
         planned = plan_world(config, device=device.type).worst.peak
         if planned <= free * FILLED:
             return config, planned, count
-    raise SystemExit(f"{name}: {layers[-1]} layers need {planned / 2**30:.1f} GiB by plan, and "
-                     f"{free / 2**30:.1f} are free.")
+    raise MemoryError(f"{name}: {layers[-1]} layers need {planned / 2**30:.1f} GiB by plan, and "
+                      f"{free / 2**30:.1f} are free")
 
 
 def measure(name: str, flags: str, layers: tuple[int, ...], args: argparse.Namespace) -> dict:
@@ -145,8 +145,8 @@ if __name__ == "__main__":
         try:
             found.append(measure(model, its_flags, its_layers, options))
             print(text_of(found[-1]), flush=True)
-        except torch.OutOfMemoryError as error:
-            found.append({"model": model, "error": f"out of memory although the plan fits: {error}"})
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            found.append({"model": model, "error": f"{type(error).__name__}: {error}"})
             print(found[-1]["error"], flush=True)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))

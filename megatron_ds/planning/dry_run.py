@@ -213,6 +213,8 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
     places = dict.fromkeys(place for p in plans for place in p.away)
     for name, value in MEMORY_ROWS:
         rows.append([name, *(value(p) for p in plans)])
+        if name == "activations" and plan.device == "cuda":
+            rows.append(["  in allocator segments", *(in_bytes(p.reserved) for p in plans)])
         if name == "parameters" and has_experts(plan.config):
             rows.append(["  of these of experts", *(f"{p.of_experts:,}" for p in plans)])
         if name == "optimizer":

@@ -44,6 +44,7 @@ from ..ops.cpu.widened_products import WORKSPACE
 from ..ops.kernel_table import selected
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
+from .cuda_segments import reserved
 from .run_model import DTYPES, boundary_shape, describe_layers, loss_function, planned_batch
 from .run_plan import RunPlan
 
@@ -53,6 +54,7 @@ class StageRun:
     """One micro-batch on a stage: bytes, as the head of this file defines them.
 
     workspace  part of `at_work`: products in fp32
+    reserved   what torch's CUDA allocator reserves for `kept` alone (cuda_segments.py)
     traffic    forward and backward
     metrics    names that the layers add to the ledger
     """
@@ -60,6 +62,7 @@ class StageRun:
     kept: int
     at_work: int = 0
     workspace: int = 0
+    reserved: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     metrics: frozenset[str] = frozenset()
 
@@ -184,8 +187,10 @@ class StageRunner:
                 self.mesh.traffic.clear()
                 batches.append(planned_batch(self.config, self.device))
                 before = live.now()
+                older = live.sizes()
                 losses.append(self._forward(stage, batches[-1], microbatch))
             kept = live.now() - before
+            newer = [nbytes for key, nbytes in live.sizes().items() if key not in older]
         if self.only_forward:
             return StageRun(kept)
         del stage.live[1]
@@ -193,7 +198,7 @@ class StageRunner:
         traffic = Traffic()
         traffic.add_all(self.mesh.traffic)
         metrics = frozenset(entry.name for entry in stage.entries)
-        return StageRun(kept, *self._at_work(index, layers), traffic, metrics)
+        return StageRun(kept, *self._at_work(index, layers), reserved(newer), traffic, metrics)
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
         """(at_work, the workspace in it), on one layer of each sort: more layers only add to `kept`."""
@@ -299,6 +304,10 @@ class LiveBytes(TorchDispatchMode):
         """Bytes alive at this moment."""
         self._created = {key: entry for key, entry in self._created.items() if not entry[0].expired()}
         return sum(nbytes for _, nbytes in self._created.values())
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each storage that was alive at the last `now`, in the order in which they were made."""
+        return {key: nbytes for key, (_, nbytes) in self._created.items()}
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:

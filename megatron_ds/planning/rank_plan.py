@@ -54,6 +54,7 @@ class RankPlan:
     buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
     kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
+    reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankPlan:
     at_work: int
     traffic: Traffic
     of_experts: int = 0
+    reserved: int = 0
 
     @property
     def peak(self) -> int:
@@ -135,7 +137,8 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
         predict_sets(plans, groups.rank_by_axes, sizes),
         {where: count for where, count in places.items() if where != "device"}, buffers,
         most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
-        sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES))
+        sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES),
+        most_kept(program, {stage.index: stage.run.reserved for stage in stages}))
 
 
 @cache

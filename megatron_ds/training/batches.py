@@ -3,8 +3,8 @@
     read       the samples of this rank: ranks along dp read different ones, all others read the same
     lengths    shorten the sequences, if a curriculum over lengths is configured
     keeping    how many tokens the layers keep that drop some
+    to         the device: from page-locked memory, so before anything is cut out of it
     cut        the tokens of each sequence that this rank holds
-    to         the device
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Batches:
         return source.batch(first, size, self.samples.rank, self.samples.size, training=training)
 
     def _ready(self, batch: Batch) -> Batch:
-        return batch.cut(self.part).to(self.device)
+        return batch.to(self.device).cut(self.part)
 
 
 def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:

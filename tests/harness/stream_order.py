@@ -47,7 +47,7 @@ class StreamOrder:
 
     problems   races, as sentences, each once
     waits      of the host for the device, by place in the package
-    transfers  copies between host and device, by place
+    launches   (stream, operation), in order
     """
 
     def __init__(self):
@@ -57,12 +57,14 @@ class StreamOrder:
         self.launches: list[tuple[str, str]] = []           # (stream, what)
 
     # -------------------------------------------------------------------------------- what is recorded
-    def run(self, actor: str, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
-        """A kernel or copy is launched on a stream, or the host uses memory."""
+    def run(self, actor: str, what: str, reads: Iterable[Range], writes: Iterable[Range],
+            is_launch: bool = True) -> None:
+        """A kernel or copy is launched on a stream, or the host uses memory, or memory is allocated."""
         clock = self.clocks.setdefault(actor, {})
         if actor != HOST:
             _join(clock, self.clocks[HOST])
-            self.launches.append((actor, what))
+            if is_launch:
+                self.launches.append((actor, what))
         clock[actor] = clock.get(actor, 0) + 1
         label = f"{what} on {actor} at {place()}"
         for memory, start, stop in reads:

@@ -49,8 +49,8 @@ class Run:
 
 def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] = ()) -> Run:
     request = parse_layout(layout, mbs="1")
-    config = parse([*tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS), *request.flags, *more],
-                   world_size=request.world_size)
+    config = parse([*tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS), "--kernels", "torch",
+                    *request.flags, *more], world_size=request.world_size)
     samples, orders = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1), {}
 
     def main(rank, world):
@@ -70,7 +70,7 @@ def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] =
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(fake_cuda())
-            stack.enter_context(kernel_table.selected("torch"))
+            stack.enter_context(kernel_table.selected("torch"))     # as it was, at the end
         merged = merge(run_ranks(request.world_size, main))
     return Run(merged, config.model, [orders[rank] for rank in sorted(orders)])
 
