@@ -52,8 +52,13 @@ class Block(nn.Module):
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
-        x = self.attention_dropout.add(attended, x, batch)
-        return self.mlp_dropout.add(self.mlp(self.pre_mlp_layernorm(x), batch), x, batch)
+        # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
+        if self.attention_dropout.is_active(batch):
+            x = self.attention_dropout.add(attended, x, batch)
+            normed = self.pre_mlp_layernorm(x)
+        else:
+            normed, x = self.pre_mlp_layernorm(attended, x)
+        return self.mlp_dropout.add(self.mlp(normed, batch), x, batch)
 
 
 def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rotary: Rotary | None,

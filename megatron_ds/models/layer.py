@@ -90,12 +90,16 @@ class HiddenDropout:
     def __init__(self, p: float, site: str, ctx: ParallelContext):
         self.p, self.site, self.ctx = p, site, ctx
 
+    def is_active(self, batch: Batch) -> bool:
+        """Whether it changes anything."""
+        return self.p > 0 and batch.training
+
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return dropout(x, self.p, **self._table(batch)) if self.p and batch.training else x
+        return dropout(x, self.p, **self._table(batch)) if self.is_active(batch) else x
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, batch: Batch) -> torch.Tensor:
         """`residual` + dropout of x, in one operation."""
-        if not self.p or not batch.training:
+        if not self.is_active(batch):
             return residual + x
         return dropout_add(x, residual, self.p, **self._table(batch))
 

@@ -28,9 +28,12 @@ class LayerNorm(nn.Module):
         self.weight = make("weight", "ones")
         self.bias = make("bias", "zeros")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., hidden] → the same shape and dtype."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None
+                ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
+        if residual is None:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return residual_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -44,9 +47,12 @@ class RMSNorm(nn.Module):
         spec = ParamSpec(f"{name}.weight", (hidden,), Init("ones"), partial_over=partial_over, decay=False)
         self.weight = new_parameter(spec, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., hidden] → the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None
+                ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return residual_norm(x, residual, self.weight, None, self.eps)
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -70,7 +76,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                   eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), both [.., hidden] as x: LayerNorm with a bias, RMSNorm without."""
-    total = x + residual
+    total = residual + x
     if bias is None:
         return rms_norm(total, weight, eps), total
     return layer_norm(total, weight, bias, eps), total
