@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_ds.host.side_streams import side_stream
 from megatron_ds.ops.cpu import compiled_adam
-from megatron_ds.optim import optimizers
 
 from .stream_order import HOST, Memory, StreamOrder
 
@@ -361,13 +360,16 @@ def _tensor(data, *, dtype=None, device=None, requires_grad=False, pin_memory=Fa
     return made.requires_grad_() if requires_grad else made
 
 
+_adamw_ = compiled_adam.adamw_
+
+
 def _recorded_adamw_(rows, **options):
     """The compiled update of the host, which takes addresses, as an access of the host."""
     of = gpu()
     of.order.run(HOST, "adamw_", [r for row in rows for r in of.range_of(row.grad)],
                  [r for row in rows for t in (row.p, row.m, row.v, row.low) if t is not None
                   for r in of.range_of(t)])
-    compiled_adam.adamw_(rows, **options)
+    _adamw_(rows, **options)
 
 
 @contextmanager
@@ -387,7 +389,7 @@ def fake_cuda() -> Iterator[None]:
         for name, value in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.callback(side_stream.cache_clear)
-        stack.enter_context(patch.object(optimizers, "adamw_", _recorded_adamw_))
+        stack.enter_context(patch.object(compiled_adam, "adamw_", _recorded_adamw_))
         stack.enter_context(patch.object(torch, "tensor", _tensor))
         stack.enter_context(patch.object(torch.Tensor, "to", _to))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pin_memory))
