@@ -5,31 +5,33 @@
 "thread" finds accesses to one address without a barrier between them, in a block or in two blocks. "address"
 finds accesses outside of tensors and arrays, misaligned packets and undefined arithmetic.
 
-The launches run in the emulator of this process, are recorded with their tensors, and run again in a program
-that is compiled with the sanitizer and has no Python in it, since a sanitizer must be in a process from its
-start.
+The launches run in the emulator of a fork of this process, are recorded with their tensors, and run again in
+a program that is compiled with the sanitizer and has no Python in it, since a sanitizer must be in a process
+from its start.
 """
 
 import ctypes
 import os
+import pickle
 import shutil
 import struct
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from unittest import mock
 
 import torch
 
 from megatron_ds.ops.gpu.gpu_kernel import FORMATS, GpuKernel
-from tests.harness.emulated import SOURCES, built, emulated_gpu
+from tests.harness.emulated import SOURCES, built, compile_together, emulated_gpu
 
-FLAGS = {"thread": ("-fsanitize=thread", "-g"),
-         "address": ("-fsanitize=address,undefined", "-g")}
+FLAGS = {"thread": ("-fsanitize=thread", "-g1"),
+         "address": ("-fsanitize=address,undefined", "-g1")}
 OPTIONS = {"TSAN_OPTIONS": "history_size=2", "UBSAN_OPTIONS": "print_stacktrace=1"}
 SECONDS = 120
 SEED = 3
@@ -59,11 +61,33 @@ class Launch(NamedTuple):
 
 def sanitize(kind: str, run: Callable[[], object], sources: Path = SOURCES) -> str:
     """What the sanitizer prints of the launches of `run`, "" if it has no findings."""
-    with emulated_gpu(SEED, sources=sources), _recorded() as launches:
-        run()
+    launches, error = _launches_of(run, sources)
+    reports = [_report(kind, sources / file, [launch for launch in launches if launch.file == file])
+               for file in dict.fromkeys(launch.file for launch in launches)]
+    return "".join(reports) or error
+
+
+def _launches_of(run: Callable[[], object], sources: Path) -> tuple[list[Launch], str]:
+    """The launches of `run`, and how it failed. It runs in a fork, which a wrong kernel may end: each launch
+    is written before it starts."""
+    compile_together(run, sources=sources)
+    with tempfile.TemporaryFile() as record:
+        child = os.fork()
+        if not child:
+            try:
+                with emulated_gpu(SEED, sources=sources), _recorded(record):
+                    run()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        record.seek(0)
+        launches = []
+        while record.peek(1):
+            launches.append(pickle.load(record))
     assert launches, "nothing was launched"
-    return "".join(_report(kind, sources / file, [launch for launch in launches if launch.file == file])
-                   for file in dict.fromkeys(launch.file for launch in launches))
+    return launches, f"the launches end with status {status}" if status else ""
 
 
 def _report(kind: str, file: Path, launches: list[Launch]) -> str:
@@ -81,18 +105,18 @@ def _report(kind: str, file: Path, launches: list[Launch]) -> str:
 
 
 @contextmanager
-def _recorded() -> Iterator[list[Launch]]:
-    """Launches within the context, with the tensors as they are before each."""
-    launches: list[Launch] = []
+def _recorded(record: BinaryIO) -> Iterator[None]:
+    """Within the context launches are written to `record`, with the tensors as they are before each."""
     call = GpuKernel.__call__
 
     def recording(kernel: GpuKernel, template: tuple, grid: Any, threads: int, *arguments: Any) -> None:
         data = _data(kernel, grid, threads, arguments)
-        launches.append(Launch(kernel.file, kernel.expression(template), data))
+        pickle.dump(Launch(kernel.file, kernel.expression(template), data), record)
+        record.flush()
         call(kernel, template, grid, threads, *arguments)
 
     with mock.patch.object(GpuKernel, "__call__", recording):
-        yield launches
+        yield
 
 
 def _data(kernel: GpuKernel, grid: int | tuple, threads: int, arguments: tuple) -> bytes:

@@ -3,16 +3,19 @@
 import pytest
 import torch
 
+from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.ops.adam import AdamRow, AdamStep, adamw, reference_adamw_
 from megatron_ds.ops.gpu import adam_kernels
-from megatron_ds.optim import row_adamw
+from megatron_ds.optim import default_groups, row_adamw
 from megatron_ds.optim.row_adamw import RowAdamW
+from megatron_ds.zero.layout import SlotPiece
+from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 HYPER = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SIZES = (1, 7, 0, 1024, 4099, 2048, 5)                           # several chunks of 2048, and parts of one
 DTYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
-          (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
+          (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, None)]
 
 
 def randn(n, seed):
@@ -162,6 +165,26 @@ def test_a_step_of_the_optimizer_is_a_launch_for_each_group(gpu_rows):
     optimizer.step()
     assert gpu_rows.launches == 2 * ["adamw<float, bf16>"]
     assert all(torch.equal(p.low, p.detach().bfloat16()) for group in groups for p in group["params"])
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
+def test_an_update_of_zero_has_the_bits_of_the_reference(gpu_rows, grad):
+    spec, given = ParamSpec("w", (192,), Init("ones")), torch.zeros(192, dtype=grad)
+    low = torch.zeros(192, dtype=torch.bfloat16)
+    leaf = make_leaf(spec, SlotPiece(0, 0, 192, 0, 0, 192), randn(192, 0), given, low)
+    inner = ShardOptimizer(default_groups(RowAdamW), [leaf])
+    given.copy_(randn(192, 1))
+    plain = AdamRow(randn(192, 0), given, torch.zeros(192), torch.zeros(192), 1,
+                    torch.zeros(192, dtype=torch.bfloat16))
+    for step in (1, 2):
+        inner.step(0.01, 0.1, 3.0)
+        reference_adamw_([plain._replace(step=step)], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1,
+                         grad_scale=1 / 3)
+    assert torch.equal(leaf.tensor, plain.p) and torch.equal(low, plain.low) and inner.writes_low(leaf)
+    assert {name for name, _ in inner.state_of(leaf)} == {"exp_avg", "exp_avg_sq"}
+    inner.set_num_updates(7)
+    inner.step(0.01, 0.1, 3.0)
+    assert inner._optimizers[0].state[leaf.tensor]["step"] == 8
 
 
 def test_a_16_bit_gradient_is_read_where_it_is(gpu_rows):

@@ -66,7 +66,18 @@ def compiled():
             for case in CASES.values():
                 if case[0]:
                     forward_and_backward(case, dtype)
+            for x in strided(dtype):
+                angles = tables(x.shape[0], x.shape[1], x.shape[-1], 0.5, True)
+                for t in (x, x.contiguous()):                       # the other is like the gradient
+                    rotary_kernels.rotary(t, *angles)
     compile_together(run)
+
+
+def strided(dtype):
+    """Slices of a projection, misaligned ones, samples before positions, and heads that lie apart."""
+    packed = randn(5, 3, 4, 3, 32, dtype=dtype)
+    return [packed[:, :, :, 1], packed.flatten()[3:3 + 5 * 3 * 2 * 16].view(5, 3, 2, 16),
+            packed[:, :, 0, :, 5:23], packed[:, :, 0].transpose(0, 1), packed[:, :, 0, :, ::2]]
 
 
 @pytest.mark.parametrize("per_sample", [False, True], ids=["one position", "positions a sample"])
@@ -99,11 +110,7 @@ def test_gradients_of_any_strides_are_packed(dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_one_tensor_of_any_strides_is_rotated_and_rotated_back(dtype):
-    """Slices of a projection, misaligned ones, samples before positions, and heads that lie apart."""
-    packed = randn(5, 3, 4, 3, 32, dtype=dtype)
-    views = [packed[:, :, :, 1], packed.flatten()[3:3 + 5 * 3 * 2 * 16].view(5, 3, 2, 16),
-             packed[:, :, 0, :, 5:23], packed[:, :, 0].transpose(0, 1), packed[:, :, 0, :, ::2]]
-    for x in views:
+    for x in strided(dtype):
         x = x.detach().requires_grad_()
         cos, sin = tables(x.shape[0], x.shape[1], x.shape[-1], 0.5, True)
         with emulated_gpu(seed=2):

@@ -73,11 +73,12 @@ def _launches(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     addresses = tuple([(r.p.data_ptr(), r.grad.data_ptr(), r.m.data_ptr(), r.v.data_ptr(),
                         None if r.low is None else r.low.data_ptr(), r.p.numel(), r.grad.dtype,
                         None if r.low is None else r.low.dtype) for r in rows])
-    if addresses not in _PLANNED:
+    planned = _PLANNED.get(addresses)
+    if planned is None:
         if len(_PLANNED) >= MOST_PLANNED:
-            del _PLANNED[next(iter(_PLANNED))]
-        _PLANNED[addresses] = plan(rows)
-    return _PLANNED[addresses]
+            _PLANNED.clear()
+        planned = _PLANNED[addresses] = plan(rows)
+    return planned
 
 
 def plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
