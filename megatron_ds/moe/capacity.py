@@ -21,6 +21,7 @@ import torch
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..host.device_copies import on_device
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group
@@ -67,10 +68,7 @@ class Capacity:
 
     def of_lengths(self, lengths: torch.Tensor, longest: int) -> torch.Tensor:
         """`rows` of each number in lengths, int64 of any shape on any device, none above `longest`."""
-        table = _table(self, longest)
-        if lengths.is_cuda:
-            table = table.pin_memory().to(lengths.device, non_blocking=True)
-        return table.to(lengths.device)[lengths]
+        return on_device(_table(self, longest), lengths.device)[lengths]
 
 
 @lru_cache(maxsize=64)

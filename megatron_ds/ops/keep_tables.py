@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..host.device_copies import on_device
 from .kernel_table import CPU, Operation
 from .keyed_random import Key, seed_of, shift_right
 from .product import has_memory
@@ -90,8 +91,7 @@ def _draw_with_numpy(out: np.ndarray, threshold: int, seed: int, rows: range) ->
 
 def seeds_on(device: torch.device, keys: Sequence[Key]) -> torch.Tensor:
     """int64 [len(keys)]: their seeds, copied without waiting for the device."""
-    seeds = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64)
-    return (seeds.pin_memory() if device.type == "cuda" else seeds).to(device, non_blocking=True)
+    return on_device(torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64), device)
 
 
 def draw_on_device_(out: torch.Tensor, threshold: int, keys: Sequence[Key], rows: range) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..host.device_copies import on_device
+
 Key = tuple[int | str, ...]
 BITS = 63          # of a seed: torch.Generator takes a signed 64-bit number
 GOLDEN = -0x61C8864680B583EB         # 2**64 / golden ratio, as a signed number
@@ -33,7 +35,8 @@ def random_numbers(keys: Sequence[Key], count: int, device: torch.device | str =
     pseudorandom number generators", figure 16) started at the key's seed, after i + 1 steps. These are the
     numbers from `first` on.
     """
-    starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
+    seeds = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64)
+    starts = on_device(seeds, torch.device(device))
     z = starts[:, None] + GOLDEN * torch.arange(first + 1, first + count + 1, device=device)    # mod 2**64
     z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
