@@ -17,7 +17,8 @@
 // Traffic of a number of a row, 16 bit: gather 4 bytes, or less where caches hold x; sum_of_slots 2 + 2 / k;
 // combine_backward 6; and 8 to 16 bytes of indices and weights a row.
 // Limits: contiguous rows, WIDTH divides h, fewer than 2^31 vectors, rows and slots; weights and their
-// gradients fp32; indices int64. float, bf16, fp16. Registers on sm_80 to sm_120: at most 48.
+// gradients fp32; indices int64. float, bf16, fp16.
+// Registers on sm_80 to sm_120: gather 24, sum_of_slots 48, combine_backward 56.
 // contraction: off
 #include "vectors.cuh"
 

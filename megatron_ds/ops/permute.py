@@ -1,7 +1,7 @@
 """Movement of rows between tokens and the experts' rows of their slots, and its adjoint.
 
-Slot t k + j is the j-th choice of token t. Two int64 tensors describe who is where, each the inverse of the
-other:
+Slot t k + j is the j-th choice of token t. Two int64 tensors, each the inverse of the other, describe the
+movement:
 
     slots  [R]        the slot of each row
     place  [T, used]  the row of each slot, used <= k; -1: none. Slots of a token behind `used` have no rows

@@ -23,7 +23,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def table(tokens, k, padding, kept=0.7, seed=0):
-    """Random (slots, place [tokens, k]): a share `kept` of the slots has a row; padding: rows without a slot."""
+    """Random (slots, place [tokens, k]). kept: share of slots with a row; padding: rows without a slot."""
     draw = torch.Generator().manual_seed(seed)
     slots = torch.randperm(tokens * k, generator=draw)
     slots = slots[torch.rand(tokens * k, generator=draw) < kept]
