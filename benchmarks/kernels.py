@@ -6,8 +6,9 @@
 
 The operations, and arguments for them, come from ops/kernel_table.py: a new operation with an example needs
 no edit here. Each row is one operation, dtype and shape. Bytes are the least that the operation must move:
-each tensor that it is given read once, each result written once; in backward, gradients of the results and
-the arguments read once, gradients of the arguments written once. The percentage is that of these bytes to
+each tensor that it is given read once, each result and each tensor that it changes written once; in
+gradients of the results and the arguments read once, gradients of the arguments written once. The percentage
+is that of these bytes to
 what a copy of 1 GiB moves in the same time on the same device, so a backward that must read less than all
 arguments can exceed 100 %. Times are medians; before each the caches are overwritten.
 """
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -126,7 +128,7 @@ def contestants(operation: Operation, compiled: bool) -> Iterator[tuple[str, Cal
 def measure(operation: Operation, function: Callable, example: tuple, clock: Clock,
             row: Row, bandwidth: float) -> None:
     """Fill in the row's times."""
-    given = [x for x in example if isinstance(x, torch.Tensor)]
+    given = [x for x in tree_leaves(example) if isinstance(x, torch.Tensor)]
     trained = [x for x in given if x.requires_grad]
     kept: dict[str, list[torch.Tensor]] = {}
 
@@ -139,7 +141,7 @@ def measure(operation: Operation, function: Callable, example: tuple, clock: Clo
     differentiable = [t for t in kept["out"] if t.requires_grad]
     gradients = [torch.ones_like(t) for t in differentiable]
     size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
-    row_bytes = size(given) + size(kept["out"])
+    row_bytes = size(given) + size(kept["out"]) + size([given[i] for i in written(operation, example)])
     if not trained or not differentiable:
         [row.forward_us] = clock.microseconds(forward)
     else:
@@ -154,6 +156,15 @@ def measure(operation: Operation, function: Callable, example: tuple, clock: Clo
         moved = size(gradients) + size(given) + size(trained)
         row.backward_percent = 100 * moved / max(row.backward_us, 1e-3) * 1e6 / bandwidth
     row.forward_percent = 100 * row_bytes / row.forward_us * 1e6 / bandwidth
+
+
+def written(operation: Operation, example: tuple) -> list[int]:
+    """Which of the given tensors the operation writes into, by torch's count of changes."""
+    given = [x for x in tree_leaves(example) if isinstance(x, torch.Tensor)]
+    before = [x._version for x in given]
+    with selected("torch"):
+        operation.in_torch(*example)
+    return [i for i, (x, version) in enumerate(zip(given, before)) if x._version != version]
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -22,6 +22,14 @@ def test_every_operation_with_an_example_is_measured():
     assert norm["forward_us"] > 0 and norm["backward_us"] > 0 and norm["forward_percent"] > 0
 
 
+def test_tensors_that_an_operation_changes_are_counted_as_written():
+    adamw = kernels.load_operations()["adamw"]
+    example = adamw.make_example(2, 8, torch.bfloat16, torch.device("cpu"))
+    grad, first_row = 0, {1, 3, 4, 5}                 # weight, both moments and the 16-bit weight of a row
+    changed = set(kernels.written(adamw, example))
+    assert grad not in changed and 2 not in changed and first_row <= changed
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_a_model_is_measured_beside_its_plan(device):
     args = gpu_train.parse_arguments(["--device", device, "--steps", "2", "--rehearse", "--", "--kernels",
