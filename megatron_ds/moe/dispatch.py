@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
@@ -37,6 +35,7 @@ from ..mpu.group import Group
 from ..mpu.regions import copy_to_region, reduce_from_region
 from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from ..ops.grouped import Runs
+from ..ops.permute import combine, permute, reorder
 from ..ops.product import has_memory
 from .router import Routing
 
@@ -109,7 +108,7 @@ class Dispatch:
 
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → the rows that this rank receives from ep; see `arrive`. Collective over ep."""
-        rows = _Permute.apply(x, self._order, self._place, self.weights.shape[1])
+        rows = permute(x, self._order, self._place, self.weights.shape[1])
         return all_to_all_rows(rows, self._sent, self._received, self.groups.ep, waiting)
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
@@ -131,7 +130,7 @@ class Dispatch:
         else:
             rows = reduce_from_region(rows, groups.tp)
         rows = all_to_all_rows(rows, self._received, self._sent, groups.ep)
-        return _Combine.apply(rows, self.weights, self._order, self._place)
+        return combine(rows, self.weights, self._order, self._place)
 
 
 class Sorting:
@@ -142,11 +141,11 @@ class Sorting:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the new order."""
-        return _Reorder.apply(x, self.order, self.inverse)
+        return reorder(x, self.order, self.inverse)
 
     def backward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the old order again."""
-        return _Reorder.apply(x, self.inverse, self.order)
+        return reorder(x, self.inverse, self.order)
 
 
 def _sorting(chunks: torch.Tensor, rows: int) -> Sorting | None:
@@ -195,76 +194,3 @@ def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
 def _sums(numbers: Sequence[int], parts: int) -> list[int]:
     each = len(numbers) // parts
     return [sum(numbers[i * each:(i + 1) * each]) for i in range(parts)]
-
-
-class _Permute(Function):
-    """Row i of the result is the token of slot order[i]."""
-
-    @staticmethod
-    def forward(ctx, x, order, place, k):
-        ctx.save_for_backward(place)
-        ctx.k = k
-        return x.index_select(0, order // k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (place,) = ctx.saved_tensors
-        return _sum_of_slots(grad, place, ctx.k).to(grad.dtype), None, None, None
-
-
-class _Reorder(Function):
-    @staticmethod
-    def forward(ctx, x, order, inverse):
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-class _Combine(Function):
-    """y[t] = Σ_j weights[t, j] rows[place[t k + j]], summed in fp32 and rounded once."""
-
-    @staticmethod
-    def forward(ctx, rows, weights, order, place):
-        ctx.save_for_backward(rows, weights, order, place)
-        return _sum_of_slots(rows, place, weights.shape[1], weights).to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        rows, weights, order, place = ctx.saved_tensors
-        k, drows = weights.shape[1], torch.empty_like(rows)
-        dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
-        # As many rows at a time as there are tokens: all in fp32 would be 8 times the memory of the rows.
-        parts = (t.split(max(len(grad), 1)) for t in (rows, drows, order))
-        for of_experts, out, slots in zip(*parts):
-            of_tokens = grad.index_select(0, slots // k).to(wide(grad))                # [T, h]
-            dweights[slots] = (of_tokens * of_experts).sum(1).to(weights.dtype)
-            out.copy_(of_tokens.mul_(weights.flatten().index_select(0, slots).to(of_tokens.dtype)[:, None]))
-        return drows, dweights.view_as(weights), None, None
-
-
-def _sum_of_slots(rows: torch.Tensor, place: torch.Tensor, k: int,
-                  weights: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, h] in `wide` precision: the sum over slots of a token of its rows, times weights [T, k].
-
-    One slot after another, so k rows of every token are never in memory together.
-    """
-    is_full, total, dtype = len(rows) == len(place) * k, None, wide(rows)
-    for j in range(place.shape[1] if len(rows) else 0):
-        part = rows.index_select(0, place[:, j] if is_full else place[:, j].clamp(min=0))
-        part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
-        if not is_full:
-            part.mul_((place[:, j] >= 0)[:, None])
-        total = part if total is None else total.add_(part)
-    return rows.new_zeros(len(place), rows.shape[1], dtype=dtype) if total is None else total
-
-
-def wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which rows of x are added up."""
-    return torch.float64 if x.dtype is torch.float64 else torch.float32

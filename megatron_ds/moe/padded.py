@@ -47,7 +47,8 @@ from ..mpu.regions import (
 )
 from ..mpu.rows import Waiting, all_to_all_rows
 from ..ops.grouped import Runs
-from .dispatch import Groups, wide
+from ..ops.permute import combine_padded, permute_padded
+from .dispatch import Groups
 from .router import Routing
 
 
@@ -79,7 +80,7 @@ class PaddedDispatch:
         """x [T, h] → [E n C, h/t] from the ranks of ep; see `arrive`. Collective over ep and tp."""
         groups = self.groups
         enter = columns_of_rows if groups.sequence_parallel else scatter_to_region
-        rows = _Permute.apply(enter(x, groups.tp), self._to_expert, self._rows)
+        rows = permute_padded(enter(x, groups.tp), self._to_expert, self._rows)
         return self._swap(rows, waiting)
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ class PaddedDispatch:
         groups = self.groups
         if self._is_divided:
             rows = _FromExperts.apply(rows, self._shape, groups.tp)
-        y = _Combine.apply(self._swap(rows), self.weights, self._to_expert, self._rows)
+        y = combine_padded(self._swap(rows), self.weights, self._to_expert, self._rows)
         leave = rows_of_columns if groups.sequence_parallel else gather_from_region
         return leave(y, groups.tp)
 
@@ -167,53 +168,3 @@ class _FromExperts(Function):
     @once_differentiable
     def backward(ctx, grad):
         return _to_experts(grad, *ctx.route), None, None
-
-
-class _Permute(Function):
-    """Row i of the result is the token of slot to_expert[i]. rows: [T', k]."""
-
-    @staticmethod
-    def forward(ctx, x, to_expert, rows):
-        ctx.save_for_backward(rows)
-        return _taken(x, to_expert // rows.shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (rows,) = ctx.saved_tensors
-        return _sums(grad, rows).to(grad.dtype), None, None
-
-
-class _Combine(Function):
-    """y[t] = Σ_j weights[t, j] x[rows[t, j]], summed in fp32 (fp64) in the order of slots, rounded once."""
-
-    @staticmethod
-    def forward(ctx, x, weights, to_expert, rows):
-        ctx.save_for_backward(x, weights, to_expert, rows)
-        return _sums(x, rows, weights).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weights, to_expert, rows = ctx.saved_tensors
-        of_rows = _taken(grad, to_expert // rows.shape[1]).to(wide(grad))
-        scale = _taken(weights.flatten()[:, None], to_expert).to(of_rows.dtype)
-        dots = (of_rows * x.to(of_rows.dtype)).sum(1, keepdim=True)
-        dweights = _taken(dots, rows.flatten()).view_as(weights)
-        return (of_rows * scale).to(x.dtype), dweights.to(weights.dtype), None, None
-
-
-def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x[index], 0 where the index is -1."""
-    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
-
-
-def _sums(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """[T', c]: the sum over j of x[rows[:, j]], times weights[:, j] if given, one after another."""
-    total, dtype = None, wide(x)
-    there, is_none = rows.clamp(min=0), rows < 0
-    for j in range(rows.shape[1]):
-        part = x.index_select(0, there[:, j]).masked_fill_(is_none[:, j, None], 0)
-        part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
-        total = part if total is None else total.add_(part)
-    return total

@@ -10,8 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
 from megatron_ds.moe import router
-from megatron_ds.moe.dispatch import Dispatch, Groups, _Combine
+from megatron_ds.moe.dispatch import Dispatch, Groups
 from megatron_ds.moe.router import Routing
+from megatron_ds.ops.permute import combine
 from tests.harness.bert_runs import random_bert_batch, run_bert
 from tests.harness.gpt_runs import make_batch, run_gpt
 from tests.harness.model_runs import context_of
@@ -340,7 +341,7 @@ def test_backward_of_the_sum_over_slots_has_few_rows_in_fp32_at_a_time():
     tokens, k, width = 64, 8, 256
     rows = torch.randn(tokens * k, width).bfloat16().requires_grad_()
     weights, order = torch.rand(tokens, k).requires_grad_(), torch.randperm(tokens * k)
-    y = _Combine.apply(rows, weights, order, order.argsort().view(tokens, k))
+    y = combine(rows, weights, order, order.argsort().view(tokens, k))
     slope = torch.randn(tokens, width).bfloat16()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         y.backward(slope)

@@ -1,0 +1,64 @@
+"""Numbers as 8-bit or 4-bit integers with scales of blocks, and as 8-bit floating point:
+csrc/gpu/quantize.cu. The operations are those of ../quantize.py, which see for the arguments.
+"""
+
+import torch
+
+from .gpu_kernel import GpuKernel, type_name
+from .vector_width import vector_width
+
+THREADS, WARPS = 256, 4                     # of a block; of a block of `quantize`, one a block of numbers
+MOST = 2**31 - 1                            # blocks of numbers
+MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+EXAMPLES = [("bf16", 8, 8), ("bf16", 8, 4), ("fp16", 8, 8), ("float", 4, 8), ("float", 4, 4)]
+QUANTIZE = GpuKernel("quantize.cu", "quantize", "ptr ptr ptr i64 i32 u32", EXAMPLES)
+DEQUANTIZE = GpuKernel("quantize.cu", "dequantize", "ptr ptr ptr i64 i32", EXAMPLES)
+CAST_FP8 = GpuKernel("quantize.cu", "cast_fp8", "ptr ptr ptr i64",
+                     [("bf16", 8, 3), ("bf16", 8, 2), ("fp16", 8, 3), ("float", 4, 3), ("float", 4, 2)])
+
+
+def fits_numbers(x: torch.Tensor, *_: object) -> str:
+    """"" if there are few enough numbers in x for any kernel here, else the reason."""
+    return f"{x.numel()} numbers are more than {MOST}" if x.numel() > MOST else ""
+
+
+def fits_codes(scales: torch.Tensor, codes: torch.Tensor, *_: object) -> str:
+    """"" if there are few enough codes for `dequantize`, else the reason."""
+    return fits_numbers(codes)
+
+
+def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, of any shape → (codes int8, flat; scales fp32, one a block)."""
+    x = x.detach().contiguous().view(-1)
+    n, blocks = len(x), -(-len(x) // block)
+    codes = x.new_empty(-(-n * bits // 8), dtype=torch.int8)
+    scales = x.new_empty(blocks, dtype=torch.float32)
+    QUANTIZE((type_name(x), vector_width([n, block], x), bits), -(-blocks // WARPS), 32 * WARPS, x, codes,
+             scales, n, block, blocks)
+    return codes, scales
+
+
+def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
+               dtype: torch.dtype) -> torch.Tensor:
+    """What `quantize` made → numbers [numel] of `dtype`."""
+    scales, codes = scales.detach().contiguous(), codes.contiguous()
+    y = scales.new_empty(numel, dtype=dtype)
+    width = vector_width([numel, block], y)
+    each = max(width, 8 // bits)
+    if vector_width([each * bits // 8], codes) < each * bits // 8:
+        codes = codes.clone()                                         # at an aligned address
+    DEQUANTIZE((type_name(y), width, bits), -(-numel // (each * THREADS)), THREADS, codes, scales, y, numel,
+               block)
+    return y
+
+
+def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x times the fp32 scale [1] → the bytes of numbers of `dtype`, of the shape of x."""
+    x = x.detach().contiguous()
+    y = torch.empty_like(x, dtype=torch.uint8)
+    flat = x.view(-1)
+    width = vector_width([len(flat)], flat)
+    CAST_FP8((type_name(x), width, MANTISSA[dtype]), -(-len(flat) // (width * THREADS)), THREADS, x,
+             scale.detach(), y, len(flat))
+    return y

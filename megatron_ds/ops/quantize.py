@@ -1,0 +1,87 @@
+"""Numbers in fewer bits, for collectives that send less: symmetric 8-bit or 4-bit integers with a scale for
+each block of neighbours (Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023,
+arXiv:2306.10209, section 3), and 8-bit floating point (Micikevicius et al. 2022, arXiv:2209.05433).
+
+No collective uses these operations yet: gathers of compressed parameters and gradients will.
+
+Implementations: on GPUs one launch each (gpu/quantize_kernels.py); else torch's operations, with the same
+bits. None has a gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .gpu import quantize_kernels
+from .kernel_table import FLOATS, GPU, Operation, random_tensors
+
+EXAMPLE_BLOCK = 64
+
+
+@Operation
+def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, of any shape → (codes int8 [⌈n bits / 8⌉], scales fp32 [⌈n / block⌉]) of its n numbers in order.
+
+    bits: 8 or 4, two codes a byte, the first in the low half. block: numbers that share a scale, even. A
+    block with infinity or NaN has the scale NaN, one whose scale is 0 in fp32 the codes 0.
+    """
+    x, most = x.detach().float().flatten(), 2 ** (bits - 1) - 1
+    blocks = -(-len(x) // block)
+    table = F.pad(x, (0, blocks * block - len(x))).view(blocks, block)
+    scales = table.abs().amax(1) * (1 / most)
+    scales = scales.where(scales.isfinite(), torch.nan)
+    codes = (table / scales[:, None]).round().clamp(-most, most).where(scales[:, None] > 0, 0).to(torch.int8)
+    codes = codes.flatten()[:len(x)]
+    return (codes if bits == 8 else _in_pairs(codes)), scales
+
+
+@Operation
+def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
+               dtype: torch.dtype) -> torch.Tensor:
+    """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once."""
+    codes = (codes if bits == 8 else _apart(codes))[:numel]
+    return (codes.float() * scales.detach().float().repeat_interleave(block)[:numel]).to(dtype)
+
+
+@Operation
+def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x times the fp32 scale [1] → its bytes, uint8 of the shape of x: `.view(dtype)` are the numbers.
+
+    dtype: torch.float8_e4m3fn or torch.float8_e5m2. Numbers too large, and infinity, become the largest
+    finite number; NaN stays.
+    """
+    most = torch.finfo(dtype).max
+    return (x.detach().float() * scale.detach().float()).clamp(-most, most).to(dtype).view(torch.uint8)
+
+
+for _operation, _kernel, _dtypes, _fits in (
+        (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
+        (dequantize, quantize_kernels.dequantize, (torch.float32,), quantize_kernels.fits_codes),
+        (cast_fp8, quantize_kernels.cast_fp8, FLOATS, quantize_kernels.fits_numbers)):
+    _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
+
+
+@quantize.example
+def _quantize_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return random_tensors(dtype, device, (rows, width))[0].detach(), 4, EXAMPLE_BLOCK
+
+
+@dequantize.example
+def _dequantize_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    x, bits, block = _quantize_example(rows, width, torch.float32, torch.device("cpu"))
+    codes, scales = (t.to(device) for t in quantize.in_torch(x, bits, block))
+    return scales, codes, x.numel(), bits, block, dtype
+
+
+@cast_fp8.example
+def _cast_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    (x,) = random_tensors(dtype, device, (rows, width))
+    return x.detach(), torch.full((1,), 150.0, device=device), torch.float8_e4m3fn
+
+
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    low, high = F.pad(codes, (0, len(codes) % 2)).view(-1, 2).unbind(1)
+    return low & 15 | high << 4
+
+
+def _apart(codes: torch.Tensor) -> torch.Tensor:
+    return torch.stack(((codes & 15 ^ 8) - 8, codes >> 4), 1).flatten()
