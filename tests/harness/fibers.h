@@ -173,7 +173,7 @@ template <class T> HIDDEN const uint64_t* exchange(unsigned mask, T value, Place
     wait(of_warp[warp], place);
     return slot + warp * WARP;
 }
-// The value of lane `source`, or one's own where there is no such lane.
+// The value that lane `source` passes; the calling lane's value if the warp has no such lane.
 template <class T> HIDDEN T of_lane(unsigned mask, T value, int source, Place place) {
     const uint64_t* lanes = exchange(mask, value, place);
     if (source >= 0 && source < warp_size()) __builtin_memcpy(&value, &lanes[source], sizeof value);

@@ -41,7 +41,7 @@ int cuCtxSetCurrent(Context* context) { current = context; return OK; }
 int cuModuleLoadData(Module** module, const void* image) {
     if (!current) return INVALID_CONTEXT;
     const size_t size = size_of(static_cast<const char*>(image));
-    const int file = memfd_create("module", 0);                           // stays open: the loader tells files by their paths
+    const int file = memfd_create("module", 0);                           // stays open, so that each module has another path
     if (!size || write(file, image, size) != ssize_t(size)) return INVALID_IMAGE;
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", file);

@@ -4,7 +4,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .gpu_kernel import GpuKernel, type_name
-from .vector_width import vector_width
+from .packets import vector_width
 
 THREADS = 256
 MOST_PACKETS = 2**31 - 1

@@ -1,10 +1,15 @@
-"""Packets: kernels read and write 16 bytes at a time where rows and addresses are multiples of that."""
+"""Packets: kernels read and write 16 bytes at a time where rows and addresses are multiples of that, and
+fewer elements where they are not (`vector_width`).
+"""
+
+import math
+from collections.abc import Iterable
 
 import torch
 
 from ..product import has_memory
 
-BYTES = 16
+BYTES = 16                # of a packet, the widest access of a thread
 
 
 def lanes(t: torch.Tensor) -> int:
@@ -31,6 +36,23 @@ def packed(t: torch.Tensor) -> torch.Tensor:
     """t itself, or a copy whose rows follow one another from an address that is a multiple of 16 bytes."""
     t = t.contiguous()
     return t if _is_aligned(t) else t.clone()
+
+
+def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
+    """The largest power of two of elements, of at most 16 bytes, that divides all lengths, the strides of all
+    dimensions but the last, and the addresses of the tensors, which have one dtype."""
+    itemsize = tensors[0].element_size()
+    width = math.gcd(BYTES // itemsize, *lengths)
+    for t in tensors:
+        address = t.data_ptr() // itemsize if has_memory(t) else 0
+        strides = (stride for size, stride in zip(t.shape[:-1], t.stride()) if size > 1)
+        width = math.gcd(width, address, *strides)
+    return width
+
+
+def rows_together(t: torch.Tensor) -> torch.Tensor:
+    """t itself if its last dimension is contiguous, else a contiguous copy."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
 def _is_aligned(t: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .gpu_kernel import GpuKernel, type_name
-from .vector_width import rows_together, vector_width
+from .packets import rows_together, vector_width
 
 THREADS = 256
 MOST = 2**31 - 1                              # vectors, rows and slots

@@ -5,7 +5,7 @@ csrc/gpu/quantize.cu. The operations are those of ../quantize.py, which see for 
 import torch
 
 from .gpu_kernel import GpuKernel, type_name
-from .vector_width import vector_width
+from .packets import vector_width
 
 THREADS, WARPS = 256, 4                     # of a block; of a block of `quantize`, one a block of numbers
 MOST = 2**31 - 1                            # blocks of numbers

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .gpu_kernel import GpuKernel, type_name
-from .vector_width import rows_together, vector_width
+from .packets import rows_together, vector_width
 
 KERNEL = GpuKernel("rotary.cu", "rotary", " ".join(["ptr"] * 6 + ["i64"] * 14 + ["i32"] * 5 + ["f32"]),
                    examples=[("bf16", 8, False), ("bf16", 8, True), ("fp16", 8, True), ("float", 4, False)])
