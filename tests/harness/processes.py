@@ -220,12 +220,21 @@ def _work(rank: int, job: bytes):
     function, args, size, store, timeout = pickle.loads(job)
     if store is None:
         return function(rank, ProcessWorld(size), *args)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
-                            timeout=timedelta(seconds=timeout))
+    store, time_limit = dist.FileStore(store, size), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=time_limit)
     try:
+        _wait_for_peers(store, size, time_limit)
         return function(rank, ProcessWorld(size), *args)
     finally:
         dist.destroy_process_group()
+
+
+def _wait_for_peers(store, size: int, time_limit: timedelta) -> None:
+    """Return when every rank has joined. A rank that leaves while a peer still connects would break the
+    peer's connections, and gloo may hang when such a process joins its next world."""
+    if store.add("joined", 1) == size:
+        store.set("all joined", "1")
+    store.wait(["all joined"], time_limit)
 
 
 def _packed(error: BaseException, story: str) -> bytes:
