@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from .widened_products import is_widened
 
 KERNELS = (torch.float32, torch.bfloat16)        # dtypes with fast matrix products and softmax
-BLOCK = {torch.float32: 64}      # rows of a block, by the dtype of the products; else:
+BLOCK = 64                       # rows of a block
 BLOCK_OF_16_BITS = 128           # whose products are faster, so that the overhead of an operation weighs more
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
@@ -47,7 +47,7 @@ def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 def is_worth_blocking(positions: int, channels: int) -> bool:
     """`worth_blocking`, for a head of these sizes on a CPU, in a dtype that it accepts."""
-    return 2 * BLOCK[torch.float32] <= positions <= 8 * channels
+    return 2 * BLOCK <= positions <= 8 * channels
 
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
@@ -115,7 +115,7 @@ class _Workspace:
 
     def __init__(self, queries: torch.Tensor, tiles: int, dtype: torch.dtype):
         heads, s, r, _ = queries.shape
-        scores = min(heads, _heads_at_once(queries)) * r * _block(queries) * s
+        scores = min(heads, _heads_at_once(queries)) * r * rows_of_block(queries.dtype) * s
         self.memory = queries.new_empty(tiles, scores, dtype=dtype)
 
     def tile(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _ready(view: torch.Tensor) -> torch.Tensor:
 def _tiles(queries: torch.Tensor, documents) -> list[tuple[slice, slice, slice]]:
     """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions from
     the start of the block's first document to the block's last."""
-    (heads, s, _, _), step, block = queries.shape, _heads_at_once(queries), _block(queries)
+    (heads, s, _, _), step, block = queries.shape, _heads_at_once(queries), rows_of_block(queries.dtype)
     tiles = []
     for first in range(0, heads, step):
         some = slice(first, min(first + step, heads))
@@ -170,11 +170,12 @@ def _samples_of(some: slice, heads: int, documents) -> slice:
 
 def _heads_at_once(queries: torch.Tensor) -> int:
     _, s, r, _ = queries.shape
-    return max(1, TILE // (r * _block(queries) * s))
+    return max(1, TILE // (r * rows_of_block(queries.dtype) * s))
 
 
-def _block(queries: torch.Tensor) -> int:
-    return BLOCK.get(queries.dtype, BLOCK_OF_16_BITS)
+def rows_of_block(dtype: torch.dtype) -> int:
+    """Rows of a block of queries. dtype: of the products"""
+    return BLOCK if dtype == torch.float32 else BLOCK_OF_16_BITS
 
 
 def _heads_first(tile: torch.Tensor) -> torch.Tensor:
