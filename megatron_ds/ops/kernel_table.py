@@ -12,6 +12,8 @@ An operation is a function of torch's operations, which takes every device, dtyp
 faster implementations, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's on
 GPUs and CPUs. Which implementations a device has is decided once; a call asks only about its arguments.
 
+Code inside torch.compile runs torch's operations: the compiler fuses those, and cannot look into kernels.
+
 Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeTensors: an implementation must
 therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` launches nothing then).
 """
@@ -92,6 +94,8 @@ class Operation:
         return _candidates(self, device, dtype, _MODE[0])[0].name
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.in_torch(x, *arguments, **named)
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
             if entry.suits(x, *arguments, **named):
                 reason = entry.fits(x, *arguments, **named)
