@@ -70,17 +70,22 @@ class Operation:
         functools.update_wrapper(self, in_torch)
         self.name, self.in_torch = in_torch.__name__, in_torch
         self.implementations = [Implementation("torch", in_torch)]
-        self.make_example: Callable[..., tuple] | None = None
+        self.examples: list[Callable[..., tuple]] = []
         OPERATIONS[self.name] = self
 
     def example(self, make: Callable[..., tuple]) -> Callable[..., tuple]:
         """Registers the decorated function make(rows, width, dtype, device) → arguments of the operation.
 
-        Tensors whose gradients are defined require them. Checks and benchmarks of implementations use it
-        (`kernel_check.py`).
+        Tensors whose gradients are defined require them. Checks of implementations use all examples
+        (`kernel_check.py`), benchmarks the first.
         """
-        self.make_example = make
+        self.examples.append(make)
         return make
+
+    @property
+    def make_example(self) -> Callable[..., tuple] | None:
+        """The first example."""
+        return self.examples[0] if self.examples else None
 
     def implementation(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
         """Adds the decorated function before torch's; limits: fields of `Implementation`."""
