@@ -3,6 +3,7 @@ when a GPU kernel is first compiled for a device.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def largest_error(operation: Operation, implementation: Implementation, rows: in
     Over the operation's examples of this size; the implementation is right if it is at most 1. NaN counts as
     infinite. Shapes and dtypes must be equal, too.
     """
-    return max(_largest_error(operation, implementation, lambda: make(rows, width, dtype, device))
+    return max(_largest_error(operation, implementation, partial(make, rows, width, dtype, device))
                for make in operation.examples)
 
 

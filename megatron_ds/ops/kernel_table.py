@@ -20,7 +20,7 @@ therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` la
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -163,13 +163,15 @@ def _log_once(operation: str, name: str, reason: str) -> None:
                 operation, name, reason)
 
 
-def kernels_text(device: torch.device, dtype: torch.dtype) -> str:
+def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] | None = None) -> str:
     """The implementations that a device has for a dtype, one line for the start of a run.
 
     kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
+
+    used: names of the operations to be listed; None for all
     """
     own, by_torch = [], []
-    for name, operation in sorted(OPERATIONS.items()):
-        names = [entry.name for entry in _candidates(operation, device.type, dtype, _MODE[0])[:-1]]
-        (own if names else by_torch).append(f"{name} {' or '.join(names)}".strip())
+    for name in sorted(OPERATIONS if used is None else used):
+        entries = _candidates(OPERATIONS[name], device.type, dtype, _MODE[0])[:-1]
+        (own if entries else by_torch).append(f"{name} {' or '.join(e.name for e in entries)}".strip())
     return "kernels: " + "; ".join(filter(None, (", ".join(own), f"{', '.join(by_torch)} by torch")))
