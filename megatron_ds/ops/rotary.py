@@ -33,6 +33,8 @@ def rotary_tables(positions: torch.Tensor, channels: int,
 @Operation
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
+    if torch.compiler.is_compiling():        # which does not trace writing to strided parts
+        return reference_rotary(x, cos, sin)
     return _Rotate.apply(x, cos, sin)
 
 
