@@ -53,6 +53,13 @@ def positions(config: RunConfig) -> Iterator[str]:
                f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
 
 
+def norms(config: RunConfig) -> Iterator[str]:
+    """Options of norms that the model lacks would have no effect."""
+    if not config.model.qk_layernorm:
+        yield from given(config, ["model.apply_wd_to_qk_layernorm"],
+                         "applies to the norms of queries and keys. Remove it, or add --qk-layernorm.")
+
+
 def not_available_yet(config: RunConfig) -> Iterator[str]:
     """Mesh axes that no layer uses yet."""
     if config.parallel.context_parallel_size > 1:
@@ -231,5 +238,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading,
-                world, tensor_parallel, pipeline, virtual_stages, pipeline_tuning, rank_order)
+LAYOUT_RULES = (heads, feed_forward, positions, norms, not_available_yet, zero_options, communication,
+                offloading, world, tensor_parallel, pipeline, virtual_stages, pipeline_tuning, rank_order)

@@ -46,6 +46,15 @@ class ModelConfig(MoEOptions):
         help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.")
     add_bias_linear: bool = option(
         True, switches={"--disable-bias-linear": False}, help="Give the linear layers biases.")
+    add_qkv_bias: bool = option(
+        False, help="Give the projection of queries, keys and values a bias, also with "
+                    "--disable-bias-linear.")
+    qk_layernorm: bool = option(
+        False, help="Normalize each head of queries and keys before they are rotated and multiplied.",
+        avoid="It is for models whose attention scores grow without bound; a checkpoint without the norms "
+              "cannot be loaded.")
+    apply_wd_to_qk_layernorm: bool = option(
+        False, help="Weight decay applies to the norms of --qk-layernorm, too.")
     untie_embeddings_and_output_weights: bool = option(False, help="Give the output layer its own weights.",
         avoid="In small models sharing saves a large part of all weights.")
     init_method_std: float = option(0.02, at_least=0,

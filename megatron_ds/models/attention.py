@@ -23,9 +23,10 @@ from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
-from ..ops.rotary import rotary_channels, rotary_tables, split_heads, split_rotary
+from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
+from .normalization import make_head_norm
 
 # core(q [s, b, n/t, d], k [sk, b, g/t, d], v, batch) -> [s, b, n/t * d]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
@@ -87,9 +88,17 @@ class Rotary:
     def __call__(self, qkv: torch.Tensor,
                  batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n, d], k and v [s, b, g, d]. The positions of the batch are [b, s]."""
+        return split_rotary(qkv, *self.tables_of(batch))
+
+    def rotate(self, heads: Iterable[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
+        """Each of the tensors [s, b, n, d] rotated: for heads that are changed after they are split."""
+        tables = self.tables_of(batch)
+        return [apply_rotary(x, *tables) for x in heads]
+
+    def tables_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [s, b or 1, 1, r/2] of the positions of a batch."""
         ids = batch.position_ids
-        return split_rotary(qkv, *(rotary_tables(ids, self.channels, self.base) if batch.is_narrowed
-                                   else self.tables(ids)))
+        return rotary_tables(ids, self.channels, self.base) if batch.is_narrowed else self.tables(ids)
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
@@ -125,7 +134,12 @@ class SelfAttention(nn.Module):
         self.core_attention = core or CoreAttention(config, f"{name}.core_attention", ctx)
         self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, ctx,
                                                name=f"{name}.linear_qkv",
-                                               init_std=config.init_method_std, bias=config.add_bias_linear)
+                                               init_std=config.init_method_std,
+                                               bias=config.add_bias_linear or config.add_qkv_bias)
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)
+            self.k_layernorm = make_head_norm(config, f"{name}.k_layernorm", ctx)
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, ctx, name=f"{name}.linear_proj",
                                              init_std=output_std, bias=config.add_bias_linear)
 
@@ -139,11 +153,18 @@ class SelfAttention(nn.Module):
         return self.linear_proj(self.core_attention(q, k, v, batch))
 
     def project(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k rotated."""
+        """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k normalized and rotated."""
         qkv = self.linear_qkv(x)                                                # [s, b, (n + 2g)/t * d]
         heads = self.num_heads // self.num_groups + 2                           # of a group
         qkv = qkv.view(*qkv.shape[:2], self.num_groups, heads, self.head_dim)
-        return split_heads(qkv) if self.rotary is None else self.rotary(qkv, batch)
+        if self.q_layernorm is None and self.rotary is not None:
+            return self.rotary(qkv, batch)                                      # splits and rotates at once
+        q, k, v = split_heads(qkv)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            if self.rotary is not None:
+                q, k = self.rotary.rotate((q, k), batch)
+        return q, k, v
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for the rank's keys and values."""

@@ -18,10 +18,10 @@ from ..errors import ConfigError
 from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
-from ..ops.norms import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, KVCache, Rotary, SelfAttention
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
+from .normalization import make_norm
 
 
 class Block(nn.Module):
@@ -158,10 +158,3 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * (0.5 if causal else 1.0) * s * s * queries
     return LayerFlops(float(s * (projections + feed_forward)), scores)
-
-
-def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
-    """The model's norm. With sequence parallelism its gradient is a partial sum over the rank's rows."""
-    norm = pick(NORMS, "normalization", config.normalization)
-    return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
-                partial_over=ctx.partial_over)

@@ -18,12 +18,16 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = ()):
-        """partial_over: ("tp",) if x is a slice of the sequence; see `ParamSpec`."""
+                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = (),
+                 decay: bool = False):
+        """partial_over: ("tp",) if x is a slice of the sequence, or some of the heads; see `ParamSpec`.
+
+        decay: weight decay applies.
+        """
         super().__init__()
         self.eps = eps
         make = lambda leaf, init: new_parameter(
-            ParamSpec(f"{name}.{leaf}", (hidden,), Init(init), partial_over=partial_over, decay=False),
+            ParamSpec(f"{name}.{leaf}", (hidden,), Init(init), partial_over=partial_over, decay=decay),
             dtype=dtype, device=device)
         self.weight = make("weight", "ones")
         self.bias = make("bias", "zeros")
@@ -40,11 +44,15 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight. Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4."""
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = ()):
-        """partial_over: ("tp",) if x is a slice of the sequence; see `ParamSpec`."""
+                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = (),
+                 decay: bool = False):
+        """partial_over: ("tp",) if x is a slice of the sequence, or some of the heads; see `ParamSpec`.
+
+        decay: weight decay applies.
+        """
         super().__init__()
         self.eps = eps
-        spec = ParamSpec(f"{name}.weight", (hidden,), Init("ones"), partial_over=partial_over, decay=False)
+        spec = ParamSpec(f"{name}.weight", (hidden,), Init("ones"), partial_over=partial_over, decay=decay)
         self.weight = new_parameter(spec, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None

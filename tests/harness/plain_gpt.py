@@ -36,6 +36,9 @@ class TinyConfig(MoEOptions):
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
     add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = False
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02
     hidden_dropout: float = 0.0
@@ -64,18 +67,20 @@ def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     shapes = {"embedding.word_embeddings.weight": (config.vocab_size, h)}
     if config.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (config.positions, h)
-    norms = ["decoder.final_layernorm"]
+    norms = {"decoder.final_layernorm": h}
     for i in range(config.num_layers):
         layer = f"decoder.layers.{i}"
-        norms += [f"{layer}.input_layernorm", f"{layer}.pre_mlp_layernorm"]
+        norms |= {f"{layer}.input_layernorm": h, f"{layer}.pre_mlp_layernorm": h}
+        if config.qk_layernorm:
+            norms |= {f"{layer}.self_attention.{part}_layernorm": d for part in "qk"}
         for name, (rows, columns) in linear.items():
             shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            if config.add_bias_linear:
+            if config.add_bias_linear or config.add_qkv_bias and name.endswith("qkv"):
                 shapes[f"{layer}.{name}.bias"] = (rows,)
-    for name in norms:
-        shapes[f"{name}.weight"] = (h,)
+    for name, width in norms.items():
+        shapes[f"{name}.weight"] = (width,)
         if config.normalization == "LayerNorm":
-            shapes[f"{name}.bias"] = (h,)
+            shapes[f"{name}.bias"] = (width,)
     if config.untie_embeddings_and_output_weights:
         shapes["output_layer.weight"] = (config.vocab_size, h)
     return shapes
@@ -198,6 +203,8 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
         group, place = divmod(head, n // g)
         q, k, v = (rows[group * per_group + place], rows[(group + 1) * per_group - 2],
                    rows[(group + 1) * per_group - 1])
+        if config.qk_layernorm:
+            q, k = _norm(w, f"{name}.q_layernorm", q, config), _norm(w, f"{name}.k_layernorm", k, config)
         if config.position_embedding_type == "rope":
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
         scores.append((q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf).softmax(-1))

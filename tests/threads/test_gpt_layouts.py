@@ -16,6 +16,9 @@ MIXTURES = {
     "half-turned rope, biases, tied": TinyConfig(**{**LLAMA, "rotary_percent": 0.5, "add_bias_linear": True,
                                                     "untie_embeddings_and_output_weights": False}),
     "no positions, rms": TinyConfig(position_embedding_type="none", normalization="RMSNorm"),
+    "biases of q, k, v alone": TinyConfig(**LLAMA, add_qkv_bias=True),
+    "normalized heads, rope, rms": TinyConfig(**LLAMA, qk_layernorm=True),
+    "normalized heads, rope, biases": TinyConfig(qk_layernorm=True, position_embedding_type="rope"),
 }
 LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]
 
