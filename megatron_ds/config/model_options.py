@@ -37,6 +37,17 @@ class ModelConfig(MoEOptions):
         help="Base of the rotary angles (rope only); use a larger one for long sequences.")
     rotary_percent: float = option(
         1.0, above=0, at_most=1, help="Share of the channels of each head that are rotated (rope only).")
+    rotary_interleaved: bool = option(
+        False, help="Rotate neighbouring channels as pairs, instead of channel i with one half a head away "
+                    "(rope only).",
+        avoid="On GPUs several operations in place of one kernel.")
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, above=0, help="Positions are divided by it before they rotate: linear scaling (rope only).")
+    use_rope_scaling: bool = option(
+        False, help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens "
+                    "(rope only).")
+    rope_scaling_factor: float = option(
+        8.0, above=0, help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, help="Type of the normalization layers.")
     norm_epsilon: float = option(1e-5, above=0, flags=["--layernorm-epsilon"],

@@ -24,6 +24,7 @@ from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
+from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
 from .normalization import make_head_norm
@@ -81,39 +82,52 @@ class Rotary:
     once for a micro-batch. The tables of a layer that sees only some of the tokens are not kept.
     """
 
-    def __init__(self, head_dim: int, percent: float, base: float):
+    def __init__(self, head_dim: int, percent: float, base: float, scalings: tuple[Scaling, ...] = (),
+                 interleaved: bool = False):
         self.channels, self.base = rotary_channels(head_dim, percent), base
+        self.scalings, self.interleaved = scalings, interleaved
         self._positions, self._tables = None, None
 
     def __call__(self, qkv: torch.Tensor,
                  batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n, d], k and v [s, b, g, d]. The positions of the batch are [b, s]."""
-        return split_rotary(qkv, *self.tables_of(batch))
+        return split_rotary(qkv, *self.tables_of(batch), self.interleaved)
 
     def rotate(self, heads: Iterable[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
         """Each of the tensors [s, b, n, d] rotated: for heads that are changed after they are split."""
         tables = self.tables_of(batch)
-        return [apply_rotary(x, *tables) for x in heads]
+        return [apply_rotary(x, *tables, self.interleaved) for x in heads]
 
     def tables_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2] of the positions of a batch."""
         ids = batch.position_ids
-        return rotary_tables(ids, self.channels, self.base) if batch.is_narrowed else self.tables(ids)
+        return self._make(ids) if batch.is_narrowed else self.tables(ids)
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
         if position_ids is not self._positions:
             alike = position_ids.stride(0) == 0                 # one row expanded over the batch
-            self._tables = rotary_tables(position_ids[0] if alike else position_ids, self.channels, self.base)
+            self._tables = self._make(position_ids[0] if alike else position_ids)
             self._positions = position_ids
         return self._tables
+
+    def _make(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary_tables(position_ids, self.channels, self.base, self.scalings)
 
 
 def make_rotary(config: ModelConfig) -> Rotary | None:
     """The rotary embedding that all layers of a model share; None for other position embeddings."""
     if config.position_embedding_type != "rope":
         return None
-    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base)
+    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base, rotary_scalings(config),
+                  config.rotary_interleaved)
+
+
+def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
+    """How the frequencies of the model's rotary embedding are scaled."""
+    llama3 = (Llama3Scaling(config.rope_scaling_factor),) if config.use_rope_scaling else ()
+    factor = config.rotary_seq_len_interpolation_factor
+    return llama3 if factor is None else (*llama3, LinearScaling(factor))
 
 
 class SelfAttention(nn.Module):

@@ -32,6 +32,10 @@ class TinyConfig(MoEOptions):
     position_embedding_type: str = "learned_absolute"
     rotary_base: float = 100.0
     rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    rotary_seq_len_interpolation_factor: float | None = None
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
@@ -218,9 +222,26 @@ def _rotate(x, position_ids, config):
     base^(2i/d)."""
     turned = int(x.shape[-1] * config.rotary_percent)
     half = turned // 2
-    angles = position_ids[..., None] * config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
-    z = torch.complex(x[..., :half], x[..., half:turned]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([z.real, z.imag, x[..., turned:]], dim=-1)
+    frequencies = config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    if config.use_rope_scaling:
+        frequencies = torch.stack([_llama3(f, config.rope_scaling_factor) for f in frequencies])
+    angles = position_ids[..., None] / (config.rotary_seq_len_interpolation_factor or 1) * frequencies
+    pairs = ((x[..., 0:turned:2], x[..., 1:turned:2]) if config.rotary_interleaved
+             else (x[..., :half], x[..., half:turned]))
+    z = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
+    y = torch.view_as_real(z) if config.rotary_interleaved else torch.stack([z.real, z.imag], dim=-2)
+    return torch.cat([y.flatten(-2), x[..., turned:]], dim=-1)
+
+
+def _llama3(frequency, factor, low=1, high=4, original=8192):
+    """Llama 3.1's rule, by the length of the wave in tokens."""
+    wave = 2 * math.pi / frequency
+    if wave < original / high:
+        return frequency
+    if wave > original / low:
+        return frequency / factor
+    share = (original / wave - low) / (high - low)
+    return (1 - share) * frequency / factor + share * frequency
 
 
 def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:
