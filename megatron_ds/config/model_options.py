@@ -50,6 +50,9 @@ class ModelConfig(MoEOptions):
         8.0, above=0, help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, help="Type of the normalization layers.")
+    apply_layernorm_1p: bool = option(
+        False, help="Normalization layers store their weight minus one, which starts at 0, and multiply by "
+                    "1 + weight.")
     norm_epsilon: float = option(1e-5, above=0, flags=["--layernorm-epsilon"],
         help="Added to the variance inside a normalization layer.")
     activation: str = option("gelu", choices=("gelu", "gelu_exact", "swiglu", "relu", "squared_relu"),
@@ -66,6 +69,10 @@ class ModelConfig(MoEOptions):
               "cannot be loaded.")
     apply_wd_to_qk_layernorm: bool = option(
         False, help="Weight decay applies to the norms of --qk-layernorm, too.")
+    use_parallel_residual: bool = option(
+        False, help="Attention and the feed-forward of a block both read its input, each through its own "
+                    "norm, and their outputs are added to it (GPT-J, GPT-NeoX).",
+        avoid="It is for models that were trained so; elsewhere it costs a little quality.")
     untie_embeddings_and_output_weights: bool = option(False, help="Give the output layer its own weights.",
         avoid="In small models sharing saves a large part of all weights.")
     init_method_std: float = option(0.02, at_least=0,

@@ -1,6 +1,7 @@
 """A transformer block, normalization first: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-Dropout comes before each sum.
+Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) + feed_forward(other norm(x))
+(Wang and Komatsuzaki 2021, GPT-J; Black et al. 2022, arXiv:2204.06745, section 2.1).
 
 `Block` has two slots: attention, a module `forward(x, batch, cache=None)`, and feed_forward, a module
 `forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another kind of
@@ -35,6 +36,7 @@ class Block(nn.Module):
         self.self_attention = attention
         self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
         self.mlp = feed_forward
+        self.parallel_residual = config.use_parallel_residual
         self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.set_recompute(ctx.recompute.granularity)
@@ -52,6 +54,9 @@ class Block(nn.Module):
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
+        if self.parallel_residual:
+            total = self.attention_dropout.add(attended, x, batch)
+            return self.mlp_dropout.add(self.mlp(self.pre_mlp_layernorm(x), batch), total, batch)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)

@@ -10,8 +10,7 @@ from .layer import pick
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
     """The norm of hidden states. With sequence parallelism its gradient is a sum over the rank's rows."""
-    return _norm(config)(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype,
-                         device=ctx.device, partial_over=ctx.partial_over)
+    return _norm(config, config.hidden_size, name, ctx, partial_over=ctx.partial_over)
 
 
 def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
@@ -20,9 +19,11 @@ def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.M
     All heads share its weights. Tensor-parallel ranks hold different heads, so its gradient is always a
     partial sum over them.
     """
-    return _norm(config)(config.head_dim, name=name, eps=config.norm_epsilon, dtype=ctx.dtype,
-                         device=ctx.device, partial_over=("tp",), decay=config.apply_wd_to_qk_layernorm)
+    return _norm(config, config.head_dim, name, ctx, partial_over=("tp",),
+                 decay=config.apply_wd_to_qk_layernorm)
 
 
-def _norm(config: ModelConfig) -> type[nn.Module]:
-    return pick(NORMS, "normalization", config.normalization)
+def _norm(config: ModelConfig, size: int, name: str, ctx: ParallelContext, **more: object) -> nn.Module:
+    kind = pick(NORMS, "normalization", config.normalization)
+    return kind(size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
+                zero_centred=config.apply_layernorm_1p, **more)

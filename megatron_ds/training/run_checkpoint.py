@@ -55,7 +55,8 @@ MODEL_FIELDS = (
 
 # The same, left out where they have their default: earlier versions saved none of them.
 FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
-                  "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
+                  "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
+                  "apply_layernorm_1p", "use_parallel_residual")
 
 # The same of models with experts.
 MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",

@@ -43,6 +43,8 @@ class TinyConfig(MoEOptions):
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     apply_wd_to_qk_layernorm: bool = False
+    apply_layernorm_1p: bool = False
+    use_parallel_residual: bool = False
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02
     hidden_dropout: float = 0.0
@@ -91,10 +93,12 @@ def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
 
 
 def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Weights large enough that every term matters: nothing is near 0, norms are not near 1. float64."""
+    """Weights large enough that every term matters: nothing is near 0, the scales of norms are not near 1.
+    float64."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
-    return {name: draw(shape) * 1.5 + (0.7 if "norm.weight" in name else 0.0)
+    scale = 0.7 - config.apply_layernorm_1p
+    return {name: draw(shape) * 1.5 + (scale if "norm.weight" in name else 0.0)
             for name, shape in logical_shapes(config).items()}
 
 
@@ -150,8 +154,8 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
 def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward):
     y = _norm(w, f"{layer}.input_layernorm", x, config)
     y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
-    x = x + drop(f"{layer}.self_attention", y)
-    y = _norm(w, f"{layer}.pre_mlp_layernorm", x, config)
+    first, x = x, x + drop(f"{layer}.self_attention", y)
+    y = _norm(w, f"{layer}.pre_mlp_layernorm", first if config.use_parallel_residual else x, config)
     return x + drop(f"{layer}.mlp", feed_forward(w, f"{layer}.mlp", y, config))
 
 
@@ -187,7 +191,8 @@ def _linear(w, name, x):
 def _norm(w, name, x, config):
     if config.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
-    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * w[f"{name}.weight"]
+    factor = w[f"{name}.weight"] + config.apply_layernorm_1p
+    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * factor
     return x + w[f"{name}.bias"] if config.normalization == "LayerNorm" else x
 
 

@@ -55,15 +55,16 @@ def test_gradients_are_partial_exactly_where_a_parameter_sees_some_of_the_tokens
         assert p.spec.partial_over == (("tp",) if partial else ()), p.spec.name
 
 
-def test_initial_values_and_decay_follow_the_kind_of_parameter():
-    config = replace(STYLES["gpt2"], init_method_std=0.5, num_layers=8)
+@pytest.mark.parametrize("minus_one", [False, True])
+def test_initial_values_and_decay_follow_the_kind_of_parameter(minus_one):
+    config = replace(STYLES["gpt2"], init_method_std=0.5, num_layers=8, apply_layernorm_1p=minus_one)
     for p in build_stage(MODELS["gpt"](config, context_of())).parameters():
         name, init = p.spec.name, p.spec.init
         assert p.spec.decay == (len(p.spec.shape) > 1), name
         if name.endswith("bias"):
             assert init.kind == "zeros", name
         elif "norm" in name:
-            assert init.kind == "ones", name
+            assert init.kind == ("zeros" if minus_one else "ones"), name
         else:
             assert init.kind == "normal", name
             assert init.std == (0.125 if "proj" in name or "fc2" in name else 0.5), name   # 0.5 / sqrt(2 * 8)
