@@ -193,7 +193,8 @@ def test_features_of_blocks_keep_what_is_said(style, length, features):
         assert measured == said == planned
 
 
-@pytest.mark.parametrize("flag, dropout", [("--bf16", "0"), ("--bf16", "0.1"), ("--rotary-interleaved", "0.1")])
+@pytest.mark.parametrize("flag, dropout",
+                         [("--bf16", "0"), ("--bf16", "0.1"), ("--rotary-interleaved", "0.1")])
 def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
     job = [*STYLES["llama"], "--qk-layernorm", flag, "--seq-length", "128", "--micro-batch-size", "2",
            "--attention-dropout", dropout]
