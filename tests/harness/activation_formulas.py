@@ -30,7 +30,7 @@ import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.cpu.blocked_attention import BLOCK, KERNELS, is_worth_blocking
+from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
@@ -272,8 +272,9 @@ def _core(work: Workload) -> int:
     """What core attention keeps, its output apart."""
     causal = work.model.model != "bert"
     if causal and not work.model.attention_dropout and _goes_by_blocks(work):
-        blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
-        seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
+        block = rows_of_block(torch.float32 if _is_widened(work) else work.dtype)
+        blocks = [min(block, work.positions - at) for at in range(0, work.positions, block)]
+        seen = sum(rows * min((i + 1) * block, work.positions) for i, rows in enumerate(blocks))
         return work.scores // work.positions**2 * seen * work.itemsize + _blocked_arguments(work)
     own = None
     if _is_widened(work):                                                # then it works on copies in fp32
