@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.distributed"])
+    context.set_forkserver_preload(["__main__", "megatron_ds.training.distributed"])
     model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
     with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
         for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):

@@ -3,12 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ds.errors import ConfigError
+from tests.harness.warm import warm_python
 from tools import compare_layouts
 from tools.layout_comparison import parse_layout
 
@@ -18,7 +18,7 @@ ROW = re.compile(r"^(\S+=\S+) +(\S+) +(\S+) +(\S+) +(ok|TOO LARGE)$", re.MULTILI
 
 def run(*words: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, str(ROOT / "tools" / "compare_layouts.py"), *words],
+    return subprocess.run([warm_python(), str(ROOT / "tools" / "compare_layouts.py"), *words],
                           env=environment, capture_output=True, text=True, timeout=150)
 
 
