@@ -133,8 +133,8 @@ def test_the_sample_holds_every_pair_of_values_in_fp32_and_each_of_them_in_bf16(
     exact = [case for case in sample if case["dtype"] == "fp32"]
     assert len(sample) < 40
     cases = legal_cases(SAMPLED, is_legal)
-    for a in SAMPLED:
-        for b in SAMPLED:
+    for i, a in enumerate(SAMPLED):
+        for b in [*SAMPLED][i:]:
             pairs = {(case[a], case[b]) for case in cases}
             assert pairs == {(case[a], case[b]) for case in sample}
             assert {p for p in pairs if "bf16" not in p} == {(case[a], case[b]) for case in exact}
@@ -207,7 +207,8 @@ def alive_on(case, m: int, rank: int) -> int:
 
 # What the grid does not hold. What shows in a few steps is given a few.
 
-FEW = 8
+FEW, FP16_STEPS = 4, 10
+
 
 @pytest.mark.parametrize("style, layout, scale", [
     ("gpt2", "tp=2,pp=2,dp=2,zero=1", 2.0**24), ("llama", "tp=1,pp=4,dp=2,zero=0,recompute=full", 2.0**24),
@@ -222,13 +223,13 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     Not with sequence parallelism: a norm's gradient is then summed in two halves, and each half may fit where
     the whole does not, so that the scale sinks once less.
     """
-    job = [*tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, JOB_STEPS), "--hysteresis", "1",
-           "--loss-scale-window", "4"]
+    job = [*tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, FP16_STEPS), "--hysteresis", "1",
+           "--loss-scale-window", "2"]
     job[job.index("--initial-loss-scale") + 1] = str(scale)
-    difference, run = stray(job, layout, JOB_STEPS)
+    difference, run = stray(job, layout, FP16_STEPS)
     assert difference.is_within(TOLERANCE["fp16"]), difference
     overflows = [not math.isfinite(norm) for norm in run.merged[0].grad_norms]
-    assert any(overflows[:5]) == any(overflows[10:]) == (scale > 2**20) and not all(overflows[5:])
+    assert any(overflows[:4]) == any(overflows[6:]) == (scale > 2**20) and not all(overflows[6:])
     assert run.seen[0].dtypes == {torch.float16}
 
 
