@@ -72,7 +72,7 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
     """The settings and problems of a command line. If a flag occurs twice, the later one wins."""
     line = CommandLine()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
-    for typed, words in _flags_with_words(argv, line):
+    for typed, words in flags_with_words(argv, line):
         flag = canonical(typed)
         try:
             if flag in ASKING:
@@ -104,7 +104,7 @@ def canonical(flag: str) -> str:
 _LOCAL_RANK = Option(None, "", kind=int, flag=LOCAL_RANK_FLAG)
 
 
-def _flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, list[str]]]:
+def flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, list[str]]]:
     """(flag, the words after it): `--lr 1 --bf16 --x=2` → ("--lr", ["1"]), ("--bf16", []), ("--x", ["2"])."""
     flag, words, is_misspelt = None, [], False
     for word in argv:
