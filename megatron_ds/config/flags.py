@@ -22,7 +22,7 @@ LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and Dee
 # Flags that print a text and exit → the text.
 ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
 # Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
-OVERRIDDEN = {"--no-position-embedding": ("rope",)}
+OVERRIDDEN = {"--no-position-embedding": ("rope",), "--use-distributed-optimizer": (2, 3)}
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, ShellError, Statement, statements_of
-from .shell_values import IS_OPEN, Scope, array_of, closed, fields_of, is_true, opened, shown, value_of
+from .shell_values import Scope, array_of, closed, fields_of, is_true, opened, shown, value_of
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.S)
 DECLARING = {"export", "local", "readonly", "declare", "typeset"}
@@ -204,11 +204,10 @@ class Script:
         return None
 
     def _nested(self, text: str) -> None:
-        """A command in a string. Open values in it stay what they are."""
-        kept = IS_OPEN.sub(lambda match: f"'{match[0]}'" if "'" not in match[0] else "''", text)
+        """A command in a string."""
         if self.depth < DEEPEST:
             self.depth += 1
-            self._all(statements_of(kept))
+            self._all(statements_of(text))
             self.depth -= 1
 
     def _inner(self, action, arguments: Sequence[str]) -> None:

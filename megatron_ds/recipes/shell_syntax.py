@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
+OPEN, CLOSE = "\x01", "\x02"            # around a value that only a run of the script could know
+# A gap that the reader of a recipe fills: DATA_PATH=<Specify path>_text_document
+GAP = re.compile(r"(?m)^(\s*(?:export\s+)?\w+=)<([^<>\n]+)>")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ";;", ")"}
@@ -107,7 +110,7 @@ OPERATORS = ("&>>", "<<<", "<<-", "&>", ">>", "<<", "&&", "||", ";;", ">&", "<&"
 def tokens_of(text: str) -> Iterator[Token]:
     """Words and operators, in order. A here-document is the body of its `<<`."""
     at, line, waiting = 0, 1, []
-    text = text.replace("\r\n", "\n")
+    text = GAP.sub(rf"\1{OPEN}<\2>{CLOSE}", text.replace("\r\n", "\n"))
     while at < len(text):
         if text[at] in " \t":
             at += 1
@@ -185,6 +188,9 @@ def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
 def skip_unit(text: str, at: int, line: int = 0) -> int:
     """The place after the quoted text, the expansion or the character at `at`."""
     character = text[at]
+    if character == OPEN:
+        end = text.find(CLOSE, at)
+        return len(text) if end < 0 else end + 1
     if character == "\\":
         return min(at + 2, len(text))
     if character in "'`":

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .shell_syntax import skip_unit, tokens_of
+from .shell_syntax import CLOSE, OPEN, skip_unit, tokens_of
 
-OPEN, CLOSE = "\x01", "\x02"
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)", re.S)
