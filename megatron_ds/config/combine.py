@@ -105,6 +105,8 @@ def _last_of_schedule(config: RunConfig) -> int | None:
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
+SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
+          "checkpoint.no_save_optim")
 DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",
         "zero.offload_param_nvme_path")
 TO_TENSORBOARD = ("logging.log_memory_to_tensorboard", "logging.log_world_size_to_tensorboard",
@@ -143,8 +145,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     if config.logging.tensorboard_dir is None:
         config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir DIR")
     if config.checkpoint.save is None:
-        config = _without(config, ("checkpoint.save_interval", "checkpoint.save_total_limit",
-                                   "checkpoint.save_retain_interval", "checkpoint.no_save_optim"), "no checkpoint is written without --save DIR")
+        config = _without(config, SAVING, "no checkpoint is written without --save DIR")
     return config
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
+from .answers import asks_for_nothing
 from .config_files import JsonDocument, declared_keys, names, paths_of, text_of
 from .deepspeed_data_efficiency import (
     CURRICULUM_KEYS,
@@ -55,8 +56,8 @@ TRANSLATED: Mapping[str, Option] = {
     **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-OPTIMIZER_PARAMS = {"adam": {"lr", "betas", "eps", "weight_decay", "bias_correction",
-                             "adam_w_mode", "max_grad_norm"}, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
+_ADAM = {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "max_grad_norm"}
+OPTIMIZER_PARAMS = {"adam": _ADAM, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
 _WARMUP = {"warmup_num_steps", "warmup_type"}
 SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
                     "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
@@ -110,7 +111,8 @@ def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any]) -> N
     is_off = block.get("enabled") is False
     for name, value in block.items():
         key = prefix + name
-        is_block = any(known.startswith(key + ".") for known in document.known)
+        is_block = any(known.startswith(key + ".") for known in document.known) or key not in KEYS and any(
+            known.startswith(key + ".") for known in KEYS)
         if is_block and isinstance(value, dict):
             _collect(document, key + ".", value)
         elif is_block:
@@ -130,8 +132,8 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
         document.unread |= {option.path for known, option in declared_keys().items()
                             if repr(known) in near or repr(known.rpartition(".")[2]) in near}
     elif is_off or covered[1].accepts(value):
-        note = "its block is off" if is_off else covered[1].note
-        document.without_effect[f"{document.path} {key}"] = note
+        if not is_off and not asks_for_nothing(value):
+            document.without_effect[f"{document.path} {key}"] = covered[1].note
     else:
         document.refuse(f'{document.path}: "{key}" is not supported: {covered[1].refusal}')
 
@@ -197,7 +199,8 @@ def _scheduler(document: JsonDocument) -> None:
 
 def _offload(document: JsonDocument) -> None:
     """Older names."""
-    for key, path in (("cpu_offload", "zero.offload_optimizer"), ("cpu_offload_params", "zero.offload_param")):
+    for key, path in (("cpu_offload", "zero.offload_optimizer"),
+                      ("cpu_offload_params", "zero.offload_param")):
         if document.take(f"zero_optimization.{key}"):
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")

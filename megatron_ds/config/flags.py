@@ -18,6 +18,7 @@ from .suggest import near_flag
 from .unsupported import answer_to_flag
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
+STRICT_FLAG = "--strict-flags"           # what changes nothing is an error
 LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
 # Flags that print a text and exit → the text.
 ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
@@ -36,6 +37,7 @@ class CommandLine(Reading):
     deepspeed_files: list[str] = field(default_factory=list)
     asks_for: str | None = None
     local_rank: int | None = None
+    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
     for typed, words in flags_with_words(argv, line):
         flag = canonical(typed)
         try:
-            if flag in ASKING:
+            if flag == STRICT_FLAG:
+                line.is_strict = True
+            elif flag in ASKING:
                 line.asks_for = line.asks_for or ASKING[flag]
             elif flag == LOCAL_RANK_FLAG:
                 line.local_rank = coerce(_LOCAL_RANK, _one_word(flag, words, _LOCAL_RANK), flag)
@@ -170,7 +174,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     flag, value = canonical(typed), " ".join(words)
     answer = answer_to_flag(flag)
     if answer is None:
-        near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, *ASKING])
+        near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING])
         _refuse(line, f"unknown flag {typed}{near or '.'} All flags: --help.", near)
     elif answer.accepts(value):
         line.without_effect[flag] = answer.note

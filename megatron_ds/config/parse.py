@@ -83,6 +83,9 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
         _print_and_exit(version_text() + "\n", env)
     readings = [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
     config, problems = assembled(line, readings[1:], world_size, defaults)
+    if line.is_strict:
+        problems += [f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."
+                     for name, why in config.without_effect.items()]
     problems += problems_of_local_rank(os.environ if env is None else env, line.local_rank)
     return config, line, readings, problems
 

@@ -5,7 +5,7 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
-from .answers import Answer, table
+from .answers import OFF, Answer, table
 from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
 
@@ -160,7 +160,8 @@ KEYS = table(
         "floating-point inputs are not cast: pass them in fp16. Remove it.": "fp16.auto_cast",
         "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
         "master weights and gradients are in fp32. Remove it.":
-            "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states fp16.fp16_master_weights_and_grads",
+            "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
+            "fp16.fp16_master_weights_and_grads",
         "initial weights follow from --seed and each weight's name. Remove it.": "pipeline.seed_layers",
         "activations are sent in their own dtype. Remove it.": "seq_parallel_communication_data_type",
     },
@@ -174,7 +175,7 @@ KEYS = table(
             "remove it.", (1000, None, "auto")),
         "sequence_parallel_size": Answer(
             "sequences are not split",
-            "splitting sequences over ranks (Ulysses) is not available. Remove it.", (1, None, "auto")),
+            "splitting sequences over ranks (Ulysses) is not available. Remove it.", (1, *OFF)),
         "gradient_allreduce_op": Answer(
             "gradients are averaged",
             "gradients are averaged. Remove it.", ("mean", None, "auto")),

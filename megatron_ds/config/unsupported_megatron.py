@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that choose an implementation, or ask for what is not available.
+"""Flags of Megatron-LM and Megatron-DeepSpeed that choose an implementation or are not available.
 
 `unsupported.py` says when a flag is accepted and when it is refused; layers with experts are in
 `unsupported_moe.py`.

@@ -1,4 +1,4 @@
-"""`VariantAdam`: Adam without bias correction, or with weight decay in the gradient, as DeepSpeed allows it."""
+"""`VariantAdam`: Adam without bias correction, or with weight decay in the gradient (DeepSpeed)."""
 
 from collections.abc import Callable, Iterable
 

@@ -39,7 +39,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Command:
-    """words as written; writes: the target of `>`; document: the here-document, expanded unless is_literal."""
+    """words as written; writes: the target of `>`; document: its here-document."""
 
     words: tuple[str, ...]
     line: int

@@ -15,7 +15,8 @@ from .shell_syntax import CLOSE, OPEN, skip_unit, tokens_of
 
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)", re.S)
+PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?"
+                       r"(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)", re.S)
 LARGEST = 10**30                         # of arithmetic
 
 

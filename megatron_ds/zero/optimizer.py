@@ -184,7 +184,8 @@ class ZeroOptimizer:
     @torch.no_grad()
     def measure(self, zeros: bool = False) -> torch.Tensor:
         """Finish the reductions; two numbers about the gradients of all ranks, for `update`: float64 [2] on
-        the device; with `zeros` a third, the number of elements that are zero. Afterwards no rank reads weights until the update is complete. Collective over the world;
+        the device; with `zeros` a third, the number of elements that are zero. Afterwards no rank reads
+        weights until the update is complete. Collective over the world;
         the host does not wait for the device.
         """
         self.reduce_tied()
