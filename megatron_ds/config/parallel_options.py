@@ -79,7 +79,9 @@ class ZeroConfig:
     """Training state that data-parallel ranks split instead of replicating it."""
 
     stage: int = option(0, choices=(0, 1, 2, 3), flag="--zero-stage",
-        switches={"--use-distributed-optimizer": 1}, json="zero_optimization.stage",
+        flags=["--data-parallel-sharding-strategy"],
+        switches={"--use-distributed-optimizer": 1, "--use-torch-fsdp2": 3}, json="zero_optimization.stage",
+        values={"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3},
         help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights.",
         avoid="At data-parallel size 1 there is nothing to split. Stage 3 communicates 1.5 times as much as "
               "the others: use it if the weights do not fit.")

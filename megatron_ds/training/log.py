@@ -167,6 +167,6 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     if path := metrics_path(config):
         sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
     if folder := config.logging.tensorboard_dir:
-        sinks.append(TensorBoard(Path(folder), progress))
+        sinks.append(TensorBoard(Path(folder), progress, config.logging.log_timers_to_tensorboard))
     draws = config.logging.progress_bar and _is_terminal() and os.environ.get("TERM") != "dumb"
     return Log(sinks, sys.stdout if draws else None)
