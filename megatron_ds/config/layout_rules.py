@@ -53,14 +53,14 @@ def positions(config: RunConfig) -> Iterator[str]:
                f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
 
 
-ROTARY = ("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-
-
 def rotary(config: RunConfig) -> Iterator[str]:
     """Options of rotary embeddings need them."""
     model = config.model
     if model.position_embedding_type != "rope":
-        yield from given(config, [f"model.{name}" for name in ROTARY],
+        names = ["rotary_interleaved", "use_rope_scaling"]
+        if model.rotary_seq_len_interpolation_factor != 1:                  # 1 changes nothing
+            names.append("rotary_seq_len_interpolation_factor")
+        yield from given(config, [f"model.{name}" for name in names],
                          "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
                          "--position-embedding-type rope.")
     if not model.use_rope_scaling:
