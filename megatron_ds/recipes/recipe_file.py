@@ -120,7 +120,7 @@ def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
         if value is True or value is None or value == "":
             continue
         if isinstance(value, list):
-            words += [str(item) for item in value]
+            words += " ".join(map(str, value)).split()
             continue
         text = str(value).strip()
         if re.fullmatch(r"\[[^\]]+\]", text):

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 
 OPEN, CLOSE = "\x01", "\x02"            # around a value that only a run of the script could know
 # A gap that the reader of a recipe fills: DATA_PATH=<Specify path>_text_document
-GAP = re.compile(r"(?m)^(\s*(?:export\s+)?\w+=)<([^<>\n]+)>")
+GAP = re.compile(r"(?m)(^\s*(?:export\s+)?\w+=|--[\w-]+ )<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ";;", ")"}

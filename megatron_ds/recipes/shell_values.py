@@ -272,6 +272,11 @@ def _number(node: ast.AST) -> int:
     """The value of a tree of numbers and operators. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         value = node.value
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, power = _number(node.left), _number(node.right)
+        if not 0 <= power <= 64 or abs(base) > 2**16:
+            raise ValueError("too large")
+        value = base**power
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         value = BINARY[type(node.op)](_number(node.left), _number(node.right))
     elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in BINARY:
