@@ -89,6 +89,9 @@ class OptimizerConfig:
     hysteresis: int = option(
         2, at_least=1, json="fp16.hysteresis", help="Overflows after which the scale is halved (fp16 only).")
 
+    fp16_auto_cast: bool = option(False, json="fp16.auto_cast",
+        help="An engine casts floating-point inputs of its module to fp16 (fp16 only). Training scripts have "
+             "none.")
     main_grads_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"),
         json="data_types.grad_accum_dtype", switches={
             "--accumulate-allreduce-grads-in-fp32": "fp32", "--grad-reduce-in-bf16": "bf16"},

@@ -157,7 +157,6 @@ KEYS = table(
             "flops_profiler",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",
-        "floating-point inputs are not cast: pass them in fp16. Remove it.": "fp16.auto_cast",
         "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
         "master weights and gradients are in fp32. Remove it.":
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "

@@ -1,6 +1,6 @@
 """Flags of Megatron-LM and Megatron-DeepSpeed that choose an implementation or are not available.
 
-`unsupported.py` says when a flag is accepted and when it is refused; layers with experts are in
+`unsupported.py` states when a flag is accepted and when it is refused; layers with experts are in
 `unsupported_moe.py`.
 """
 
@@ -24,7 +24,7 @@ MEGATRON_FLAGS = table(
             "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --wgrad-deferral-limit",
         "kernels are chosen by what the device supports":
             "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
-            "--disable-bf16-reduced-precision-matmul --enable-cuda-graph --external-cuda-graph "
+            "--enable-cuda-graph --external-cuda-graph "
             "--te-rng-tracker --use-te-rng-tracker --use-transformer-engine-op-fuser",
         "memory of the device is managed by torch's allocator":
             "--empty-unused-memory-level --fsdp-double-buffer --fsdp-manual-registration --use-nccl-ub",
@@ -35,7 +35,7 @@ MEGATRON_FLAGS = table(
             "--deepspeed-activation-checkpointing",
         "with --sequence-parallel every rank keeps a slice of each activation":
             "--distribute-checkpointed-activations --distribute-saved-activations",
-        "--data-parallel-sharding-strategy says what is split; without it nothing is": "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
         "weights are drawn where they are kept": "--init-model-with-meta-device",
         "gradients are averaged over the ranks": "--ddp-average-in-collective",
         "it changes which ranks keep a copy of the state, not the numbers; --zero-stage splits it over all "
@@ -44,7 +44,8 @@ MEGATRON_FLAGS = table(
         "selective recomputation is that of core attention; what is recomputed changes no number":
             "--recompute-modules",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
-        "no feature needs it": "--enable-experimental --test-mode",
+        "no feature needs it": "--enable-experimental",
+        "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
     },
     refused={
         "context parallelism is not available. Remove it.":
@@ -73,6 +74,8 @@ MEGATRON_FLAGS = table(
             "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
         "the layers of a model are chosen by its options. Remove it.": "--export-force-local-attention",
         "errors are not injected. Remove it.": "--error-injection-type",
+        "torch's default decides how matrix products of bf16 are summed. Remove it.":
+            "--disable-bf16-reduced-precision-matmul",
         "activations stay on the device. Write --recompute-granularity full if they do not fit.":
             "--checkpoint-in-cpu --cpu-offloading-num-layers --fine-grained-activation-offloading "
             "--offload-modules",

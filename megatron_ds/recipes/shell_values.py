@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .shell_syntax import CLOSE, OPEN, skip_unit, tokens_of
+from .shell_tokens import CLOSE, OPEN, skip_unit, tokens_of
 
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")

@@ -83,7 +83,6 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--lr-wsd-decay-iters 10"),
     (1, "--lr-warmup-iters 100 --min-lr 1"),
     (1, "--fp16 --bf16 --loss-scale 1024"),
-    (1, "--loss-scale 1024"),
     (1, "--zero-accumulate full --main-grads-dtype bf16"),
     (1, "--start-weight-decay 0"),
     (1, "--weight-decay-incr-style linear"),

@@ -11,7 +11,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.recipes.recipe_file import read_recipe
 from megatron_ds.recipes.shell_script import read_script
 from megatron_ds.recipes.shell_values import shown
-from megatron_ds.recipes.verdict import Kind, judge
+from megatron_ds.recipes.verdict import Kind, assess
 
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
         "--train-iters 4 --lr 1e-3 --mock-data --vocab-size 61")
@@ -106,7 +106,7 @@ deepspeed --num_gpus 2 pretrain_gpt.py {TINY} --deepspeed_config=other.json
 """
     (tmp_path / "train.sh").write_text(script)
     first, second = read_recipe(tmp_path / "train.sh", {})
-    one, two = judge(first, {}), judge(second, {})
+    one, two = assess(first, {}), assess(second, {})
     assert one.is_accepted and two.is_accepted and one.ranks == 2
     values = {verdict.name: verdict.value for verdict in one.verdicts}
     assert values["train_batch_size"] == "8" and values["zero_optimization.stage"] == "1"
@@ -117,14 +117,14 @@ def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     recipe = tmp_path / "train.sh"
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --data-impl mmap "
                       "--window-size 4 --num-layrs 3 --async-save")
-    judged = judge(*read_recipe(recipe, {}), {})
-    kinds = {verdict.name: verdict.kind for verdict in judged.verdicts}
+    assessed = assess(*read_recipe(recipe, {}), {})
+    kinds = {verdict.name: verdict.kind for verdict in assessed.verdicts}
     assert (kinds["--lr"], kinds["--save"], kinds["--async-save"]) == (Kind.DONE, Kind.DONE, Kind.ACCEPTED)
     assert (kinds["--window-size"], kinds["--num-layrs"]) == (Kind.REFUSED, Kind.UNKNOWN)
-    assert "did you mean '--num-layers'" in next(v.text for v in judged.verdicts if v.name == "--num-layrs")
-    assert not judged.is_accepted and judged.command == ()
+    assert "did you mean '--num-layers'" in next(v.text for v in assessed.verdicts if v.name == "--num-layrs")
+    assert not assessed.is_accepted and assessed.command == ()
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --bf16")
-    command = judge(*read_recipe(recipe, {}, ["runs/a"]), {}).command
+    command = assess(*read_recipe(recipe, {}, ["runs/a"]), {}).command
     assert command[:4] == ("torchrun", "--nproc-per-node", "1", "pretrain_gpt.py")
     assert "--use-mcore-models" not in command and command[-3:] == ("--save", "runs/a", "--bf16")
 
@@ -138,7 +138,7 @@ def test_a_yaml_of_megatrons_tests_and_a_json_are_recipes(tmp_path):
         "  --train-data-path: [a b]", "  --split: 949,50,1", "  --bf16: true"]))
     training, = read_recipe(path, {})
     assert training.words[-6:] == ("--train-data-path", "a", "b", "--split", "949,50,1", "--bf16")
-    assert {verdict.kind for verdict in judge(training, {}).verdicts} == {Kind.DONE}
+    assert {verdict.kind for verdict in assess(training, {}).verdicts} == {Kind.DONE}
     cfg = tmp_path / "cfg.yaml"
     cfg.write_text("language_model:\n  num_layers: 2\n  add_bias_linear: false\nbf16: true\nlr: 1e-3\n")
     words = read_recipe(cfg, {})[0].words
@@ -146,7 +146,7 @@ def test_a_yaml_of_megatrons_tests_and_a_json_are_recipes(tmp_path):
     ds = tmp_path / "ds.json"
     ds.write_text(json.dumps({"train_batch_size": 8, "amp": {"enabled": True}, "dump_state": False,
                               "zero_optimization": {"stage": 2, "contiguous_gradients": True}}))
-    kinds = {verdict.name: verdict.kind for verdict in judge(*read_recipe(ds, {}), {}).verdicts}
+    kinds = {verdict.name: verdict.kind for verdict in assess(*read_recipe(ds, {}), {}).verdicts}
     assert kinds == {"train_batch_size": Kind.DONE, "zero_optimization.stage": Kind.DONE,
                      "zero_optimization.contiguous_gradients": Kind.ACCEPTED, "amp": Kind.REFUSED}
 
@@ -168,6 +168,6 @@ def test_any_text_ends_as_a_recipe_or_as_an_error(tmp_path):
         (tmp_path / "train.sh").write_text(script[cut:] + script[:cut // 2])
         try:
             for training in read_recipe(tmp_path / "train.sh", {}):
-                judge(training, {})
+                assess(training, {})
         except ConfigError:
             pass
