@@ -38,7 +38,7 @@ def main() -> int:
     args = parser.parse_args()
     variables = dict(_pair(text) for text in args.variables)
     from megatron_ds.recipes.recipe_file import read_recipe
-    from megatron_ds.recipes.verdict import judge
+    from megatron_ds.recipes.verdict import assess
     from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 
     obstacles: Counter[str] = Counter()
@@ -46,19 +46,19 @@ def main() -> int:
     for path in args.files:
         try:
             trainings = read_recipe(path, variables, args.arguments)
-            judged = [judge(training, KNOWN_NAMES, RULES, args.world_size) for training in trainings]
+            assessed = [assess(training, KNOWN_NAMES, RULES, args.world_size) for training in trainings]
         except ConfigError as error:
             print(f"{path}: cannot be read: {error}" if args.summary else f"{error}\n")
             obstacles["cannot be read"] += 1
             continue
-        is_accepted = all(one.is_accepted for one in judged)
+        is_accepted = all(one.is_accepted for one in assessed)
         accepted += is_accepted
         if args.summary:
-            names = sorted(set().union(*(_obstacles(one) for one in judged)))
+            names = sorted(set().union(*(_obstacles(one) for one in assessed)))
             obstacles.update(names)
             print(f"{path}: {'accepted' if is_accepted else ', '.join(names)}")
         else:
-            for training, one in zip(trainings, judged):
+            for training, one in zip(trainings, assessed):
                 print("\n".join(_report(path, training, one)))
     if args.summary:
         print(f"\n{accepted} of {len(args.files)} accepted")
@@ -74,33 +74,33 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _obstacles(judgement) -> Iterator[str]:
+def _obstacles(assessment) -> Iterator[str]:
     from megatron_ds.recipes.verdict import Kind
-    found = {f"{v.kind.value} {v.name}" for v in judgement.verdicts
+    found = {f"{v.kind.value} {v.name}" for v in assessment.verdicts
              if v.kind in (Kind.REFUSED, Kind.UNKNOWN)}
-    return found | {f"together: {problem[:90]}" for problem in judgement.problems}
+    return found | {f"together: {problem[:90]}" for problem in assessment.problems}
 
 
-def _report(path: Path, training, judgement) -> Iterator[str]:
+def _report(path: Path, training, assessment) -> Iterator[str]:
     """The lines for one training."""
     from megatron_ds.recipes.shell_values import shown
     from megatron_ds.recipes.verdict import Kind
     yield f"{path}{f', {training.script}' if training.script else ''}"
     for kind in Kind:
-        rows = [verdict for verdict in judgement.verdicts if verdict.kind is kind]
+        rows = [verdict for verdict in assessment.verdicts if verdict.kind is kind]
         if rows:
             yield f"  {kind.value}:"
         for verdict in rows:
             left = f"    {verdict.name} {verdict.value}".rstrip()
             yield left if not verdict.text else f"{left:<48}  {verdict.text}"
-    for problem in judgement.problems:
+    for problem in assessment.problems:
         yield f"  refused together: {problem}"
-    if judgement.command:
-        yield f"  write here, for {judgement.ranks} process{'es' * (judgement.ranks > 1)}:"
+    if assessment.command:
+        yield f"  write here, for {assessment.ranks} process{'es' * (assessment.ranks > 1)}:"
         yield from _wrapped([shown(word) if "\x01" in word else shlex.quote(word)
-                             for word in judgement.command])
+                             for word in assessment.command])
     else:
-        yield "  runs as it is" if judgement.is_accepted else "  does not run as it is"
+        yield "  runs as it is" if assessment.is_accepted else "  does not run as it is"
     yield ""
 
 

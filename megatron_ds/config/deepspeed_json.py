@@ -39,6 +39,7 @@ TRANSLATED: Mapping[str, Option] = {
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
     "aio.thread_count": json_key(int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1),
+    "wandb.enabled": json_key(bool, "whether the block is used; the project is deepspeed unless given"),
     "tensorboard.enabled": json_key(bool, "whether the block is used"),
     "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
@@ -142,6 +143,7 @@ def _declared(document: JsonDocument) -> None:
     """Keys that an option declares."""
     off = {block + "." for block in ("fp16", "bf16") if document.values.get(block + ".enabled",
                                                                             False) is False}
+    off |= {"wandb."} if document.values.get("wandb.enabled", False) is not True else set()
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
@@ -207,6 +209,8 @@ def _offload(document: JsonDocument) -> None:
 
 
 def _tensorboard(document: JsonDocument) -> None:
+    if document.take("wandb.enabled") and "wandb.project" not in document.values:
+        document.give("logging.wandb_project", "deepspeed", "wandb.enabled")
     if not document.take("tensorboard.enabled"):
         return
     folder = document.take("tensorboard.output_path")

@@ -50,6 +50,16 @@ class ParallelConfig:
         help="Decoder layers of each pipeline stage, such as 3,2,3; or one letter per layer, such as "
              "Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). With several stages on a rank, "
              "one entry per stage. Default: see --pipeline-cut.")
+    decoder_first_pipeline_num_layers: int | None = option(None, at_least=1,
+        help="Decoder layers of the first pipeline rank; the others share the rest evenly.")
+    decoder_last_pipeline_num_layers: int | None = option(None, at_least=1,
+        help="Decoder layers of the last pipeline rank; the others share the rest evenly.")
+    account_for_embedding_in_pipeline_split: bool = option(False,
+        help="Count the embedding as a layer when layers are divided among the stages.",
+        avoid="--pipeline-cut flops counts it by its cost.")
+    account_for_loss_in_pipeline_split: bool = option(False,
+        help="Count the output head as a layer when layers are divided among the stages.",
+        avoid="--pipeline-cut flops counts it by its cost.")
     pipeline_cut: str = option("flops", choices=("flops", "parameters", "uniform", "measured"),
         json="pipeline.partition", values={"best": "flops"},
         help="How layers are assigned to stages: the cost of the most expensive stage is minimal. The cost "

@@ -100,6 +100,9 @@ class OptimizerConfig:
     hysteresis: int = option(
         2, at_least=1, json="fp16.hysteresis", help="Overflows after which the scale is halved (fp16 only).")
 
+    fp16_auto_cast: bool = option(False, json="fp16.auto_cast",
+        help="An engine casts floating-point inputs of its module to fp16 (fp16 only). Training scripts have "
+             "none.")
     main_grads_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"),
         json="data_types.grad_accum_dtype", switches={
             "--accumulate-allreduce-grads-in-fp32": "fp32", "--grad-reduce-in-bf16": "bf16"},
@@ -190,6 +193,10 @@ class TrainConfig:
     calculate_per_token_loss: bool = option(
         False, help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",
         avoid="It only matters if micro-batches have different numbers of unmasked tokens.")
+    check_weight_hash_across_dp_replicas_interval: int | None = option(None, at_least=1, unit="iterations",
+        help="Compare the weights of data-parallel ranks at steps that are a multiple of this, and stop if "
+             "they differ. With ZeRO stage 3 only those that are whole on every rank.",
+        avoid="It copies all weights to the host.")
     deterministic_mode: bool = option(False,
         help="Use only operations whose result is the same in every run, on the same layout; an operation "
              "that has none raises an error.",
@@ -240,6 +247,12 @@ class LoggingConfig:
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
         None, help="Directory for TensorBoard events. Default: none are written.")
+    wandb_project: str | None = option(None, json="wandb.project",
+        help="Project of Weights & Biases, which then receives the values of TensorBoard. Needs the package "
+             "wandb.")
+    wandb_exp_name: str | None = option(None, help="Name of the run in --wandb-project.")
+    wandb_entity: str | None = option(None, json="wandb.team", help="Team or user of --wandb-project.")
+    wandb_save_dir: str | None = option(None, help="Folder for the files of W&B.")
     metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
         help="File to which the record of each log line is appended as JSON. Default: metrics.jsonl in the "
              "--save directory, if there is one.")

@@ -76,7 +76,7 @@ FLAGS = MOE_FLAGS | MEGATRON_FLAGS | table(
 
 # Whole families of flags, by how they begin.
 FAMILIES = table({}, {
-    "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.": "--wandb-",
+    "metrics go to the log, to TensorBoard, to W&B and to --metrics-jsonl. Remove it.": "--wandb-",
     "fp8 is not available. Use --bf16, and remove it.": "--fp8-"}, {})
 
 # Keys of DeepSpeed's JSON. A key covers the block under it.
@@ -151,13 +151,12 @@ KEYS = table(
         "write --tensor-model-parallel-size, or give an engine a module that is split.": "tensor_parallel",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.":
-            "csv_monitor comet monitor_config wandb",
+            "csv_monitor comet monitor_config wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it.":
             "flops_profiler",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",
-        "floating-point inputs are not cast: pass them in fp16. Remove it.": "fp16.auto_cast",
         "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
         "master weights and gradients are in fp32. Remove it.":
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "

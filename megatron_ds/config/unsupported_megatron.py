@@ -1,6 +1,6 @@
 """Flags of Megatron-LM and Megatron-DeepSpeed that choose an implementation or are not available.
 
-`unsupported.py` says when a flag is accepted and when it is refused; layers with experts are in
+`unsupported.py` states when a flag is accepted and when it is refused; layers with experts are in
 `unsupported_moe.py`.
 """
 
@@ -24,7 +24,7 @@ MEGATRON_FLAGS = table(
             "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --wgrad-deferral-limit",
         "kernels are chosen by what the device supports":
             "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
-            "--disable-bf16-reduced-precision-matmul --enable-cuda-graph --external-cuda-graph "
+            "--enable-cuda-graph --external-cuda-graph "
             "--te-rng-tracker --use-te-rng-tracker --use-transformer-engine-op-fuser",
         "memory of the device is managed by torch's allocator":
             "--empty-unused-memory-level --fsdp-double-buffer --fsdp-manual-registration --use-nccl-ub",
@@ -35,18 +35,17 @@ MEGATRON_FLAGS = table(
             "--deepspeed-activation-checkpointing",
         "with --sequence-parallel every rank keeps a slice of each activation":
             "--distribute-checkpointed-activations --distribute-saved-activations",
-        "--data-parallel-sharding-strategy says what is split; without it nothing is": "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
         "weights are drawn where they are kept": "--init-model-with-meta-device",
         "gradients are averaged over the ranks": "--ddp-average-in-collective",
         "it changes which ranks keep a copy of the state, not the numbers; --zero-stage splits it over all "
         "data-parallel ranks":
             "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
-        "layers are assigned to stages by their FLOPs, and the embedding and the head have theirs":
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         "selective recomputation is that of core attention; what is recomputed changes no number":
             "--recompute-modules",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
-        "no feature needs it": "--enable-experimental --test-mode",
+        "no feature needs it": "--enable-experimental",
+        "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
     },
     refused={
         "context parallelism is not available. Remove it.":
@@ -73,9 +72,10 @@ MEGATRON_FLAGS = table(
             "--mup-base-hidden-size --use-mup",
         "this activation is not available. Remove it.":
             "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
-        "the layers of a model are chosen by its options. Remove it.":
-            "--export-force-local-attention --spec",
+        "the layers of a model are chosen by its options. Remove it.": "--export-force-local-attention",
         "errors are not injected. Remove it.": "--error-injection-type",
+        "torch's default decides how matrix products of bf16 are summed. Remove it.":
+            "--disable-bf16-reduced-precision-matmul",
         "activations stay on the device. Write --recompute-granularity full if they do not fit.":
             "--checkpoint-in-cpu --cpu-offloading-num-layers --fine-grained-activation-offloading "
             "--offload-modules",
@@ -84,18 +84,17 @@ MEGATRON_FLAGS = table(
         "write --finetune, which loads weights only and starts at the first step.":
             "--no-load-lr-state --reset-iteration",
         "evaluation uses the global batch size. Remove it.": "--eval-global-batch-size",
-        "write --pipeline-layout, such as 3,2,3.":
-            "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
         "fp8 is not available. Use --bf16, and remove it.":
             "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
-        "weights of replicas are not compared. Remove it.":
-            "--check-weight-hash-across-dp-replicas-interval",
     },
     only={
         "--rerun-mode": Answer(
             "a loss that is not finite is located, and ends the run unless --check-for-nan continue is given",
             "steps are not computed twice to find faults of the hardware. Remove it.",
             ("disabled", "validate_results", *OFF)),
+        "--spec": Answer(
+            "there is one implementation of each layer",
+            "the layers of a model are chosen by its options. Remove it.", ("local", *OFF)),
         "--error-injection-rate": Answer(
             "errors are not injected", "errors are not injected. Remove it.", ("0", *OFF)),
         "--ds-sequence-parallel-size": Answer(
@@ -104,10 +103,10 @@ MEGATRON_FLAGS = table(
         "--megatron-fsdp-main-params-dtype": Answer(
             "master weights are in fp32", "master weights are in fp32. Remove it.", ("fp32", *OFF)),
         "--megatron-fsdp-main-grads-dtype": Answer(
-            "gradients accumulate in --main-grads-dtype", "write --main-grads-dtype.", ("auto", *OFF)),
+            "gradients accumulate in fp32", "write --main-grads-dtype.", ("fp32", "auto", *OFF)),
         "--megatron-fsdp-grad-comm-dtype": Answer(
-            "gradients are sent in --communication-data-type", "write --communication-data-type.",
-            ("auto", *OFF)),
+            "gradients are sent in fp32, in which they accumulate", "write --communication-data-type.",
+            ("fp32", "auto", *OFF)),
         "--outer-dp-sharding-strategy": Answer(
             "ZeRO splits state over all data-parallel ranks",
             "ZeRO splits state over all data-parallel ranks. Remove it.", ("no_shard", *OFF)),

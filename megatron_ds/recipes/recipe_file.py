@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .shell_script import Script, read_script
-from .shell_syntax import ShellError
+from .shell_tokens import ShellError
 from .shell_values import IS_OPEN, Scope, fields_of, opened
 
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_\d+)?")
@@ -35,7 +35,7 @@ class Training:
 
     script   the Python file that it starts; "" for a JSON alone
     words    its command line, with open values (`shell_values`)
-    ranks    how many processes; None if the recipe does not say
+    ranks    how many processes; None if the recipe does not state it
     files    name → text of the files that the recipe would write: the JSON for --deepspeed_config
     """
 
@@ -120,7 +120,7 @@ def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
         if value is True or value is None or value == "":
             continue
         if isinstance(value, list):
-            words += [str(item) for item in value]
+            words += " ".join(map(str, value)).split()
             continue
         text = str(value).strip()
         if re.fullmatch(r"\[[^\]]+\]", text):

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, ShellError, Statement, statements_of
+from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, Statement, statements_of
+from .shell_tokens import ShellError
 from .shell_values import Scope, array_of, closed, fields_of, is_true, opened, shown, value_of
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.S)
@@ -25,7 +26,7 @@ MOST = 20_000                            # statements that are read
 
 @dataclass(frozen=True)
 class Launch:
-    """A training command. script: the Python file; words: after it; ranks: None if the command does not say.
+    """A training command. script: the Python file; words: after it; ranks: None if the command does not state it.
 
     Values that only a run of the script could know are open (`shell_values`).
     """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .shell_syntax import CLOSE, OPEN, skip_unit, tokens_of
+from .shell_tokens import CLOSE, OPEN, skip_unit, tokens_of
 
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -272,6 +272,11 @@ def _number(node: ast.AST) -> int:
     """The value of a tree of numbers and operators. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         value = node.value
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, power = _number(node.left), _number(node.right)
+        if not 0 <= power <= 64 or abs(base) > 2**16:
+            raise ValueError("too large")
+        value = base**power
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         value = BINARY[type(node.op)](_number(node.left), _number(node.right))
     elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in BINARY:

@@ -60,7 +60,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Assessment:
     """The verdicts on a training.
 
     problems   between several options; the values are those of the recipe for `ranks` processes
@@ -78,12 +78,12 @@ class Judgement:
         return not self.problems and all(v.kind in (Kind.DONE, Kind.ACCEPTED) for v in self.verdicts)
 
 
-def judge(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] = (),
-          ranks: int | None = None) -> Judgement:
-    """The judgement of one training.
+def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] = (),
+          ranks: int | None = None) -> Assessment:
+    """The assessment of one training.
 
     known, rules  as for `config.parse.parse`
-    ranks         how many processes; None: as many as the recipe says, otherwise the fewest
+    ranks         how many processes; None: as many as the recipe states, otherwise the fewest
     """
     line, verdicts, unread, words = _read_words(training)
     readings = []
@@ -91,15 +91,17 @@ def judge(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] = 
         reading = _read_json(name, text)
         readings.append(reading)
         verdicts += _of_json(reading)
-    ranks = ranks or training.ranks or _fewest(line, readings)
+    if ranks is None:                        # a script often states the processes of one of its nodes
+        ranks, fewest = training.ranks, _fewest(line, readings)
+        ranks = fewest if ranks is None or ranks % fewest and ranks < fewest else ranks
     defaults = {"model": "bert"} if "bert" in training.script else {}
     problems: list[str] = []
     if training.script:
         unread |= set().union(*(reading.unread for reading in (line, *readings)))
         problems = _problems(line, readings, ranks, defaults, known, rules, unread)
-    judged = Judgement(tuple(verdicts), tuple(problems), ranks, ())
-    return Judgement(judged.verdicts, judged.problems, ranks,
-                     _command(training, ranks, words) if judged.is_accepted else ())
+    assessed = Assessment(tuple(verdicts), tuple(problems), ranks, ())
+    return Assessment(assessed.verdicts, assessed.problems, ranks,
+                     _command(training, ranks, words) if assessed.is_accepted else ())
 
 
 # ------------------------------------------------------------------------------------------------- flags
@@ -183,9 +185,17 @@ def _of_json(reading: Reading) -> Iterator[Verdict]:
 
 # -------------------------------------------------------------------------------------------- the whole
 def _fewest(line: CommandLine, readings: Sequence[Reading]) -> int:
-    """The fewest processes that hold one copy of the model, with its experts divided as asked."""
+    """The fewest processes that hold one copy of the model, with its experts divided as asked; as many copies
+    as the batch sizes imply, if they do."""
+    found = dict.fromkeys(("micro_batch_size", "global_batch_size", "gradient_accumulation_steps"))
+    for setting in (*(s for reading in readings for s in reading.settings), *line.settings):
+        if setting.path.startswith("train.") and setting.path[6:] in found:
+            found[setting.path[6:]] = setting.value
+    micro, whole, steps = found.values()
+    copies = whole // (micro * steps) if micro and whole and steps else 1
     config, _ = assembled(line, readings, 1)
-    return config.parallel.model_parallel_size * config.parallel.expert_model_parallel_size
+    parallel = config.parallel
+    return parallel.model_parallel_size * max(copies, parallel.expert_model_parallel_size)
 
 
 def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaults: Mapping[str, Any],

@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -86,13 +87,11 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
                    defaults={**options_of_checkpoint(argv), **defaults})
-    if config.train.deterministic_mode:
-        use_deterministic_operations()
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
         stop.defer()
-    with joined(config, launch) as mesh:
+    with deterministic_operations(config.train.deterministic_mode), joined(config, launch) as mesh:
         try:
             reason = train(config, mesh, launch.source, started, stop)
         except torch.OutOfMemoryError as error:
@@ -197,10 +196,17 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
         check_log(config)
 
 
-def use_deterministic_operations() -> None:
-    """Let torch use only deterministic algorithms; cuBLAS needs a workspace of fixed size for them."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+@contextmanager
+def deterministic_operations(wanted: bool) -> Iterator[None]:
+    """Inside, if wanted, torch uses deterministic algorithms; cuBLAS needs a fixed workspace for them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _set_up_logging(rank: int) -> None:

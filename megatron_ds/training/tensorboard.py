@@ -45,19 +45,25 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         """Write the values of the record, or raise OSError."""
         # Losses and metrics are drawn against steps and against samples, other values against steps only.
-        if isinstance(record, EvalRecord):
-            split, others = record.split, {}
-            losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
-                      **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
-        else:
-            losses = {"lm loss": record.loss, **record.metrics}
-            tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
-            values = ((tag, getattr(record, name)) for tag, name in tags.items())
-            times = record.times if self._timers else {}
-            others = {tag: value for tag, value in values if value is not None} | dict(record.tags) | {
-                f"{name}-time": max(seconds) for name, seconds in times.items() if name != "batch-generator"}
+        losses, others = scalars_of(record, self._timers)
         self._steps.write(losses | others, record.step)
         self._samples.write({f"{tag} vs samples": value for tag, value in losses.items()}, record.samples)
+
+
+def scalars_of(record: Record, timers: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """(losses and metrics, other values) of a record by tag. timers: with the times of phases."""
+    if isinstance(record, EvalRecord):
+        split, others = record.split, {}
+        losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
+                  **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
+    else:
+        losses = {"lm loss": record.loss, **record.metrics}
+        tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
+        values = ((tag, getattr(record, name)) for tag, name in tags.items())
+        times = record.times if timers else {}
+        others = {tag: value for tag, value in values if value is not None} | dict(record.tags) | {
+            f"{name}-time": max(seconds) for name, seconds in times.items() if name != "batch-generator"}
+    return losses, others
 
 
 class EventFile:

@@ -28,6 +28,7 @@ from .build import Engine
 from .log import Log
 from .phase_times import PhaseTimes, times_text
 from .records import EvalRecord, TrainRecord
+from .replica_check import check_replicas
 from .run_checkpoint import save_run
 from .state_statistics import memory_tags, optimizer_states, params_norm
 from .step import StepOutcome, Tracer, evaluate, train_step
@@ -109,6 +110,8 @@ class Trainer:
             if train.eval_iters and self.loaders.valid and _due(train.eval_interval, step):
                 if self.evaluate("validation"):
                     return self._stop_reason()
+            if _due(train.check_weight_hash_across_dp_replicas_interval, step):
+                check_replicas(self.engine.optimizer, self.engine.mesh, step)
             if self.config.checkpoint.save and _due(self.config.checkpoint.save_interval, step):
                 self.save()
             if _due(train.exit_interval, step) and not self._is_finished():

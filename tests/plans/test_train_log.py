@@ -35,7 +35,8 @@ MEGATRON = re.compile(
 
 def logging_to(tmp_path, **where):
     """The parts of a config that the log reads."""
-    logging = {"metrics_path": None, "tensorboard_dir": None, "progress_bar": True} | where
+    logging = {"metrics_path": None, "tensorboard_dir": None, "progress_bar": True,
+               "log_timers_to_tensorboard": False, "wandb_project": None} | where
     return SimpleNamespace(logging=SimpleNamespace(**logging),
                            checkpoint=SimpleNamespace(save=str(tmp_path / "save")))
 
