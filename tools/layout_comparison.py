@@ -17,7 +17,7 @@ import torch
 
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
-from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay
+from megatron_ds.config.training_schedule import make_batch_size, make_learning_rates, make_weight_decay
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
@@ -138,14 +138,15 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     engine = build_engine(config, mesh)
     if watch is not None:
         watch(engine)
-    learning_rate, weight_decay, batch_size = (make_learning_rate(config), make_weight_decay(config),
-                                               make_batch_size(config))
+    rates, weight_decay, batch_size = (make_learning_rates(config), make_weight_decay(config),
+                                       make_batch_size(config))
     progress, losses, norms, metrics = Progress(), [], [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
             outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
-                                 learning_rate=learning_rate(progress), weight_decay=weight_decay(progress))
+                                 learning_rate={name: rate(progress) for name, rate in rates.items()},
+                                 weight_decay=weight_decay(progress))
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)
@@ -265,9 +266,13 @@ def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
 
     A bias of the keys adds the same number to all scores of a query, which does not change the softmax.
     Without rotary positions its gradient is zero except for rounding, and Adam normalizes that rounding to
-    full steps. These rows are left out.
+    full steps. These rows are left out, and the bias of the norm of the keys, which does the same.
     """
-    if not name.endswith("linear_qkv.bias") or model.position_embedding_type == "rope":
+    if model.position_embedding_type == "rope":
+        return values
+    if name.endswith("k_layernorm.bias"):
+        return values[:0]
+    if not name.endswith("linear_qkv.bias"):
         return values
     groups = values.view(model.query_groups, -1, model.head_dim)       # per group [queries.., key, value]
     return torch.cat((groups[:, :-2], groups[:, -1:]), dim=1)

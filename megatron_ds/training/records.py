@@ -31,6 +31,7 @@ class TrainRecord:
     params_norm        of all weights; None unless it is computed
     times              phase → seconds per step of each rank that had it, with --timing-log-level
     tags               values for TensorBoard alone, by tag
+    decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     """
 
     step: int
@@ -61,6 +62,7 @@ class TrainRecord:
     params_norm: float | None = None
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
     tags: Mapping[str, float] = field(default_factory=dict)
+    decoupled_learning_rate: float | None = None
 
     kind = "train"
 
@@ -77,6 +79,8 @@ class TrainRecord:
             f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{digits}f}",
             f"learning rate: {self.learning_rate:.6E}",
+            *([] if self.decoupled_learning_rate is None
+              else [f"decoupled learning rate: {self.decoupled_learning_rate:.6E}"]),
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
             *(f"{name}: {mean:.6E}" for name, mean in over_layers(self.metrics).items()),
