@@ -28,7 +28,7 @@ _FLAGS = {
     "--tensor-model-parallel-size": "tp tp-size tensor-parallel tensor-parallel-size",
     "--pipeline-model-parallel-size":
         "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
-    "--context-parallel-size": "cp cp-size sequence-parallel-size ds-sequence-parallel-size",
+    "--context-parallel-size": "cp cp-size sequence-parallel-size",
     "--num-experts":
         "moe experts n-experts num-moe-experts num-local-experts n-routed-experts num-routed-experts",
     "--moe-router-topk": "top-k num-experts-per-tok num-experts-per-token experts-per-token moe-topk moe-k",
