@@ -99,7 +99,7 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     reading = reading_of(name, block)
     settings = reading.settings_or_error()
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)
-               and s.value != all_options()[s.path].default]
+               and not (s.path.startswith("logging.") and s.value == all_options()[s.path].default)]
     reject([*_autos(name, block), *(
         f"{s.source} is refused here: it is for pretrain_gpt.py, which has its own loop and log. Remove it."
         for s in strange)])

@@ -26,7 +26,7 @@ MOST = 20_000                            # statements that are read
 
 @dataclass(frozen=True)
 class Launch:
-    """A training command. script: the Python file; words: after it; ranks: None if the command does not state it.
+    """A training command. script: the Python file; words: after it; ranks: None if it does not state them.
 
     Values that only a run of the script could know are open (`shell_values`).
     """

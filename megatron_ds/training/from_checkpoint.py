@@ -15,11 +15,11 @@ from ..errors import CheckpointError
 LOAD, WANTED = "checkpoint.load", "checkpoint.use_checkpoint_args"
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 # What determines the learning rate and the weight decay at a number of samples.
-SCHEDULE = ("lr", "min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
-            "weight_decay_incr_style", "lr_decay_style", "lr_decay_iters", "lr_decay_samples",
-            "lr_decay_tokens", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
-            "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_style", "lr_wsd_decay_iters",
-            "lr_wsd_decay_samples", "lr_wsd_decay_style")
+SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
+            "end_weight_decay", "weight_decay_incr_style", "lr_decay_style", "lr_decay_iters",
+            "lr_decay_samples", "lr_decay_tokens", "lr_warmup_iters", "lr_warmup_samples",
+            "lr_warmup_tokens", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_style",
+            "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
 
 
 def options_of_checkpoint(argv: Sequence[str]) -> dict[str, Any]:

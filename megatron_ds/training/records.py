@@ -27,11 +27,11 @@ class TrainRecord:
     actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
     metrics            loss terms and metrics that layers added, by name
-    decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     num_zeros          elements of the gradient that are zero; None unless they are counted
     params_norm        of all weights; None unless it is computed
     times              phase → seconds per step of each rank that had it, with --timing-log-level
     tags               values for TensorBoard alone, by tag
+    decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     """
 
     step: int
@@ -58,11 +58,11 @@ class TrainRecord:
     layer_tokens: int = 0
     actual_seq_length: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    decoupled_learning_rate: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
     tags: Mapping[str, float] = field(default_factory=dict)
+    decoupled_learning_rate: float | None = None
 
     kind = "train"
 

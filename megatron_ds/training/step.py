@@ -38,9 +38,9 @@ class NonFiniteLossError(MegatronDSError):
 class StepOutcome(StepReport):
     """Result of one step.
 
-    grad_norm  unscaled, before clipping; NaN where it is not finite
-    num_zeros  elements of the gradient that are zero, with --log-num-zeros-in-grad
+    grad_norm                unscaled, before clipping; NaN where it is not finite
     decoupled_learning_rate  of word embeddings and output layers; None without --decoupled-lr
+    num_zeros                elements of the gradient that are zero, with --log-num-zeros-in-grad
     """
 
     grad_norm: float
@@ -54,8 +54,8 @@ class StepOutcome(StepReport):
 
 
 def train_step(engine: Engine, batch: Batch, progress: Progress, *,
-               learning_rate: float | Mapping[str, float], weight_decay: float, stop: bool = False,
-               times: PhaseTimes | None = None) -> StepOutcome:
+               learning_rate: float | Mapping[str, float], weight_decay: float,
+               stop: bool = False, times: PhaseTimes | None = None) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
     learning_rate: of all parameters, or by name as of `make_learning_rates`

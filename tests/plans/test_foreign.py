@@ -97,7 +97,7 @@ def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off)
     ("gradient_allreduce_op", "sum"), ("autotuning", {"enabled": True}),
     ("activation_checkpointing.profile", True),
     ("zero_optimization.zero_quantized_weights", True),
-    ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False), ("wandb", {"enabled": True}),
+    ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False),
     ("compression_training", {"layer_reduction": {"enabled": True}})])
 def test_a_key_that_would_change_numbers_or_is_missing_here_is_refused(key, value):
     problems = reading_of("ds.json", nested(key, value)).problems
