@@ -34,7 +34,7 @@ from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
 from .set_plan import ParameterUse, is_tied, plan_parameters
 from .settings import ZeroSettings
-from .shard_optimizer import Leaf, ShardOptimizer
+from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .tiers import DEVICE, open_tiers
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -170,7 +170,7 @@ class ZeroOptimizer:
         """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
         self._tied.reduce(stage_index)
 
-    def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
+    def step(self, lr: Rates, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
         """`measure` and `update`; between them the host waits for the device. Collective over the world."""
         return self.update(self.measure().tolist(), lr, weight_decay, grad_divisor)
 
@@ -189,13 +189,14 @@ class ZeroOptimizer:
         return sum_over_ranks(squares, self._received(), self.groups)
 
     @torch.no_grad()
-    def update(self, measured: Sequence[float], lr: float | None, weight_decay: float = 0.0,
+    def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,
                grad_divisor: float = 1.0) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
         measured: the numbers of `measure`, on the host
-        lr, weight_decay: of all parameter groups; lr None: torch's parameter groups have their own of both.
+        lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
+        groups have their own of both.
         Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
         data-parallel ranks have gradients of different parameters.
         """
@@ -222,7 +223,7 @@ class ZeroOptimizer:
         self.scaler.update(overflow)
         return overflow and self.scaler.check_overflow
 
-    def _clip_and_update(self, lr: float | None, weight_decay: float, divisor: float, norm: float) -> None:
+    def _clip_and_update(self, lr: Rates, weight_decay: float, divisor: float, norm: float) -> None:
         """One divisor unscales and clips: the optimizers apply it while they read the gradients."""
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0

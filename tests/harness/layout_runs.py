@@ -42,6 +42,7 @@ class Seen:
     places: set[str]                        # where state is: "device", "cpu", "nvme"
     stages: tuple[int, ...]                 # of the pipeline
     traffic: Traffic                        # grows while the rank trains
+    parallel: set[bool] = field(default_factory=set)                # blocks whose halves read the same input
     block_inputs: set[tuple] = field(default_factory=set)
     most_documents: int = 0                 # of a sample, that attention keeps apart
     restarts: int = 0                       # positions that are not above those before them
@@ -116,7 +117,8 @@ def look_at(engine) -> Seen:
                 parameter_bytes=memory.parameters, gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
-                stages=tuple(engine.stages), traffic=engine.mesh.traffic)
+                stages=tuple(engine.stages), traffic=engine.mesh.traffic,
+                parallel={block.parallel_residual for block in blocks})
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.see_block(*inputs[:2]))
     for stage in engine.stages.values():

@@ -34,7 +34,12 @@ OFFLOADS = ("none", "cpu", "nvme")
 SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),
              "zb-auto": (1,)}
 SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1),
-                  "documents": ("joined", "apart"), "ltd": (0, 1)}
+                  "documents": ("joined", "apart"), "ltd": (0, 1), "features": ("plain", "heads", "block")}
+# What attention does with its heads, and what a block does with its parts.
+FEATURES = {"plain": [], "heads": ["--qk-layernorm", "--add-qkv-bias"],
+            "block": ["--use-parallel-residual", "--apply-layernorm-1p", "--decoupled-lr", "2e-3"]}
+OF_ROTARY = {"heads": ["--rotary-interleaved", "--rotary-percent", "0.5", "--kv-channels", "12"],
+             "block": ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2"]}
 # Blocks but the first and the last: from 4 of the 24 tokens to all of them in 16 of the 20 steps.
 LTD = "--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps 16 --random-ltd-tokens-per-step 2".split()
 
@@ -68,6 +73,7 @@ def all_cases() -> list[dict]:
         schedule, chunks = turns[i % len(turns)] if case["pp"] > 1 else ("1f1b", 1)
         cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0,
                              "documents": ("joined", "apart")[i % 2], "ltd": i // 2 % 2,
+                             "features": tuple(FEATURES)[i % 3],
                              "offload": OFFLOADS[i // len(turns) % 3] if case["zero"] else "none"})
     return cases
 
@@ -78,6 +84,7 @@ def name_of(case) -> str:
     words += [f"chunks{case['chunks']}"] * (case["chunks"] > 1)
     words += [case["offload"]] * (case["offload"] != "none")
     words += [case["documents"]] * (case["documents"] == "apart") + ["ltd"] * case["ltd"]
+    words += [case["features"]] * (case.get("features", "plain") != "plain")
     return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
 
 
@@ -89,8 +96,11 @@ def layers_of(case) -> int:
 def job_of(case) -> list[str]:
     # test_sample_layouts.py
     reading = {option: case[option] for option in ("samples", "readers") if option in case}
-    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"],
-                    layers_of(case), GLOBAL_BATCH, STEPS, case["documents"], **reading) + LTD * case["ltd"]
+    job = tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"],
+                   layers_of(case), GLOBAL_BATCH, STEPS, case["documents"], **reading)
+    features = case.get("features", "plain")
+    of_rotary = OF_ROTARY.get(features, []) if case["style"] == "llama" else []
+    return job + LTD * case["ltd"] + FEATURES[features] + of_rotary
 
 
 def layout_of(case) -> str:
@@ -139,7 +149,13 @@ def check_in_force(case, run: Run) -> None:
     assert {s.dtypes.pop() for s in seen} == {torch.float32 if case["dtype"] == "fp32" else torch.bfloat16}
     assert ("output_layer.weight" in weights) == (case["embeddings"] == "untied")
     assert ("embedding.position_embeddings.weight" in weights) == (not rotary)
-    rows = (4 + 2 * (2 if rotary else 4)) * HEAD_ROWS   # 4 heads of queries; of keys and values as many, or 2
+    heads, block = (case.get("features") == name for name in ("heads", "block"))
+    assert ("decoder.layers.0.self_attention.q_layernorm.weight" in weights) == heads
+    assert ("decoder.layers.0.self_attention.linear_qkv.bias" in weights) == (heads or not rotary)
+    assert (weights["decoder.final_layernorm.weight"].mean() < 0.5) == block
+    assert set.union(*(s.parallel for s in seen)) == {block}
+    # 4 heads of queries; of keys and values as many, or 2
+    rows = (4 + 2 * (2 if rotary else 4)) * (12 if heads and rotary else HEAD_ROWS)
     assert set.union(*(s.qkv_rows for s in seen)) == {rows // t}
     blocks = [len({name for name in s.layers if name.endswith("linear_qkv")}) for s in seen]
     assert sum(blocks) == layers * t * d and all(0 < n <= layers - p + 1 for n in blocks)
