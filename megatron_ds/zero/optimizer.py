@@ -24,6 +24,7 @@ from torch import nn
 from ..mpu.collectives import barrier
 from ..mpu.param_spec import ParamSpec
 from ..optim import group_of
+from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
 from .gathering import LayerGathering
@@ -88,6 +89,7 @@ class ZeroOptimizer:
                  use: ParameterUse | None = None, device: torch.device | None = None,
                  draw: Draw | None = None):
         parameters, use = list(dict.fromkeys(parameters)), use or ParameterUse()
+        self._use = use
         self.settings, self.groups, self.scaler = settings, groups, settings.make_scaler()
         self.device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self.exchange = settings.make_exchange(self.device)
@@ -112,6 +114,20 @@ class ZeroOptimizer:
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
+    def arrivals_of(self, stage: int) -> Arrivals | None:
+        """What waits for the updated weights of each layer of a stage; None if they are there after `update`.
+
+        They are, unless `Arrivals.begin` is called. Stages share buckets, so then it must be for all stages.
+        """
+        if any(is_gathered_whole(s) for s in self.sets):
+            return Arrivals(self._use.layers[stage], self.sets)
+        return None
+
+    def wait_for_weights(self) -> None:
+        """Updated weights of all layers are there for what is queued from now on."""
+        for s in self.sets:
+            s.store.wait()
+
     def keep_gathered(self, stage: int) -> None:
         """Begin to gather all layers of a stage, whole until `release_gathered`. `enter` waits for each."""
         if gathering := self.gathering_of(stage):
@@ -125,6 +141,7 @@ class ZeroOptimizer:
     @contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
         """Inside, the parameters of a stage are whole; for reading only. Collective over the data group."""
+        self.wait_for_weights()
         self.keep_gathered(stage)
         if gathering := self.gathering_of(stage):
             gathering.wait()
@@ -181,6 +198,7 @@ class ZeroOptimizer:
         the host does not wait for the device.
         """
         self.reduce_tied()
+        self.wait_for_weights()         # of layers that had no forward
         for s in self.trained:
             s.buckets.finish()
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -236,6 +254,7 @@ class ZeroOptimizer:
     # -------------------------------------------------------------------------------- state
     def pieces(self) -> Iterator[StatePiece]:
         """All state of this rank's shard, in a fixed order."""
+        self.wait_for_weights()
         for s in self.sets:
             group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)

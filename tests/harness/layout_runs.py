@@ -5,6 +5,7 @@ alive, bytes of optimizer state. None of it is read from the configuration.
 """
 
 import functools
+import os
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
 
-GLOBAL_BATCH, NUM_LAYERS, STEPS = 4, 3, 20         # three layers are two stages that differ
+GLOBAL_BATCH, NUM_LAYERS = 4, 3                    # three layers are two stages that differ
+JOB_STEPS = 20                                     # of the job: its rates warm up and decay over them
+# Of the job, that are run: its beginning, and with `make test-all` the whole of it.
+STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 8
 
 
 @dataclass

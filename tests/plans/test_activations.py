@@ -90,7 +90,9 @@ def planned(config, mesh: Mesh, layers: slice, device: str) -> int:
     bounds = tuple(sorted({0, layers.start, layers.stop, len(plan.layers)}))
     plan = replace(plan, bounds=bounds, shape=PipelineShape("1f1b", len(bounds) - 1, 1))
     with without_memory(device) as where:
-        [stage] = StageRunner(config, mesh, plan, where, frozenset()).stages_of(bounds.index(layers.start))
+        # its backward says nothing of what the forward keeps
+        runner = StageRunner(config, mesh, plan, where, frozenset(), only_forward=True)
+        [stage] = runner.stages_of(bounds.index(layers.start))
     return stage.run.kept
 
 
