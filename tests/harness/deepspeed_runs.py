@@ -136,6 +136,9 @@ def main(rank: int, port: int, verb: str, words: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True      # slow on some processors
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None     # it compiles for minutes
     port = int(sys.argv[1])
     child = os.fork()                                       # imports are done once
