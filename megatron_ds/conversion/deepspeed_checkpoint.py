@@ -69,15 +69,21 @@ def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | 
         tensors = _merged([state.tensors for state in states], thirds)
     first, common = contents[0, 0], states[0].common
     shared = {alias: source for state in states for alias, source in state.shared.items()}
-    settings = {"ds_config": _plain(first.get("ds_config")), "args": _plain(fields_of(first.get("args"))),
-                "lr_scheduler": _plain(first.get("lr_scheduler")), "shared": shared,
-                "param_groups": _plain(common.get("param_groups")),
-                "client_state": {key: _plain(value) for key, value in first.items() if key not in OWN_KEYS}}
+    settings = plain_settings(first, common.get("param_groups"), shared)
     place = files.models[0, 0]
     progress = StoredProgress(count(first, "global_steps", place), count(first, "global_samples", place),
                               count(first, "tokens", place), count(first, "skipped_steps", place),
                               common.get("num_updates"), common.get("scaler", {}))
     return RawCheckpoint(folder, tensors, settings, progress, tuple(sorted(ignored)))
+
+
+def plain_settings(content: Mapping[str, Any], groups: Any, shared: Mapping[str, str]) -> dict[str, Any]:
+    """`RawCheckpoint.settings` from the content of a model file, and the groups of the optimizer."""
+    return {"ds_config": _plain(content.get("ds_config")), "args": _plain(fields_of(content.get("args"))),
+            "lr_scheduler": _plain(content.get("lr_scheduler")), "shared": dict(shared),
+            "param_groups": _plain(groups),
+            "client_state": {key: _plain(value) for key, value in content.items()
+                             if key not in (*OWN_KEYS, "args")}}
 
 
 def _check_same_save(files: EngineFiles, contents: Mapping[tuple[int, int], Mapping]) -> None:
@@ -148,7 +154,7 @@ def _shards(files: EngineFiles, rank: int, shapes: Sequence[Mapping], stage3: bo
                                ("base_optimizer_state", "single_partition_of_fp32_groups"))
     inners = [entry(state, inner_name, dict, path) for state, path in zip(states, paths)]
     masters = [entry(state, master_name, (list, tuple), path) for state, path in zip(states, paths)]
-    steps = {step for inner, path in zip(inners, paths) for step in _steps(inner, path)}
+    steps = {step for inner, path in zip(inners, paths) for step in optimizer_steps(inner, path)}
     if len(steps) > 1:
         raise CheckpointError(f"{files.folder}: parts of the optimizer state have made {sorted(steps)} steps. "
                               "Files of several checkpoints are mixed up. Copy all files of one again.")
@@ -165,7 +171,7 @@ def _shards(files: EngineFiles, rank: int, shapes: Sequence[Mapping], stage3: bo
         tensors = merged_parts({name: shape for group in shapes for name, shape in group.items()}, joined)
     else:
         tensors = _all_groups(shapes, states, groups, paths)
-    common = {"param_groups": inners[0].get("param_groups"), "scaler": _scaler(states[0].get("loss_scaler"))}
+    common = {"param_groups": inners[0].get("param_groups"), "scaler": scaler_numbers(states[0].get("loss_scaler"))}
     return tensors, common | ({"num_updates": steps.pop()} if steps else {})
 
 
@@ -200,21 +206,21 @@ def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[
                    for name, tensor in _layer_weights(layer, path).items()}
     inner = optimizer.get("optimizer_state_dict", optimizer)
     tensors = stage0_state(inner, optimizer.get("fp32_groups"), weights, place)
-    steps = _steps(inner, place)
-    common = {"param_groups": inner.get("param_groups"), "scaler": _scaler(optimizer)}
+    steps = optimizer_steps(inner, place)
+    common = {"param_groups": inner.get("param_groups"), "scaler": scaler_numbers(optimizer)}
     if MASTER in tensors:
         tensors[WEIGHT] = {**weights, **tensors.pop(MASTER)}
     return tensors, common | ({"num_updates": max(steps)} if steps else {})
 
 
-def _steps(inner: Mapping, place: object) -> set[int]:
+def optimizer_steps(inner: Mapping, place: object) -> set[int]:
     """Numbers of updates of the groups or parameters; FusedAdam records them in `param_groups`."""
     found = [*entry(inner, "state", Mapping, place, {}).values(), *entry(inner, "param_groups", list, place, [])]
     return {step for state in found if isinstance(state, Mapping)
             for step in [count(state, "step", place)] if step is not None}
 
 
-def _scaler(state: Any) -> dict[str, float]:
+def scaler_numbers(state: Any) -> dict[str, float]:
     """Numbers of a dynamic loss scaler; {} for a fixed one."""
     values = fields_of(state)
     if not (values.get("dynamic") or values.get("dynamic_loss_scale")) or "cur_scale" not in values:
