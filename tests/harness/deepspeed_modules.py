@@ -19,6 +19,12 @@ LLAMA = TinyConfig(num_layers=LAYERS, hidden_size=16, num_attention_heads=4, que
                    rotary_base=10000.0, normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
                    untie_embeddings_and_output_weights=True)
 
+# What Megatron-DeepSpeed stores of `GPT`, among much else.
+MDS_ARGUMENTS = dict(num_layers=LAYERS, hidden_size=16, num_attention_heads=2, num_key_value_heads=2,
+                     kv_channels=8, ffn_hidden_size=24, max_position_embeddings=12, seq_length=8,
+                     layernorm_epsilon=1e-5, normalization="layernorm", bias_gelu_fusion=True,
+                     padded_vocab_size=VOCAB, hidden_dropout=0.0, attention_dropout=0.0)
+
 
 class Small(nn.Module):
     """Odd sizes, a frozen layer, a shared weight, a buffer."""
@@ -108,7 +114,11 @@ class MdsEmbedding(Named):
         w = logical_weights(GPT, 1)
         super().__init__({f"{kind}_embeddings.weight": w[f"embedding.{kind}_embeddings.weight"].float()
                           for kind in ("word", "position")})
-        self.word_embeddings_weight = self.word_embeddings.weight      # as PipelineModule ties it
+
+    @property
+    def word_embeddings_weight(self):
+        """As PipelineModule finds the tied weight."""
+        return self.word_embeddings.weight
 
     def forward(self, tokens):
         return self.word_embeddings.weight[tokens] + self.position_embeddings.weight[:tokens.shape[1]]

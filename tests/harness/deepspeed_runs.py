@@ -10,6 +10,7 @@ and the fp32 weights after it.
 import importlib
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -108,7 +109,8 @@ def make(folder: Path, cases: list[str]) -> None:
         for step in range(STEPS):
             train(engine, is_pipeline, step, vocab)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
-        engine.save_checkpoint(str(folder / case), client_state={"iteration": STEPS, **info})
+        args = {"args": Namespace(**modules.MDS_ARGUMENTS)} if is_pipeline else {}
+        engine.save_checkpoint(str(folder / case), client_state={"iteration": STEPS, **args, **info})
         rest(engine, is_pipeline, vocab, folder / case / "next.pt")
 
 
