@@ -19,6 +19,7 @@ import torch
 
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
+from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
@@ -55,7 +56,6 @@ from .run_checkpoint import (
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
 from .startup_text import describe
-from .tokenizer_files import keep_tokenizer_files
 from .trainer import Loaders, Trainer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
