@@ -33,7 +33,11 @@ OWN_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param
             "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
             "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
             "checkpoint_parallel_dimensions", "universal_checkpoint_info"}
-TIED = "tied_modules."
+TIED, BUFFER = "tied_modules.", "buffer"
+# Classes whose content is read here, or stated by the files otherwise.
+READ = {"torch.Tensor", "argparse.Namespace", "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"}
 # Ours ← theirs, of the dynamic loss scaler.
 SCALER = {"loss_scale": "cur_scale", "loss_scale_lives": "cur_hysteresis",
           "loss_scale_last_overflow": "last_overflow_iter", "loss_scale_iteration": "cur_iter"}
@@ -68,13 +72,14 @@ def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | 
     else:
         tensors = _merged([state.tensors for state in states], thirds)
     first, common = contents[0, 0], states[0].common
+    tensors[BUFFER] = {name: tensor for content in contents.values() for name, tensor in _buffers(content).items()}
     shared = {alias: source for state in states for alias, source in state.shared.items()}
     settings = plain_settings(first, common.get("param_groups"), shared)
     place = files.models[0, 0]
     progress = StoredProgress(count(first, "global_steps", place), count(first, "global_samples", place),
                               count(first, "tokens", place), count(first, "skipped_steps", place),
                               common.get("num_updates"), common.get("scaler", {}))
-    return RawCheckpoint(folder, tensors, settings, progress, tuple(sorted(ignored)))
+    return RawCheckpoint(folder, tensors, settings, progress, tuple(sorted(ignored - READ)))
 
 
 def plain_settings(content: Mapping[str, Any], groups: Any, shared: Mapping[str, str]) -> dict[str, Any]:
@@ -124,6 +129,11 @@ def _state_of_rank(files: EngineFiles, contents: Mapping[tuple[int, int], Mappin
     tensors, common = _shards(files, rank, shapes, stage3, ignored)
     masters = {name: tensor for name, tensor in tensors.pop(MASTER).items() if name not in shared}
     return RankState({WEIGHT: {**weights, **masters}, **({} if weights_only else tensors)}, shared, common)
+
+
+def _buffers(content: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    names, held = content.get("buffer_names") or (), content.get("module") or {}
+    return {name: held[name] for name in names if isinstance(held.get(name), StoredTensor)}
 
 
 def _module_weights(content: Mapping[str, Any], place: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -312,5 +322,5 @@ def _plain(value: Any) -> Any:
 
 
 def without_state(raw: RawCheckpoint) -> RawCheckpoint:
-    """The weights alone."""
-    return replace(raw, tensors={WEIGHT: raw.tensors[WEIGHT]}, progress=replace(raw.progress, num_updates=None))
+    """The weights and buffers alone."""
+    return replace(raw, tensors={kind: raw.tensors[kind] for kind in (WEIGHT, BUFFER)}, progress=replace(raw.progress, num_updates=None))

@@ -16,7 +16,7 @@ from typing import Any
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
 from . import mds_family
-from .deepspeed_checkpoint import read_engine_folder, without_state
+from .deepspeed_checkpoint import BUFFER, read_engine_folder, without_state
 from .deepspeed_folder import LATEST, is_engine_folder, tag_folder
 from .family import Family, entries_of, initial, missing, model_of, to_ours, to_theirs, unused
 from .formats import Format, Wishes
@@ -62,6 +62,7 @@ def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckp
     """The checkpoint in our terms. Raises CheckpointError."""
     raw = read_raw(folder, wishes, universal)
     raw = without_state(raw) if wishes.weights_only else raw
+    raw = replace(raw, tensors={kind: named for kind, named in raw.tensors.items() if kind != BUFFER})
     if mds_family.is_of_megatron(raw.tensors[WEIGHT]):
         raw, family, options = _of_megatron(raw, wishes)
     else:

@@ -3,7 +3,7 @@
 import os
 import pickle
 from collections.abc import Mapping
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,7 +48,9 @@ class _Pickler(pickle._Pickler):
 
 def save_with_names(content: Any, path: str | os.PathLike) -> None:
     """torch.save, also of a `ForeignInstance` in `content`."""
-    torch.save(content, path, pickle_module=SimpleNamespace(Pickler=_Pickler))
+    module = ModuleType("pickle_with_names")
+    module.Pickler = _Pickler
+    torch.save(content, path, pickle_module=module)
 
 
 def scaler_object(numbers: Mapping[str, float]) -> ForeignInstance:

@@ -14,6 +14,7 @@ A folder written here has both model files, so that DeepSpeed loads it at any st
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 
 from ..checkpoint.folder import write_durably
 from ..errors import CheckpointError
-from .deepspeed_checkpoint import OWN_KEYS, optimizer_steps, plain_settings, scaler_numbers
+from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, optimizer_steps, plain_settings, scaler_numbers
 from .deepspeed_folder import count, entry, open_file, scalar, shapes_in, tag_folder
 from .foreign_names import save_with_names, scaler_object
-from .published import check_vacant_folder, published
+from .published import published
 from .stored_tensor import WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
 from .torch_file import read_torch_file
 from .zero_shards import merged_fragments
@@ -65,7 +66,12 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
             shapes |= shapes_in(group, place)
         shared |= entry(content, "shared_params", Mapping, place, {})
         buffers |= set(entry(content, "buffer_names", list, place, []))
-    tensors, steps = _tensors(folder / ZERO, shapes, {*shared, *buffers}, weights_only)
+    tensors, steps = _tensors(folder / ZERO, shapes, set(shared), weights_only)
+    tensors[BUFFER] = {name: tensors[WEIGHT].pop(name) for name in buffers if name in tensors[WEIGHT]}
+    if not tensors[BUFFER]:
+        tensors[BUFFER] = {name: tensor for content in contents
+                           for name, tensor in entry(content, "module", Mapping, place, {}).items()
+                           if name in buffers and isinstance(tensor, StoredTensor)}
     frozen = shapes_in(first.get("frozen_param_shapes") or {}, place)
     if absent := {name: shape for name, shape in frozen.items() if name not in tensors[WEIGHT]}:
         parts = [content.get("frozen_param_fragments") or {} for content in contents]
@@ -80,7 +86,7 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
                               count(first, "tokens", place), count(first, "skipped_steps", place),
                               max(steps, default=None), scaler_numbers(state.get("loss_scaler")))
     settings = plain_settings(first, state.get("param_groups"), shared)
-    return RawCheckpoint(folder, tensors, settings, progress, tuple(sorted(ignored)))
+    return RawCheckpoint(folder, tensors, settings, progress, tuple(sorted(ignored - READ)))
 
 
 def _optimizer_state(path: Path, ignored: set[str]) -> Mapping[str, Any]:
@@ -93,7 +99,7 @@ def _optimizer_state(path: Path, ignored: set[str]) -> Mapping[str, Any]:
 
 def _tensors(zero: Path, shapes: Mapping[str, tuple[int, ...]], others: set[str], weights_only: bool
              ) -> tuple[dict[str, dict[str, StoredTensor]], set[int]]:
-    """(kind → name → tensor, numbers of steps). others: names of buffers and shared parameters."""
+    """(kind → name → tensor, numbers of steps). others: names of shared parameters."""
     found: dict[str, dict[str, StoredTensor]] = {WEIGHT: {}}
     steps: set[int] = set()
     for name in sorted(os.listdir(zero)):
@@ -140,15 +146,26 @@ def write_universal(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mappin
     done   called with the bytes of each tensor
     Raises CheckpointError where the path exists or cannot be written.
     """
-    tag = f"global_step{raw.progress.iteration or 0}_universal"
-    check_vacant_folder(folder / tag)
-    with published(folder / tag) as hidden:
+    tag, is_new = f"global_step{raw.progress.iteration or 0}_universal", not folder.exists()
+    try:
+        _write(raw, folder / tag, about or {}, done)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+    write_durably(folder / POINTER, tag)
+    return folder / tag
+
+
+def _write(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, Any]], done: Any) -> None:
+    with published(folder) as hidden:
         for kind, named in raw.tensors.items():
             for name, tensor in named.items():
                 place = hidden / ZERO / _checked(name)
                 place.mkdir(parents=True, exist_ok=True)
                 value = tensor.read().float().contiguous()
-                beside = {"cat_dim": 0} | dict((about or {}).get(name, {}))
+                beside = {"cat_dim": 0} | dict(about.get(name, {}))
                 torch.save(beside | {"param": value.clone()},
                            place / f"{WEIGHT_FILE if kind == WEIGHT else kind}.pt")
                 if raw.progress.num_updates is not None and kind == WEIGHT:
@@ -157,8 +174,6 @@ def write_universal(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mappin
         save_with_names(_state_to_write(raw), hidden / ZERO / OPTIMIZER)
         for name in MODEL_FILES:
             torch.save(_model_file(raw), hidden / name)
-    write_durably(folder / POINTER, tag)
-    return folder / tag
 
 
 def _checked(name: str) -> str:

@@ -43,6 +43,13 @@ def config_of(stage: int, precision: dict) -> dict:
                                                      else {})}, **precision}
 
 
+def groups_of(model) -> list[dict]:
+    """Matrices with weight decay, vectors without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.dim() > 1]},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
+
+
 def pipeline(stages: int):
     """The list of layers of Megatron-DeepSpeed, with its names."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -64,7 +71,7 @@ def engine_of(case: str, universal: bool = False):
     model = pipeline(int(kind[4:] or 1)) if isinstance(kind, str) else kind()
     config = config_of(stage, precision) | ({"checkpoint": {"load_universal": True}} if universal else {})
     trained = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0], isinstance(kind, str)
+    return deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)[0], isinstance(kind, str)
 
 
 def train(engine, is_pipeline: bool, step: int, vocab: int) -> tuple[float, torch.Tensor | None]:
@@ -84,14 +91,15 @@ def train(engine, is_pipeline: bool, step: int, vocab: int) -> tuple[float, torc
 
 
 def whole_weights(engine) -> dict[str, torch.Tensor]:
-    """The fp32 weights after an update, by DeepSpeed's own access functions."""
+    """The trained weights after an update, in fp32, by DeepSpeed's own access functions."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
     for name, p in engine.module.named_parameters():
-        value = safe_get_full_fp32_param(p) if p.requires_grad and (hasattr(p, "_hp_mapping")
-                                                                    or hasattr(p, "ds_id")) else None
-        found[name] = (p.detach() if value is None else value).float().clone()
+        if p.requires_grad:
+            in_fp32 = hasattr(p, "_hp_mapping") or hasattr(p, "ds_id")
+            value = safe_get_full_fp32_param(p) if in_fp32 else p.detach()
+            found[name] = value.float().clone()
     return found
 
 
@@ -137,6 +145,8 @@ def main(rank: int, port: int, verb: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    import torch._dynamo        # as torch's optimizers do, in every rank
+
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.accelerator import get_accelerator
 
