@@ -33,8 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--load", type=Path, required=True, help="folder of the checkpoint")
     add("--save", type=Path, required=True, help="new folder")
     add("--from", dest="source", metavar="FORMAT", help=f"format of --load: {names}. Default: detected")
-    add("--to", dest="target", metavar="FORMAT", help="format of --save. Default: megatron_ds, or huggingface "
-                                                      "where --load is megatron_ds")
+    add("--to", dest="target", metavar="FORMAT",
+        help="format of --save. Default: megatron_ds, or huggingface where --load is megatron_ds")
     add("--iteration", type=int, help="which checkpoint of --load (default: the latest)")
     add("--dtype", choices=("float32", "bfloat16", "float16"),
         help="of the written weights (default: as the source's)")

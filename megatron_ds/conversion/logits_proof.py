@@ -53,7 +53,7 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
 
 @torch.inference_mode()
 def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
-    """The same of transformers. Raises CheckpointError where it is not installed or cannot load the folder."""
+    """The same of transformers. Raises CheckpointError if it is not installed or cannot load the folder."""
     try:
         import transformers
     except ImportError as error:
@@ -71,7 +71,7 @@ def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
 
 
 def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
-    """Outputs of a checkpoint by transformers if it is a folder of Hugging Face, else by our model."""
+    """Outputs of a checkpoint: by transformers if it is a folder of Hugging Face, else by our model."""
     if HUGGING_FACE.detect(checkpoint.folder):
         return their_outputs(checkpoint.folder, tokens)
     return our_outputs(checkpoint, tokens)

@@ -43,17 +43,22 @@ from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from ..ramps import Progress
 from .build import Engine
+from .foreign_start import foreign_format
 
 logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------ where a run starts
 @dataclass(frozen=True)
 class Start:
-    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch."""
+    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch.
+
+    foreign: format of the checkpoint, if another program wrote it; step and run are then None and {}
+    """
 
     step: int | None
     run: dict
     run_id: str
+    foreign: str | None = None
 
 
 def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
@@ -84,6 +89,8 @@ def _look(checkpoint: CheckpointConfig) -> Start:
     run_id = secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
+    if foreign := foreign_format(checkpoint.load, checkpoint.load_format):
+        return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:
         _check_may_start(checkpoint)
@@ -235,6 +242,8 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
                               "training script: its tensors have other names. Load it with "
                               "engine.load_checkpoint.")
     parts = ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
+    if "converted_from" in saved:           # other programs do not record the identity of their data
+        parts = tuple(part for part in parts if part in saved["identity"])
     require(saved, directory, *(f"identity.{part}" for part in parts), "config.optimizer.optimizer",
             "progress", "optimizer")
     theirs, ours = _with_experts_alike(saved["identity"], current["identity"])
