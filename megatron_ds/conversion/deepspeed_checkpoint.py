@@ -323,4 +323,4 @@ def _plain(value: Any) -> Any:
 
 def without_state(raw: RawCheckpoint) -> RawCheckpoint:
     """The weights and buffers alone."""
-    return replace(raw, tensors={kind: raw.tensors[kind] for kind in (WEIGHT, BUFFER)}, progress=replace(raw.progress, num_updates=None))
+    return replace(raw, tensors={kind: raw.tensors[kind] for kind in (WEIGHT, BUFFER) if kind in raw.tensors}, progress=replace(raw.progress, num_updates=None))

@@ -60,7 +60,14 @@ def read_raw(folder: Path, wishes: Wishes, universal: bool = False) -> RawCheckp
 
 def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckpoint:
     """The checkpoint in our terms. Raises CheckpointError."""
-    raw = read_raw(folder, wishes, universal)
+    return in_our_terms(read_raw(folder, wishes, universal), folder, wishes)
+
+
+def in_our_terms(raw: RawCheckpoint, folder: Path, wishes: Wishes) -> LogicalCheckpoint:
+    """A checkpoint under the names of its module, under ours. Raises CheckpointError.
+
+    folder: that the user gave, which may hold config.json
+    """
     raw = without_state(raw) if wishes.weights_only else raw
     raw = replace(raw, tensors={kind: named for kind, named in raw.tensors.items() if kind != BUFFER})
     if mds_family.is_of_megatron(raw.tensors[WEIGHT]):
@@ -76,7 +83,7 @@ def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckp
     ours = to_ours(entries, weights, model)
     ours |= initial(entries, [entry.ours for entry in entries if entry.ours not in ours])
     tensors = {WEIGHT: ours, **_state(raw, entries, family, model, absent)}
-    source = {"format": UNIVERSAL if universal else ENGINE, "family": family.name,
+    source = {"format": UNIVERSAL if (raw.folder / ZERO).is_dir() else ENGINE, "family": family.name,
               "settings": _settings(raw, folder, family)}
     return LogicalCheckpoint(raw.folder, options, tensors, raw.progress, _optimizer(tensors, raw),
                              _training(raw) if len(tensors) > 1 else {}, source=source, ignored=raw.ignored,

@@ -42,10 +42,11 @@ def run_deepspeed(*words: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-def next_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, weights) of DeepSpeed's step after a checkpoint; of a pipeline all stages' weights."""
-    of_ranks = [torch.load(path.with_name(f"{path.name}{rank}")) for rank in range(runs.RANKS)]
-    return of_ranks[0]["loss"], of_ranks[1]["weights"] | of_ranks[0]["weights"]
+def next_step(path: Path) -> dict:
+    """loss, before, after of DeepSpeed's step after a checkpoint; of a pipeline, of all stages together."""
+    first, second = (torch.load(path.with_name(f"{path.name}{rank}")) for rank in range(runs.RANKS))
+    return first | {"before": second["before"] | first["before"], "after": second["after"] | first["after"],
+                    "logits": None if first["logits"] is None else torch.cat([first["logits"], second["logits"]])}
 
 
 def engine_config(case: str, stage: int, ranks: int) -> dict:
