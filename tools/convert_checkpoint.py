@@ -51,7 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--allow-unused", action="append", default=[], metavar="PATTERN",
         help="tensors of the source that may be left out")
     add("--qkv-packing", choices=("heads", "thirds"),
-        help="order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record it")
+        help="order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record "
+             "it")
     add("--no-optim", action="store_true", help="convert weights only")
     add("--verify", action="store_true",
         help="compare the outputs of both checkpoints; needs the memory of both models in float32")

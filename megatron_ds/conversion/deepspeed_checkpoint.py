@@ -4,7 +4,7 @@ Weights are the fp32 masters where the files have them. Of a shared parameter th
 others are in `settings["shared"]`. Frozen parameters have weights and no optimizer state.
 
     names     model.layers.0.mlp.up_proj.weight              of the module
-              2.mlp.dense_h_to_4h.weight                     pipeline: number of the layer in the list, and its name
+              2.mlp.dense_h_to_4h.weight                     pipeline: number of the layer, and its name
     settings  args (Namespace as dict), ds_config, lr_scheduler, param_groups, client_state, shared
 """
 
@@ -66,13 +66,15 @@ def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | 
     contents = {place: file.content for place, file in opened.items()}
     _check_same_save(files, contents)
     ignored = {name for file in opened.values() for name in file.ignored}
-    states = [_state_of_rank(files, contents, rank, weights_only, ignored) for rank in range(files.model_ranks)]
+    states = [_state_of_rank(files, contents, rank, weights_only, ignored)
+              for rank in range(files.model_ranks)]
     if files.layers:
         tensors = _of_pipeline(files, states, thirds)
     else:
         tensors = _merged([state.tensors for state in states], thirds)
     first, common = contents[0, 0], states[0].common
-    tensors[BUFFER] = {name: tensor for content in contents.values() for name, tensor in _buffers(content).items()}
+    tensors[BUFFER] = {name: tensor for content in contents.values()
+                       for name, tensor in _buffers(content).items()}
     shared = {alias: source for state in states for alias, source in state.shared.items()}
     settings = plain_settings(first, common.get("param_groups"), shared)
     place = files.models[0, 0]
@@ -97,11 +99,13 @@ def _check_same_save(files: EngineFiles, contents: Mapping[tuple[int, int], Mapp
         values = {str(content.get(name)): files.models[place] for place, content in contents.items()}
         if len(values) > 1:
             (one, here), (other, there) = list(values.items())[:2]
-            raise CheckpointError(f"{name} is {one} in {here} and {other} in {there}: they are files of different "
+            raise CheckpointError(f"{name} is {one} in {here} and {other} in {there}: they are files of "
+                                  "different "
                                   "checkpoints. Copy all files of one checkpoint again.")
     ranks = count(contents[0, 0], "dp_world_size", files.models[0, 0])
     if files.optimizers and ranks is not None and ranks != files.shards:
-        raise CheckpointError(f"{files.folder} has optim_states of {files.shards} data-parallel ranks, and {ranks} "
+        raise CheckpointError(f"{files.folder} has optim_states of {files.shards} data-parallel ranks, and "
+                              f"{ranks} "
                               "ranks saved it. Copy the missing files, or load the weights alone.")
 
 
@@ -136,7 +140,8 @@ def _buffers(content: Mapping[str, Any]) -> dict[str, StoredTensor]:
     return {name: held[name] for name in names if isinstance(held.get(name), StoredTensor)}
 
 
-def _module_weights(content: Mapping[str, Any], place: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def _module_weights(content: Mapping[str, Any], place: Path
+                    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """(weights, {name of a shared weight: name that is kept}) of the module, without buffers."""
     buffers = set(entry(content, "buffer_names", list, place, []))
     shared = {str(k): str(v) for k, v in entry(content, "shared_params", Mapping, place, {}).items()}
@@ -166,12 +171,14 @@ def _shards(files: EngineFiles, rank: int, shapes: Sequence[Mapping], stage3: bo
     masters = [entry(state, master_name, (list, tuple), path) for state, path in zip(states, paths)]
     steps = {step for inner, path in zip(inners, paths) for step in optimizer_steps(inner, path)}
     if len(steps) > 1:
-        raise CheckpointError(f"{files.folder}: parts of the optimizer state have made {sorted(steps)} steps. "
+        raise CheckpointError(f"{files.folder}: parts of the optimizer state have made {sorted(steps)} "
+                              "steps. "
                               "Files of several checkpoints are mixed up. Copy all files of one again.")
     for state, path in zip(states, paths):
         counts = entry(state, "partition_count", (int, list), path, files.shards)
         if wrong := [n for n in (counts if isinstance(counts, list) else [counts]) if n != files.shards]:
-            raise CheckpointError(f"{path} is one of {wrong[0]} shards, and there are {files.shards}. Files of "
+            raise CheckpointError(f"{path} is one of {wrong[0]} shards, and there are {files.shards}. Files "
+                                  "of "
                                   "several checkpoints are mixed up, or some are missing.")
     groups = [[vectors_of(inner.get("state", {}).get(g), master, path) for g, master in enumerate(held)]
               for inner, held, path in zip(inners, masters, paths)]
@@ -181,7 +188,8 @@ def _shards(files: EngineFiles, rank: int, shapes: Sequence[Mapping], stage3: bo
         tensors = merged_parts({name: shape for group in shapes for name, shape in group.items()}, joined)
     else:
         tensors = _all_groups(shapes, states, groups, paths)
-    common = {"param_groups": inners[0].get("param_groups"), "scaler": scaler_numbers(states[0].get("loss_scaler"))}
+    common = {"param_groups": inners[0].get("param_groups"),
+              "scaler": scaler_numbers(states[0].get("loss_scaler"))}
     return tensors, common | ({"num_updates": steps.pop()} if steps else {})
 
 
@@ -195,8 +203,11 @@ def _all_groups(shapes: Sequence[Mapping], states: Sequence[Mapping], groups: Se
     for g, group in enumerate(shapes):
         shards = [Shard(path, of_rank[g]) for path, of_rank in zip(paths, groups)]
         mappings = [state.get("param_slice_mappings") for state in states]
-        slices = ([entry(dict(enumerate(mapping)), g, Mapping, path) for mapping, path in zip(mappings, paths)]
-                  if all(isinstance(mapping, list) for mapping in mappings) else replayed_slices(group, shards))
+        if all(isinstance(mapping, list) for mapping in mappings):
+            slices = [entry(dict(enumerate(mapping)), g, Mapping, path)
+                      for mapping, path in zip(mappings, paths)]
+        else:
+            slices = replayed_slices(group, shards)
         for kind, named in merged_slices(group, shards, slices).items():
             tensors.setdefault(kind, {}).update(named)
     return tensors
@@ -210,7 +221,8 @@ def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[
         return {}, {}
     if files.layers:
         if files.model_ranks > 1:
-            raise CheckpointError(f"{place}: the optimizer state of several pipeline stages without ZeRO has no "
+            raise CheckpointError(f"{place}: the optimizer state of several pipeline stages without ZeRO has "
+                                  "no "
                                   "names. Load the weights alone, or save with ZeRO stage 1.")
         weights = {name: tensor for (layer, _), path in sorted(files.layers.items())
                    for name, tensor in _layer_weights(layer, path).items()}
@@ -225,7 +237,8 @@ def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[
 
 def optimizer_steps(inner: Mapping, place: object) -> set[int]:
     """Numbers of updates of the groups or parameters; FusedAdam records them in `param_groups`."""
-    found = [*entry(inner, "state", Mapping, place, {}).values(), *entry(inner, "param_groups", list, place, [])]
+    found = [*entry(inner, "state", Mapping, place, {}).values(),
+             *entry(inner, "param_groups", list, place, [])]
     return {step for state in found if isinstance(state, Mapping)
             for step in [count(state, "step", place)] if step is not None}
 
@@ -264,18 +277,21 @@ def _of_pipeline(files: EngineFiles, states: Sequence[RankState], thirds: bool |
     stages: dict[frozenset, list[Named]] = {}
     for state in states:
         names = {name for named in state.tensors.values() for name in named}
-        stages.setdefault(frozenset(name for name in names if not name.startswith(TIED)), []).append(state.tensors)
+        stages.setdefault(frozenset(name for name in names if not name.startswith(TIED)),
+        []).append(state.tensors)
     found: Named = {WEIGHT: dict(weights)}
     for held in reversed(stages.values()):          # of tied parameters the first stage's remain
         if len(held) != tp_size and any(named for tensors in held for named in tensors.values()):
-            raise CheckpointError(f"{files.folder}: {len(held)} optim_states hold the same parameters, and the "
+            raise CheckpointError(f"{files.folder}: {len(held)} optim_states hold the same parameters, and "
+                                  "the "
                                   f"layer files are of {tp_size} tensor-parallel ranks. Files are mixed up.")
         for kind, named in _merged(held, thirds).items():
             found.setdefault(kind, {}).update(_untied(named, weights))
     return found
 
 
-def _untied(named: Mapping[str, StoredTensor], weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _untied(named: Mapping[str, StoredTensor], weights: Mapping[str, StoredTensor]
+            ) -> dict[str, StoredTensor]:
     """tied_modules.KEY.LEAF under the name N.LEAF of the first layer file that holds it."""
     found = {}
     for name, tensor in named.items():
@@ -284,7 +300,8 @@ def _untied(named: Mapping[str, StoredTensor], weights: Mapping[str, StoredTenso
             holders = [other for other in weights if other.partition(".")[2] == leaf]
             same = [other for other in holders if weights[other].shape == tensor.shape and other not in named]
             if not same:
-                raise CheckpointError(f"{tensor.place}: no layer file holds {leaf} of shape {list(tensor.shape)}.")
+                raise CheckpointError(f"{tensor.place}: no layer file holds {leaf} of shape "
+                                      f"{list(tensor.shape)}.")
             name = same[0]
         found[name] = tensor
     return found
@@ -323,4 +340,5 @@ def _plain(value: Any) -> Any:
 
 def without_state(raw: RawCheckpoint) -> RawCheckpoint:
     """The weights and buffers alone."""
-    return replace(raw, tensors={kind: raw.tensors[kind] for kind in (WEIGHT, BUFFER) if kind in raw.tensors}, progress=replace(raw.progress, num_updates=None))
+    kept = {kind: raw.tensors[kind] for kind in (WEIGHT, BUFFER) if kind in raw.tensors}
+    return replace(raw, tensors=kept, progress=replace(raw.progress, num_updates=None))

@@ -74,16 +74,18 @@ def tag_folder(folder: Path, iteration: int | None = None, pointer: str = LATEST
     except OSError:
         return None
     if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
-        raise CheckpointError(f"{folder / pointer} holds {tag!r}, which is not the name of a folder. Write the "
+        raise CheckpointError(f"{folder / pointer} holds {tag!r}, which is not the name of a folder. Write "
+                              "the "
                               "name of a checkpoint in that folder into it.")
     if not (folder / tag).is_dir():
-        raise CheckpointError(f"{folder / pointer} names {tag!r}, and there is no such folder. Restore it, or "
+        raise CheckpointError(f"{folder / pointer} names {tag!r}, and there is no such folder. Restore it, "
+                              "or "
                               "write the name of another checkpoint into that file.")
     return folder / tag
 
 
 def files_of(folder: Path) -> EngineFiles:
-    """The files in a folder of one checkpoint. Raises CheckpointError listing ranks whose files are missing."""
+    """The files in a folder of one checkpoint. Raises CheckpointError if files of a rank are missing."""
     models, optimizers, layers = {}, {}, {}
     for name in sorted(os.listdir(folder)):
         if _EXPERT.fullmatch(name):
@@ -102,14 +104,15 @@ def files_of(folder: Path) -> EngineFiles:
     for kind, files in (("model_states", models), ("optim_states", optimizers), ("layer", layers)):
         _check_complete(folder, kind, files)
     if optimizers and {rank for rank, _ in optimizers} != {rank for rank, _ in models}:
-        raise CheckpointError(f"{folder} has optim_states of {len({r for r, _ in optimizers})} model-parallel "
+        raise CheckpointError(f"{folder} has optim_states of {len({r for r, _ in optimizers})} "
+                              "model-parallel "
                               f"ranks, and model_states of {len({r for r, _ in models})}. Copy the missing "
                               "files, or load the weights alone.")
     return EngineFiles(folder, models, optimizers, layers)
 
 
 def _check_complete(folder: Path, kind: str, files: Mapping[tuple[int, int], Path]) -> None:
-    """Every first number with every second one, counted from 0; layers may begin later and leave numbers out."""
+    """Every first number with every second one, from 0 on; numbers of layers may be left out."""
     if not files:
         return
     first = sorted({a for a, _ in files}) if kind == "layer" else range(1 + max(a for a, _ in files))
@@ -117,7 +120,8 @@ def _check_complete(folder: Path, kind: str, files: Mapping[tuple[int, int], Pat
     if absent := [(a, b) for a in first for b in second if (a, b) not in files]:
         names = {"layer": "layer {} of tensor-parallel rank {}",
                  }.get(kind, "model-parallel rank {}, data-parallel rank {}")
-        raise CheckpointError(f"{folder}: {len(absent)} of {len(first) * len(second)} {kind} files are missing, "
+        raise CheckpointError(f"{folder}: {len(absent)} of {len(first) * len(second)} {kind} files are "
+                              "missing, "
                               f"first that of {names.format(*absent[0])}. Files of all ranks must be in one "
                               "folder: copy those that other nodes wrote.")
 
@@ -128,7 +132,8 @@ def open_file(path: Path) -> ForeignFile:
     """A file whose content is a dict. Raises CheckpointError."""
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
-        raise CheckpointError(f"{path} holds a {type(file.content).__name__}, and DeepSpeed writes a dict there: "
+        raise CheckpointError(f"{path} holds a {type(file.content).__name__}, and DeepSpeed writes a dict "
+                              "there: "
                               "it is another file.")
     return file
 
@@ -140,10 +145,12 @@ def entry(content: Mapping[str, Any], name: str, kind: type | tuple[type, ...], 
     if value is ... or value is None:
         if absent is not ...:
             return absent
-        raise CheckpointError(f"{place} has no {name!r}, which DeepSpeed writes there: it is damaged, or of a "
+        raise CheckpointError(f"{place} has no {name!r}, which DeepSpeed writes there: it is damaged, or of "
+                              "a "
                               "version that is not known.")
     if not isinstance(value, kind) or isinstance(value, bool) and kind in (int, (int, float)):
-        raise CheckpointError(f"{place}: {name!r} is a {type(value).__name__}, which DeepSpeed does not write "
+        raise CheckpointError(f"{place}: {name!r} is a {type(value).__name__}, which DeepSpeed does not "
+                              "write "
                               "there: it is damaged.")
     return value
 

@@ -2,8 +2,8 @@
 
 DeepSpeed names tensors as the module that it trains does. Two kinds of modules are known:
 
-    Megatron-DeepSpeed's GPT        "args" in the model file describe it                        mds_family.py
-    a model of transformers         the config.json beside the checkpoint does                  huggingface_families.py
+    Megatron-DeepSpeed's GPT        "args" in the model file describe it            mds_family.py
+    a model of transformers         the config.json beside the checkpoint does      huggingface_families.py
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-
+from ..config import RunConfig, Source
 from ..config.model_options import ModelConfig
+from ..config.training_schedule import make_learning_rate
 from ..errors import CheckpointError
 from . import mds_family
 from .deepspeed_checkpoint import BUFFER, read_engine_folder, without_state
@@ -22,10 +23,12 @@ from .family import Family, entries_of, initial, missing, model_of, to_ours, to_
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES
 from .huggingface_format import CONFIG, check_tied, family_for, family_of, with_prefix
+from .own_format import progress_in
 from .safetensors_reader import read_json
 from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor, Tensors
 from .universal_folder import POINTER, ZERO, read_universal, universal_folder, write_universal
 
+OF_MEGATRON = (mds_family.NAME, mds_family.PIPELINE)
 ENGINE, UNIVERSAL = "deepspeed", "deepspeed-universal"
 # Kinds of state of torch's optimizers → name of ours.
 OPTIMIZERS = {frozenset({"exp_avg", "exp_avg_sq"}): "adam", frozenset({"momentum_buffer"}): "sgd"}
@@ -49,9 +52,9 @@ def read_raw(folder: Path, wishes: Wishes, universal: bool = False) -> RawCheckp
     """The checkpoint under the names of its module. Raises CheckpointError."""
     path = universal_folder(folder, wishes.iteration) if universal else tag_folder(folder, wishes.iteration)
     if path is None:
-        which = f"of iteration {wishes.iteration}" if wishes.iteration is not None else "that its pointer names"
-        raise CheckpointError(f"{folder} has no checkpoint {which}. Give the folder that DeepSpeed saved into, "
-                              "or one of its global_step folders.")
+        which = "that its pointer names" if wishes.iteration is None else f"of iteration {wishes.iteration}"
+        raise CheckpointError(f"{folder} has no checkpoint {which}. Give the folder that DeepSpeed saved "
+                              "into, or one of its global_step folders.")
     if universal:
         return read_universal(path, wishes.weights_only)
     thirds = None if wishes.qkv_packing is None else wishes.qkv_packing == "thirds"
@@ -78,13 +81,15 @@ def in_our_terms(raw: RawCheckpoint, folder: Path, wishes: Wishes) -> LogicalChe
     weights = with_prefix(raw.tensors[WEIGHT], family)
     options, weights = check_tied(options, weights, model, family)
     entries = entries_of(family, model)
-    absent = missing(entries, weights, wishes.allow_missing)
+    missing(entries, weights, wishes.allow_missing)
     left = unused(entries, weights, family, wishes.allow_unused)
     ours = to_ours(entries, weights, model)
     ours |= initial(entries, [entry.ours for entry in entries if entry.ours not in ours])
-    tensors = {WEIGHT: ours, **_state(raw, entries, family, model, absent)}
+    tensors = {WEIGHT: ours, **_state(raw, entries, family, model)}
     source = {"format": UNIVERSAL if (raw.folder / ZERO).is_dir() else ENGINE, "family": family.name,
               "settings": _settings(raw, folder, family)}
+    if isinstance(rate := _group(raw).get("lr"), float):
+        source["next_rate"] = {"iteration": raw.progress.iteration, "lr": rate}
     return LogicalCheckpoint(raw.folder, options, tensors, raw.progress, _optimizer(tensors, raw),
                              _training(raw) if len(tensors) > 1 else {}, source=source, ignored=raw.ignored,
                              unused=tuple(left))
@@ -93,8 +98,10 @@ def in_our_terms(raw: RawCheckpoint, folder: Path, wishes: Wishes) -> LogicalChe
 def _of_megatron(raw: RawCheckpoint, wishes: Wishes) -> tuple[RawCheckpoint, Family, dict[str, Any]]:
     args = raw.settings.get("args")
     if not args:
-        raise CheckpointError(f"{raw.folder}: its model file has no \"args\", so the options of the model are not "
+        raise CheckpointError(f"{raw.folder}: its model file has no \"args\", so the options of the model "
+                              "are not "
                               "known. Megatron-DeepSpeed stores them; copy that file again.")
+    name = mds_family.NAME if mds_family.has_module_names(raw.tensors[WEIGHT]) else mds_family.PIPELINE
     raw = mds_family.with_module_names(raw)
     try:
         options = mds_family.model_options(args)
@@ -106,7 +113,7 @@ def _of_megatron(raw: RawCheckpoint, wishes: Wishes) -> tuple[RawCheckpoint, Fam
     except CheckpointError as error:
         raise CheckpointError(f"{raw.folder}, arguments of Megatron-DeepSpeed: {error}.") from error
     model = model_of(options, raw.folder)
-    family = mds_family.family(mds_family.packing_of(raw, model, wishes.qkv_packing))
+    family = mds_family.family(mds_family.packing_of(raw, model, wishes.qkv_packing), name)
     return _without_padding(raw, model.vocab_size), family, options
 
 
@@ -115,7 +122,8 @@ def _vocab_size(args: Mapping[str, Any], rows: int, wishes: Wishes, folder: Path
     if size is None and args.get("padded_vocab_size") not in (None, rows) or size is None and rows % 128:
         size = rows                 # padding was removed
     if size is None:
-        raise CheckpointError(f"{folder}: the embedding has {rows} rows with padding, and the files do not record "
+        raise CheckpointError(f"{folder}: the embedding has {rows} rows with padding, and the files do not "
+                              "record "
                               "how many tokens there are: --vocab-size N")
     if not isinstance(size, int) or not 0 < size <= rows:
         raise CheckpointError(f"{folder}: a vocabulary of {size!r} tokens, and the embedding has {rows} rows")
@@ -156,12 +164,14 @@ def _config_file(inner: Path, folder: Path) -> Path:
     for path in places:
         if path.is_file():
             return path
-    raise CheckpointError(f"{inner}: the tensors are those of a model that is not Megatron-DeepSpeed's, and there is "
-                          f"no {CONFIG} that describes it. Copy the model's {CONFIG} of transformers into {folder}. "
+    raise CheckpointError(f"{inner}: the tensors are those of a model that is not Megatron-DeepSpeed's, and "
+                          "there is "
+                          f"no {CONFIG} that describes it. Copy the model's {CONFIG} of transformers into "
+                          f"{folder}. "
                           "For other modules, load the folder with engine.load_checkpoint.")
 
 
-def _state(raw: RawCheckpoint, entries: list, family: Family, model: ModelConfig, absent: list[str]) -> Tensors:
+def _state(raw: RawCheckpoint, entries: list, family: Family, model: ModelConfig) -> Tensors:
     """Moments under our names. Raises CheckpointError if any parameter lacks one that others have."""
     found = {}
     for kind, named in raw.tensors.items():
@@ -170,7 +180,8 @@ def _state(raw: RawCheckpoint, entries: list, family: Family, model: ModelConfig
         state = to_ours(entries, with_prefix(named, family), model)
         without = [entry.ours for entry in entries if entry.ours not in state]
         if without and len(without) < len(entries):
-            raise CheckpointError(f"{raw.folder}: {len(without)} parameters, first {without[0]}, have no {kind}: they "
+            raise CheckpointError(f"{raw.folder}: {len(without)} parameters, first {without[0]}, have no "
+                                  f"{kind}: they "
                                   "were frozen. Here all parameters are trained. Load the weights alone "
                                   "(--no-optim; --finetune in training).")
         found[kind] = state
@@ -182,14 +193,21 @@ def _optimizer(tensors: Tensors, raw: RawCheckpoint) -> str | None:
     if not kinds:
         return None
     if kinds not in OPTIMIZERS:
-        raise CheckpointError(f"{raw.folder}: its optimizer holds {', '.join(sorted(kinds))}, which is neither Adam's "
+        raise CheckpointError(f"{raw.folder}: its optimizer holds {', '.join(sorted(kinds))}, which is "
+                              "neither Adam's "
                               "nor SGD's state. Load the weights alone (--no-optim; --finetune in training).")
     return OPTIMIZERS[kinds]
 
 
+def _group(raw: RawCheckpoint) -> Mapping[str, Any]:
+    """The first group of parameters of the optimizer; {} without one."""
+    groups = raw.settings.get("param_groups")
+    return groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else {}
+
+
 def _training(raw: RawCheckpoint) -> dict[str, Any]:
     """Numbers of the optimizer, where the files record them."""
-    group = next(iter(raw.settings.get("param_groups") or ()), None) or {}
+    group = _group(raw)
     found = {f"optimizer.{ours}": group[theirs] for theirs, ours in NUMBERS.items()
              if isinstance(group.get(theirs), float)}
     betas = group.get("betas")
@@ -199,7 +217,7 @@ def _training(raw: RawCheckpoint) -> dict[str, Any]:
 
 
 def _settings(raw: RawCheckpoint, folder: Path, family: Family) -> dict[str, Any]:
-    if family.name == mds_family.NAME:
+    if family.name in OF_MEGATRON:
         return {}
     return dict(read_json(_config_file(raw.folder, folder)))
 
@@ -208,30 +226,57 @@ def _settings(raw: RawCheckpoint, folder: Path, family: Family) -> dict[str, Any
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
     """Write a universal folder. Raises CheckpointError.
 
-    wishes.family  "mds-gpt", or a family of Hugging Face; None: the source's, else mds-gpt
+    wishes.family  "mds-gpt", "mds-gpt-pipeline" or a family of Hugging Face; None: the source's
     """
     model = model_of(checkpoint.model, checkpoint.folder)
-    name = wishes.family or checkpoint.source.get("family") or mds_family.NAME
-    if name == mds_family.NAME:
-        packing = wishes.qkv_packing or "thirds"
-        if packing == "thirds" and model.query_groups != model.num_attention_heads:
-            raise CheckpointError(f"--family {name}: Megatron-DeepSpeed does not compute {model.num_attention_heads} "
-                                  f"heads with {model.query_groups} keys and values correctly. Write a family of "
-                                  f"Hugging Face: {', '.join(FAMILIES)}.")
-        family = mds_family.family(packing)
-    else:
-        family = family_for(checkpoint, model, replace(wishes, family=name))
+    name = wishes.family or checkpoint.source.get("family")
+    if name is None:
+        raise CheckpointError("a universal folder has the names of the module that DeepSpeed trains. Give "
+                              "--family: "
+                              f"{', '.join((*OF_MEGATRON, *FAMILIES))}.")
+    family = _family_to_write(name, checkpoint, model, wishes)
     entries = entries_of(family, model)
     tensors = {kind: to_theirs(entries, named, model) for kind, named in checkpoint.tensors.items()
                if kind == WEIGHT or not wishes.weights_only}
-    settings = {"shared": dict(family.tied) if not model.untie_embeddings_and_output_weights else {},
-                "client_state": {"iteration": checkpoint.progress.iteration or 0}}
+    about = {name: _about(name, model) for name in tensors[WEIGHT]}
+    if family.name == mds_family.PIPELINE:
+        renamed = {name: mds_family.pipeline_name(name, model) for name in about}
+        about = {renamed[name]: value for name, value in about.items()}
+        tensors = {kind: {renamed[name]: tensor for name, tensor in named.items()}
+                   for kind, named in tensors.items()}
+    rate = next_rate(checkpoint, model)
+    settings = {"client_state": {"iteration": checkpoint.progress.iteration or 0}, "lr": rate}
     raw = RawCheckpoint(checkpoint.folder, tensors, settings, checkpoint.progress)
-    path = write_universal(raw, folder, {name: _about(name, model) for name in tensors[WEIGHT]}, wishes.done)
+    path = write_universal(raw, folder, about, wishes.done)
     kinds = ", ".join(kind for kind in tensors if kind != WEIGHT) or "weights only"
+    unknown = ["the learning rate of the next step is not recorded: DeepSpeed makes that step with the first "
+               "one of "
+               "its scheduler"]
     return [f"wrote {path}: {len(tensors[WEIGHT])} parameters as {family.name}, {kinds}",
             'DeepSpeed loads it with "checkpoint": {"load_universal": true} and '
-            f'engine.load_checkpoint("{folder}")']
+            f'engine.load_checkpoint("{folder}")', *(unknown if rate is None else [])]
+
+
+def next_rate(checkpoint: LogicalCheckpoint, model: ModelConfig) -> float | None:
+    """Learning rate of the next step, which DeepSpeed takes from the files; None if it is not recorded."""
+    if "optimizer.lr" in checkpoint.training:
+        source = Source("derived", str(checkpoint.folder))
+        config = RunConfig(model=model).with_values(checkpoint.training, source)
+        return make_learning_rate(config)(progress_in(checkpoint.progress))
+    kept = checkpoint.source.get("next_rate") or {}
+    return kept.get("lr") if kept.get("iteration") == checkpoint.progress.iteration else None
+
+
+def _family_to_write(name: str, checkpoint: LogicalCheckpoint, model: ModelConfig, wishes: Wishes) -> Family:
+    if name not in OF_MEGATRON:
+        return family_for(checkpoint, model, replace(wishes, family=name))
+    packing = wishes.qkv_packing or "thirds"
+    if packing == "thirds" and model.query_groups != model.num_attention_heads:
+        raise CheckpointError(f"--family {name}: Megatron-DeepSpeed does not compute "
+                              f"{model.num_attention_heads} "
+                              f"heads with {model.query_groups} keys and values correctly. Write a family of "
+                              f"Hugging Face: {', '.join(FAMILIES)}.")
+    return mds_family.family(packing, name)
 
 
 def _about(name: str, model: ModelConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ shape would not be noticed.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -39,7 +39,8 @@ def stage0_state(inner: Mapping[str, Any], masters: Any, weights: Mapping[str, S
                    if isinstance(value, StoredTensor) and value.shape} for number in group["params"]]
         if masters is not None:
             if not isinstance(masters, list) or g >= len(masters) or len(masters[g]) != len(states):
-                raise CheckpointError(f"{place}: group {g} of the optimizer has {len(states)} parameters, and "
+                raise CheckpointError(f"{place}: group {g} of the optimizer has {len(states)} parameters, "
+                                      "and "
                                       "its fp32 weights are others. The file is damaged.")
             states = [{MASTER: master, **one} for master, one in zip(masters[g], states)]
         if not any(states):
@@ -72,7 +73,8 @@ def _flat(states: Sequence[Mapping[str, StoredTensor]], weights: Mapping[str, St
 def _shape(state: Mapping[str, StoredTensor], place: object) -> tuple[int, ...]:
     shapes = {tensor.shape for tensor in state.values()}
     if len(shapes) != 1:
-        raise CheckpointError(f"{place}: tensors of the state of one parameter have the shapes {sorted(shapes)}. "
+        raise CheckpointError(f"{place}: tensors of the state of one parameter have the shapes "
+                              f"{sorted(shapes)}. "
                               f"{ALONE}.")
     return shapes.pop()
 
@@ -88,7 +90,7 @@ def _assigned(shapes: Sequence[tuple[int, ...]], weights: Mapping[str, tuple[int
         weights = {name: shape for name, shape in weights.items() if (len(shape) >= 2) in matrices}
     names = list(weights)
 
-    @lru_cache(maxsize=None)
+    @cache
     def ways(state: int, name: int) -> int:
         """Number of ways to assign the states from `state` on to names from `name` on, at most 2."""
         if state == len(shapes):
@@ -101,8 +103,10 @@ def _assigned(shapes: Sequence[tuple[int, ...]], weights: Mapping[str, tuple[int
     number = _from_the_end(ways, len(shapes), len(names))
     if number != 1:
         raise CheckpointError(
-            f"{place}: the state of {len(shapes)} parameters has no names, and fits the {len(names)} parameters of "
-            f"the model in {'several ways' if number else 'no way'}, in their order. {ALONE}, or save with ZeRO "
+            f"{place}: the state of {len(shapes)} parameters has no names, and fits the {len(names)} "
+            "parameters of "
+            f"the model in {'several ways' if number else 'no way'}, in their order. {ALONE}, or save with "
+            "ZeRO "
             "stage 1, which records names.")
     result, name = [], 0
     for state in range(len(shapes)):

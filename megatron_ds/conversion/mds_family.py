@@ -19,13 +19,15 @@ from .packings import QKV_ROWS, SAME
 from .settings_table import Fixed, Key, Only, options_of, settings_of
 from .stored_tensor import RawCheckpoint, StoredTensor
 
-NAME, PACKINGS = "mds-gpt", {"heads": SAME, "thirds": QKV_ROWS}
+NAME, PIPELINE = "mds-gpt", "mds-gpt-pipeline"         # as --family takes them
+PACKINGS = {"heads": SAME, "thirds": QKV_ROWS}
 ROOT, OURS = "language_model.", "decoder.layers.{i}."
 THEIRS = f"{ROOT}encoder.layers.{{i}}."
 EMBEDDING = f"{ROOT}embedding."
 QKV = "self_attention.query_key_value.weight"
 LAYER = {"input_layernorm": "input_layernorm", "self_attention.linear_qkv": "self_attention.query_key_value",
-         "self_attention.linear_proj": "self_attention.dense", "pre_mlp_layernorm": "post_attention_layernorm",
+         "self_attention.linear_proj": "self_attention.dense",
+         "pre_mlp_layernorm": "post_attention_layernorm",
          "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
 ROWS = (
     Row("embedding.word_embeddings.weight", f"{EMBEDDING}word_embeddings.weight"),
@@ -69,7 +71,8 @@ def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def activation_of(args: Mapping[str, Any]) -> str:
     """Our activation. Fused with its bias, their gelu is the one with tanh; otherwise it is exact."""
-    switches = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu", "onnx_safe": "gelu_exact"}
+    switches = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu",
+                "onnx_safe": "gelu_exact"}
     chosen = [ours for theirs, ours in switches.items() if args.get(theirs)]
     if len(chosen) > 1:
         raise CheckpointError(f"the arguments choose several activations: {', '.join(chosen)}")
@@ -87,15 +90,34 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def family(packing: str) -> Family:
-    """The family with query_key_value packed as "heads" or "thirds"."""
+def family(packing: str, name: str = NAME) -> Family:
+    """The family with query_key_value packed as "heads" or "thirds"; its tensors under the module's names."""
     rows = tuple(replace(row, packing=PACKINGS[packing]) if "query_key_value" in row.theirs else row
                  for row in ROWS)
-    return Family(NAME, rows, model_options, arguments_of, ignored=("*.inv_freq", "*.rotary_pos_emb.*"),
+    return Family(name, rows, model_options, arguments_of, ignored=("*.inv_freq", "*.rotary_pos_emb.*"),
                   tied=((f"{ROOT}output_layer.weight", f"{EMBEDDING}word_embeddings.weight"),))
 
 
 # ---- Names.
+
+def pipeline_name(name: str, model: ModelConfig) -> str:
+    """Name in a pipeline of a tensor that has `name` in the module."""
+    leaf = name.removeprefix(ROOT)
+    if leaf.startswith("embedding."):
+        tied = not model.untie_embeddings_and_output_weights
+        return f"{'tied_modules.embed' if tied else 1}.{leaf.removeprefix('embedding.')}"
+    if leaf.startswith("output_layer."):
+        return f"{model.num_layers + 3}.lm_head.weight"
+    if leaf.startswith("encoder.final_layernorm."):
+        return f"{model.num_layers + 2}.{leaf.removeprefix('encoder.final_layernorm.')}"
+    number, _, rest = leaf.removeprefix("encoder.layers.").partition(".")
+    return f"{int(number) + 2}.{rest}"
+
+
+def has_module_names(names: Mapping[str, Any]) -> bool:
+    """Whether names of Megatron-DeepSpeed are those of the module, not of a pipeline."""
+    return any(ROOT in name for name in names)
+
 
 def is_of_megatron(names: Mapping[str, Any]) -> bool:
     """Whether tensors have the names of Megatron-DeepSpeed."""
@@ -105,7 +127,7 @@ def is_of_megatron(names: Mapping[str, Any]) -> bool:
 def with_module_names(raw: RawCheckpoint) -> RawCheckpoint:
     """The checkpoint under the names of the module. Raises CheckpointError for layers that are not known."""
     weights = raw.tensors["weight"]
-    if any(ROOT in name for name in weights):
+    if has_module_names(weights):
         rename = lambda name: re.sub(r"^(?:module\.)*language_model\.(?:transformer\.)?", ROOT,
                                      name).replace(f"{ROOT}layers.", f"{ROOT}encoder.layers.")
         names = {name: rename(name) for name in weights}
@@ -142,7 +164,8 @@ def _names_of_layers(weights: Mapping[str, StoredTensor], folder: object) -> dic
         elif leaves[number] <= {"weight", "bias"} and number > max(blocks):
             names[name] = f"{ROOT}encoder.final_layernorm.{leaf}"
         else:
-            raise CheckpointError(f"{weights[name].place}: layer {number} of the pipeline holds {leaf}, which no "
+            raise CheckpointError(f"{weights[name].place}: layer {number} of the pipeline holds {leaf}, "
+                                  "which no "
                                   "layer of Megatron-DeepSpeed's GPT does.")
     return names
 
@@ -154,9 +177,12 @@ def packing_of(raw: RawCheckpoint, model: ModelConfig, wanted: str | None) -> st
     are not queries, keys and values.
     """
     if wanted == "thirds" and model.query_groups != model.num_attention_heads:
-        raise CheckpointError(f"{raw.folder}: --qkv-packing thirds, and {model.num_attention_heads} heads share "
-                              f"{model.query_groups} keys and values: Megatron-DeepSpeed then cuts the rows into "
-                              "equal thirds, which are not queries, keys and values, so that what it trained is "
+        raise CheckpointError(f"{raw.folder}: --qkv-packing thirds, and {model.num_attention_heads} heads "
+                              "share "
+                              f"{model.query_groups} keys and values: Megatron-DeepSpeed then cuts the rows "
+                              "into "
+                              "equal thirds, which are not queries, keys and values, so that what it trained "
+                              "is "
                               "no attention that this package computes.")
     if wanted is not None:
         return wanted

@@ -31,7 +31,8 @@ def merged_over_tp(name: str, ranks: Sequence[StoredTensor], thirds: bool | None
     """
     shapes = {rank.shape for rank in ranks}
     if len(shapes) > 1:
-        raise CheckpointError(f"{name} has the shapes {sorted(shapes)} on the tensor-parallel ranks. Files are "
+        raise CheckpointError(f"{name} has the shapes {sorted(shapes)} on the tensor-parallel ranks. Files "
+                              "are "
                               "mixed up.")
     shape = list(ranks[0].shape)
     if "query_key_value" in name and thirds is None:
@@ -45,7 +46,8 @@ def merged_over_tp(name: str, ranks: Sequence[StoredTensor], thirds: bool | None
         return ranks[0]
     else:
         raise CheckpointError(f"{ranks[0].place}: how tensor-parallel ranks divide {name} is known only for "
-                              "Megatron-DeepSpeed. Convert the checkpoint with DeepSpeed's ds_to_universal first, "
+                              "Megatron-DeepSpeed. Convert the checkpoint with DeepSpeed's ds_to_universal "
+                              "first, "
                               "and load its folder.")
     if shape[dim] % parts:
         raise CheckpointError(f"{ranks[0].place}: {shape[dim]} rows of {name} are not {parts} equal parts.")
@@ -60,8 +62,10 @@ def merged_over_tp(name: str, ranks: Sequence[StoredTensor], thirds: bool | None
 
 def unknown_packing(place: object) -> str:
     """Message for a query_key_value of Megatron-DeepSpeed whose order of rows is not recorded."""
-    return (f"{place}: the rows of query_key_value are in one of two orders, and the files do not record which. "
-            "Programs that train with Megatron-DeepSpeed since January 2024 use all queries, then all keys, then "
+    return (f"{place}: the rows of query_key_value are in one of two orders, and the files do not record "
+            "which. "
+            "Programs that train with Megatron-DeepSpeed since January 2024 use all queries, then all keys, "
+            "then "
             "all values (of each tensor-parallel rank): --qkv-packing thirds. Its converters, and earlier "
             "versions, use q, k, v of one head after the other: --qkv-packing heads. The wrong one loads "
             "without an error and gives another model: compare the loss.")

@@ -1,7 +1,7 @@
 """Universal checkpoints of DeepSpeed (version 0.4): a folder for each parameter, independent of ranks.
 
     latest_universal                                    "global_step200_universal", the folder beside it
-    …/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt      {"param": whole fp32 tensor, "cat_dim": …}; from stage 3
+    …/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt      {"param": fp32 tensor, "cat_dim": …}; from stage 3
                                                         the flat tensor alone
     …/zero/NAME/step.pt                                 updates of the optimizer; not from stage 3
     …/zero/optimizer_state.pt                           param_groups, loss scaler, from stage 3 the step
@@ -35,8 +35,8 @@ WEIGHT_FILE = "fp32"
 VERSION = 0.4
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
-# DeepSpeed loads no more groups of parameters than a file lists; an empty one changes no setting.
-EMPTY_GROUPS = 64
+# DeepSpeed loads no more groups of parameters than a file lists, and ignores those beyond its own.
+GROUPS = 64
 DEEPSPEED = "0.19.8"        # whose format is written
 
 
@@ -54,11 +54,14 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 # ------------------------------------------------------------------ reading
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
-    models = {name: open_file(folder / name) for name in sorted(os.listdir(folder)) if _MODEL_FILE.fullmatch(name)}
+    models = {name: open_file(folder / name) for name in sorted(os.listdir(folder))
+              if _MODEL_FILE.fullmatch(name)}
     if not models:
-        raise CheckpointError(f"{folder} has no model_states file, which DeepSpeed copies there. Copy one from "
+        raise CheckpointError(f"{folder} has no model_states file, which DeepSpeed copies there. Copy one "
+                              "from "
                               "the folder that was converted.")
-    contents, ignored = [file.content for file in models.values()], {n for f in models.values() for n in f.ignored}
+    contents = [file.content for file in models.values()]
+    ignored = {name for file in models.values() for name in file.ignored}
     first, place = contents[0], folder / next(iter(models))
     shapes, shared, buffers = {}, {}, set()
     for content in contents:
@@ -80,7 +83,8 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     inner = state.get("optimizer_state_dict")
     steps |= optimizer_steps(inner, folder / ZERO / OPTIMIZER) if isinstance(inner, Mapping) else set()
     if len(steps) > 1:
-        raise CheckpointError(f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of several "
+        raise CheckpointError(f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of "
+                              "several "
                               "checkpoints are mixed up.")
     progress = StoredProgress(count(first, "global_steps", place), count(first, "global_samples", place),
                               count(first, "tokens", place), count(first, "skipped_steps", place),
@@ -107,7 +111,8 @@ def _tensors(zero: Path, shapes: Mapping[str, tuple[int, ...]], others: set[str]
             continue
         files = {path.stem: path for path in sorted((zero / name).glob("*.pt"))}
         if WEIGHT_FILE not in files:
-            raise CheckpointError(f"{zero / name} has no {WEIGHT_FILE}.pt, the weight. Copy the folder again.")
+            raise CheckpointError(f"{zero / name} has no {WEIGHT_FILE}.pt, the weight. Copy the folder "
+                                  "again.")
         for kind, path in files.items():
             if kind == STEP:
                 number = read_torch_file(path).content
@@ -139,9 +144,11 @@ def _tensor(path: Path, shape: tuple[int, ...] | None) -> StoredTensor:
 # ------------------------------------------------------------------ writing
 def write_universal(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, Any]] | None = None,
                     done: Any = lambda count: None) -> Path:
-    """Write `folder`/global_stepN_universal, complete or not at all, and `latest_universal`. Returns the path.
+    """Write `folder`/global_stepN_universal, complete or not at all, and `latest_universal`. Returns the
+    path.
 
-    raw    weights in fp32 and moments, under the names of the module that DeepSpeed trains
+    raw    weights in fp32 and moments, under the names of the module that DeepSpeed trains; settings: "lr" of
+           the next step, client_state, lr_scheduler, shared, ds_config, as far as they are known
     about  name → entries of its files beside "param": cat_dim, vocab_tensor, …
     done   called with the bytes of each tensor
     Raises CheckpointError where the path exists or cannot be written.
@@ -183,8 +190,8 @@ def _checked(name: str) -> str:
 
 
 def _state_to_write(raw: RawCheckpoint) -> dict[str, Any]:
-    groups = [{**group, "params": []} for group in raw.settings.get("param_groups") or ()]
-    groups += [{"params": []} for _ in range(EMPTY_GROUPS - len(groups))]
+    rate = raw.settings.get("lr")
+    groups = [{"params": [], **({} if rate is None else {"lr": rate})} for _ in range(GROUPS)]
     step = torch.tensor(float(raw.progress.num_updates or 0))
     state = {"param_groups": groups, "ds_version": DEEPSPEED, "overflow": False,
              "optimizer_state_dict": {"state": {0: {STEP: step}}, "param_groups": groups}}
@@ -196,9 +203,11 @@ def _state_to_write(raw: RawCheckpoint) -> dict[str, Any]:
 def _model_file(raw: RawCheckpoint) -> dict[str, Any]:
     progress, settings = raw.progress, raw.settings
     steps = progress.iteration or 0
-    scheduler = settings.get("lr_scheduler") or {"last_batch_iteration": steps - (progress.skipped_steps or 0) - 1}
+    last = steps - (progress.skipped_steps or 0) - 1
+    scheduler = settings.get("lr_scheduler") or {"last_batch_iteration": last}
     shapes = {name: torch.Size(tensor.shape) for name, tensor in raw.tensors[WEIGHT].items()}
-    client = {key: value for key, value in (settings.get("client_state") or {}).items() if key not in OWN_KEYS}
+    client = {key: value for key, value in (settings.get("client_state") or {}).items()
+              if key not in OWN_KEYS}
     return client | {
         "module": None, "buffer_names": [], "optimizer": None, "param_shapes": [shapes],
         "frozen_param_shapes": None, "frozen_param_fragments": None,

@@ -55,7 +55,7 @@ class Shard:
         return max(sum(vector.shape[0] for vector in vectors) for vectors in self.vectors.values())
 
     def cut(self, kind: str, start: int, numel: int) -> Iterator[Slice]:
-        """Elements [start, start + numel) of the concatenated vectors. Raises CheckpointError beyond the end."""
+        """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
         ends = list(accumulate(vector.shape[0] for vector in self.vectors[kind]))
         if start < 0 or numel < 0 or start + numel > (ends[-1] if ends else 0):
             raise CheckpointError(f"{self.place}: a parameter has elements {start} to {start + numel} of "
@@ -72,7 +72,8 @@ def joined(name: str, shape: tuple[int, ...], slices: Sequence[Slice], place: ob
     held, wanted = sum(one.numel for one in slices), torch.Size(shape).numel()
     dtypes = {one.vector.dtype for one in slices}
     if held != wanted or len(dtypes) > 1:
-        raise CheckpointError(f"{place}: shards hold {held} elements of {name}, in {len(dtypes)} dtype(s), and "
+        raise CheckpointError(f"{place}: shards hold {held} elements of {name}, in {len(dtypes)} dtype(s), "
+                              "and "
                               f"its shape is {list(shape)}. {MIXED}.")
 
     def read() -> torch.Tensor:
@@ -104,7 +105,8 @@ def merged_slices(shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Ma
             if left == 0:
                 current, left = next(waiting, (None, 0))
             if name != current or start < at or numel > left:
-                raise CheckpointError(f"{shard.place}: elements {start} to {start + numel} of it are of {name}, "
+                raise CheckpointError(f"{shard.place}: elements {start} to {start + numel} of it are of "
+                                      f"{name}, "
                                       f"where {left} elements of {current} should follow. {MIXED}.")
             slices[name].append((shard, start, numel))
             at, left = start + numel, left - numel
@@ -143,7 +145,8 @@ def merged_parts(shapes: Shapes, shards: Sequence[Shard]) -> dict[str, dict[str,
     for shard in shards:
         for kind, vectors in shard.vectors.items():
             if (held := sum(vector.shape[0] for vector in vectors)) != expected:
-                raise CheckpointError(f"{shard.place}: it holds {held} elements of {kind}, and a rank of {ranks} "
+                raise CheckpointError(f"{shard.place}: it holds {held} elements of {kind}, and a rank of "
+                                      f"{ranks} "
                                       f"holds {expected} of these parameters. {MIXED}.")
     starts = dict(zip(parts, accumulate(parts.values(), initial=0)))
     return {kind: {name: _part(name, shape, kind, shards, starts[name], parts[name])
@@ -190,7 +193,8 @@ def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredT
     """
     if not isinstance(master, StoredTensor) or len(master.shape) != 1:
         raise CheckpointError(f"{place}: the fp32 weights of a group are {type(master).__name__}, not a flat "
-                              "tensor. They may have been offloaded to a disk: save with DeepSpeed after loading "
+                              "tensor. They may have been offloaded to a disk: save with DeepSpeed after "
+                              "loading "
                               "there without offloading.")
     kinds = {MASTER: [master]}
     for kind, value in (state or {}).items():

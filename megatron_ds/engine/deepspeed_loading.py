@@ -76,11 +76,13 @@ def _check(names: set[str], pieces: list[Piece], tensors: Tensors, with_optimize
     """
     used = {id(tensor) for name, tensor in tensors[WEIGHT].items() if name in names}
     if odd := sorted(name for name, tensor in tensors[WEIGHT].items() if id(tensor) not in used):
-        raise CheckpointError(f"it has {len(odd)} parameters that the module lacks, first {odd[0]}. Load it with "
+        raise CheckpointError(f"it has {len(odd)} parameters that the module lacks, first {odd[0]}. Load it "
+                              "with "
                               "the module that was trained.")
     here, there = {piece.kind for piece in pieces} - {WEIGHT, BUFFER}, tensors.keys() - {WEIGHT, BUFFER}
     if with_optimizer and not here <= there:
-        raise CheckpointError(f"its optimizer state is {', '.join(sorted(there)) or 'empty'}, and the optimizer here "
+        raise CheckpointError(f"its optimizer state is {', '.join(sorted(there)) or 'empty'}, and the "
+                              "optimizer here "
                               f"needs {', '.join(sorted(here))}. Load the weights alone, with "
                               "load_optimizer_states=False.")
 

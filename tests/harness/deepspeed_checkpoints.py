@@ -46,7 +46,8 @@ def next_step(path: Path) -> dict:
     """loss, before, after of DeepSpeed's step after a checkpoint; of a pipeline, of all stages together."""
     first, second = (torch.load(path.with_name(f"{path.name}{rank}")) for rank in range(runs.RANKS))
     return first | {"before": second["before"] | first["before"], "after": second["after"] | first["after"],
-                    "logits": None if first["logits"] is None else torch.cat([first["logits"], second["logits"]])}
+                    "logits": None if first["logits"] is None else
+                    torch.cat([first["logits"], second["logits"]])}
 
 
 def engine_config(case: str, stage: int, ranks: int) -> dict:
@@ -63,7 +64,8 @@ def our_next_step(case: str, folder: Path, stage: int, ranks: int, **options
 
     def main(rank, world):
         mesh = Mesh(Grid.fit(ranks), rank, world.connect)
-        engine, *_ = megatron_ds.initialize(model=drawn[rank], config=engine_config(case, stage, ranks), mpu=mesh,
+        engine, *_ = megatron_ds.initialize(model=drawn[rank], mpu=mesh,
+                                            config=engine_config(case, stage, ranks),
                                             model_parameters=runs.groups_of(drawn[rank]))
         path, client = engine.load_checkpoint(folder, **options)
         counters = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr()[0],
@@ -77,7 +79,7 @@ def our_next_step(case: str, folder: Path, stage: int, ranks: int, **options
         masters = {piece.spec.name: piece.tensor.clone() for piece in engine.optimizer.pieces()
                    if piece.kind == "weight" and piece.tensor.numel() == piece.spec.numel}
         whole = {name: masters[name].view(p.shape) if name in masters else p for name, p in low.items()}
-        return float(loss), whole, (counters, client, path)
+        return loss.item(), whole, (counters, client, path)
 
     found = run_ranks(ranks, main)
     return sum(loss for loss, *_ in found) / ranks, found[0][1], found[0][2]

@@ -65,7 +65,8 @@ class Named(nn.Module):
 # ---- Names and packing of other programs, written out once more, independently of the package's tables.
 
 MDS_BLOCK = {"self_attention.linear_qkv": "self_attention.query_key_value",
-             "self_attention.linear_proj": "self_attention.dense", "pre_mlp_layernorm": "post_attention_layernorm",
+             "self_attention.linear_proj": "self_attention.dense",
+             "pre_mlp_layernorm": "post_attention_layernorm",
              "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
 
 
@@ -152,8 +153,8 @@ class HfBlock(nn.Module):
     def forward(self, x):
         attention, mlp, y = self.self_attn, self.mlp, self.input_layernorm(x)
         heads = lambda z: z.unflatten(-1, (-1, LLAMA.head_dim)).transpose(1, 2)         # [b, n, s, d]
-        q, k, v = rotated(heads(attention.q_proj(y))), rotated(heads(attention.k_proj(y))), heads(attention.v_proj(y))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        q, k, v = (heads(project(y)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+        y = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
         x = x + attention.o_proj(y.transpose(1, 2).flatten(2))
         y = self.post_attention_layernorm(x)
         return x + mlp.down_proj(F.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
@@ -191,7 +192,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of(step: int, rank: int | None = None, ranks: int = 2, vocab: int = VOCAB) -> torch.Tensor:
-    """int64 [2, 9] of a rank, [2 · ranks, 9] of all. Without multiples of 11, which end documents in our runs."""
+    """int64 [2, 9] of a rank, [2 · ranks, 9] of all. No multiples of 11: those end documents in our runs."""
     draw = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(1, vocab, (2 * ranks, 9), generator=draw)
     tokens = tokens.where(tokens % 11 > 0, tokens - 1)

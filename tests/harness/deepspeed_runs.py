@@ -33,7 +33,8 @@ CASES = {
 
 
 def config_of(stage: int, precision: dict) -> dict:
-    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "zero_force_ds_cpu_optimizer": False,
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
+            "zero_force_ds_cpu_optimizer": False,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4,
                                                       "torch_adam": True}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8,
@@ -58,8 +59,7 @@ def pipeline(stages: int):
                                               tied_weight_attr="word_embeddings_weight")
     layers = [lambda tokens: tokens, tied(), *(LayerSpec(modules.MdsBlock, i) for i in range(modules.LAYERS)),
               LayerSpec(modules.MdsNorm), tied(head)]
-    return PipelineModule(layers=layers, num_stages=stages, loss_fn=lambda logits, tokens: loss_of(logits, tokens),
-                          partition_method="uniform")
+    return PipelineModule(layers=layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform")
 
 
 def engine_of(case: str, universal: bool = False):
@@ -69,8 +69,8 @@ def engine_of(case: str, universal: bool = False):
     torch.manual_seed(3)
     model = pipeline(int(kind[4:] or 1)) if isinstance(kind, str) else kind()
     config = config_of(stage, precision) | ({"checkpoint": {"load_universal": True}} if universal else {})
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)[0], isinstance(kind, str)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)
+    return engine, isinstance(kind, str)
 
 
 def train(engine, is_pipeline: bool, step: int, vocab: int) -> tuple[float, torch.Tensor | None]:
@@ -90,7 +90,7 @@ def train(engine, is_pipeline: bool, step: int, vocab: int) -> tuple[float, torc
 
 
 def whole_weights(engine) -> dict[str, torch.Tensor]:
-    """The trained weights in fp32, by DeepSpeed's own access functions; as the module holds them at stage 0."""
+    """The trained weights in fp32 as DeepSpeed shows them; as the module holds them at stage 0."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
@@ -144,7 +144,7 @@ def main(rank: int, port: int, verb: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    import torch._dynamo        # as torch's optimizers do, in every rank
+    import torch._dynamo  # as torch's optimizers do, in every rank
 
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.accelerator import get_accelerator
