@@ -174,7 +174,7 @@ def test_the_recipe_with_experts_in_small_continues_with_other_sizes_and_ends_wi
 
 def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
     done = subprocess.run(["bash", str(ROOT / "examples" / "deepseek_v3_dry_run.sh")],
-                          cwd=tmp_path, env=environment() | {"PYTHON": sys.executable}, capture_output=True,
+                          cwd=tmp_path, env=warm_environment(environment()), capture_output=True,
                           text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     h, f, attention = 7168, 2048, 2 * 7168 * (96 + 6) * 128
