@@ -1,6 +1,8 @@
 """Checkpoints of DeepSpeed continue here, and ours continue in DeepSpeed: the next step is the same."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,14 @@ from megatron_ds.conversion import deepspeed_format
 from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
 from megatron_ds.conversion.filling import fill, plan_filling
 from megatron_ds.conversion.formats import Wishes, detected, format_of
+from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness import deepspeed_checkpoints as harness
 from tests.harness import deepspeed_modules as modules
 from tests.harness import deepspeed_runs as runs
 from tests.harness.threads import run_ranks
+from tools.convert_checkpoint import run_tool
 from tools.layout_comparison import merge, parse_layout, train_layout
 
 pytestmark = harness.needs_deepspeed
@@ -175,3 +179,64 @@ def test_deepspeed_continues_from_a_universal_folder_of_ours_as_from_its_own(mad
     close(found["after"], first_group)
     if theirs["logits"] is not None:
         torch.testing.assert_close(found["logits"], theirs["logits"], rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- hostile files
+def swap(folder):
+    first, second = sorted(folder.glob("*optim_states.pt"))
+    first.rename(folder / "kept")
+    second.rename(first)
+    (folder / "kept").rename(second)
+
+
+def truncate(folder):
+    file = sorted(folder.glob("*optim_states.pt"))[0]
+    file.write_bytes(file.read_bytes()[:-400])
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def with_code(folder):
+    file = sorted(folder.glob("*optim_states.pt"))[0]
+    torch.save({"optimizer_state_dict": Code()}, file)
+
+
+def without_a_rank(folder):
+    sorted(folder.glob("*optim_states.pt"))[1].unlink()
+
+
+def of_another_save(folder):
+    file = sorted(folder.glob("*optim_states.pt"))[1]
+    content = torch.load(file, weights_only=False)
+    for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] += 1
+    torch.save(content, file)
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (swap, "Files of several checkpoints or ranks are mixed up"), (truncate, "is refused or damaged"),
+    (with_code, "names (posix|nt).system"), (of_another_save, r"have made \[2, 3\] steps"),
+    (without_a_rank, "has optim_states of 1 data-parallel ranks, and 2 ranks saved it")])
+def test_a_spoiled_checkpoint_is_refused_and_nothing_is_written_or_executed(made, spoil, message, tmp_path,
+                                                                            monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "llama1", tmp_path / "spoiled")
+    spoil(tmp_path / "spoiled" / "global_step2")
+    with pytest.raises(CheckpointError, match=message):
+        run_tool(["--load", "spoiled", "--save", "target"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spoiled"]
+
+
+def test_files_of_another_model_and_an_unknown_packing_are_refused(made, tmp_path):
+    shutil.copytree(made / "llama3", tmp_path / "other")
+    other = json.dumps(LLAMA_CONFIG | {"intermediate_size": 20})
+    (tmp_path / "other" / "config.json").write_text(other)
+    with pytest.raises(CheckpointError, match="not have the shape that the settings describe: .*gate_proj"):
+        deepspeed_format.read(tmp_path / "other", Wishes())
+    with pytest.raises(CheckpointError, match="--qkv-packing thirds"):
+        deepspeed_format.read(made / "mds_pipe1", Wishes())
+    with pytest.raises(CheckpointError, match="21 parameters that the module lacks"):
+        harness.our_next_step("small0", made / "llama1", 0, 1)
