@@ -1,0 +1,89 @@
+"""A walk over the opcodes of a pickle, before it is unpickled.
+
+Some opcodes make Python's unpickler allocate any amount of memory: 16 GB for a memo of index 2**30
+(`LONG_BINPUT`, one bit away from `REDUCE`), any length for `BYTEARRAY8`. Those that a kind of file needs
+allocate little. Others, lengths beyond the end, and memo indices larger than the file are refused.
+
+A regular expression skips opcodes of fixed length, which are most of them: `pickletools.genops` takes about
+eight times as long, 20 s for the index of 640,000 chunks.
+"""
+
+import mmap
+import pickletools
+import re
+import struct
+from collections.abc import Mapping, Sequence
+
+STOP = b"."
+_MOST_AT_ONCE = 10_000       # bounds the memory that the regular expression takes
+_OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
+_MEMO, _GLOBAL = (_OPCODES[name].code.encode("latin-1") for name in ("LONG_BINPUT", "GLOBAL"))
+
+
+class Opcodes:
+    """The opcodes that a kind of file, `noun`, needs.
+
+    fixed      names of opcodes with an argument of fixed length, which allocate little
+    lengths    {name of an opcode: struct format of the length of its argument}
+    protocol2  also accept the opcodes of protocol 2 whose argument is a memo index or two lines of text
+    """
+
+    def __init__(self, noun: str, fixed: Sequence[str], lengths: Mapping[str, str], protocol2: bool = False):
+        self._noun, self._fixed, self._protocol2 = noun, fixed, protocol2
+        codes = {name: _OPCODES[name].code.encode("latin-1") for name in (*fixed, *lengths)}
+        self._length_of = {codes[name]: struct.Struct(form) for name, form in lengths.items()}
+        # A run of opcodes of fixed length: for each length n, one of their codes and then n bytes.
+        bytes_of = {name: _OPCODES[name].arg.n if _OPCODES[name].arg else 0 for name in fixed}
+        by_length = {n: b"".join(re.escape(codes[name]) for name in fixed if bytes_of[name] == n)
+                     for n in sorted(set(bytes_of.values()))}
+        self._run = re.compile(
+            b"(?:" + b"|".join(b"[" + code + b"].{%d}" % n for n, code in by_length.items())
+            + b"){1,%d}+" % _MOST_AT_ONCE, re.DOTALL)
+
+    def check(self, content: bytes) -> None:
+        """Raises ValueError naming the first opcode that is not needed, or that extends beyond the end."""
+        if (stop := self.end_of(content)) != len(content):
+            raise ValueError(f"byte {stop - 1} of {len(content)}: STOP, and more bytes follow")
+
+    def end_of(self, content: bytes | mmap.mmap, at: int = 0) -> int:
+        """The byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
+        end = len(content)
+        while True:
+            while run := self._run.match(content, at):
+                at = run.end()
+            code = content[at:at + 1]
+            if code == STOP:
+                return at + 1
+            if self._protocol2 and code in (_MEMO, _GLOBAL):
+                at = _end_of_protocol2(content, at)
+                continue
+            if code not in self._length_of:
+                raise ValueError(f"byte {at} of {end}: {self._name_of(code)}")
+            length = self._length_of[code]
+            if at + 1 + length.size > end:
+                raise ValueError(f"byte {at} of {end}: it ends within a length")
+            at += 1 + length.size + length.unpack_from(content, at + 1)[0]
+            if at > end:
+                raise ValueError(f"a text in it would end at byte {at} of {end}")
+
+    def _name_of(self, code: bytes) -> str:
+        known = pickletools.code2op.get(code.decode("latin-1"))
+        if code == b"":
+            return "it ends without STOP"
+        if known and known.name in self._fixed:
+            return f"it ends within {known.name}"
+        return (f"{known.name}, which no {self._noun} needs" if known
+                else f"not an opcode of a pickle ({code.hex()})")
+
+
+def _end_of_protocol2(content: bytes | mmap.mmap, at: int) -> int:
+    """The byte after LONG_BINPUT, whose index is at most the size of the file, or after GLOBAL."""
+    if content[at:at + 1] == _GLOBAL:
+        stop = content.find(b"\n", content.find(b"\n", at) + 1) + 1
+        if content.find(b"\n", at) < 0 or stop == 0:
+            raise ValueError(f"byte {at} of {len(content)}: it ends within a name")
+        return stop
+    index = int.from_bytes(content[at + 1:at + 5], "little")
+    if at + 5 > len(content) or index > len(content):
+        raise ValueError(f"byte {at} of {len(content)}: a memo of index {index}")
+    return at + 5
