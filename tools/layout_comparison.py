@@ -265,9 +265,13 @@ def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
 
     A bias of the keys adds the same number to all scores of a query, which does not change the softmax.
     Without rotary positions its gradient is zero except for rounding, and Adam normalizes that rounding to
-    full steps. These rows are left out.
+    full steps. These rows are left out, and the bias of the norm of the keys, which does the same.
     """
-    if not name.endswith("linear_qkv.bias") or model.position_embedding_type == "rope":
+    if model.position_embedding_type == "rope":
+        return values
+    if name.endswith("k_layernorm.bias"):
+        return values[:0]
+    if not name.endswith("linear_qkv.bias"):
         return values
     groups = values.view(model.query_groups, -1, model.head_dim)       # per group [queries.., key, value]
     return torch.cat((groups[:, :-2], groups[:, -1:]), dim=1)

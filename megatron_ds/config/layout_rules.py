@@ -53,6 +53,28 @@ def positions(config: RunConfig) -> Iterator[str]:
                f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
 
 
+ROTARY = ("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+
+
+def rotary(config: RunConfig) -> Iterator[str]:
+    """Options of rotary embeddings need them."""
+    model = config.model
+    if model.position_embedding_type != "rope":
+        yield from given(config, [f"model.{name}" for name in ROTARY],
+                         "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
+                         "--position-embedding-type rope.")
+    if not model.use_rope_scaling:
+        yield from given(config, ["model.rope_scaling_factor"],
+                         "applies to --use-rope-scaling. Add it, or remove the factor.")
+
+
+def norms(config: RunConfig) -> Iterator[str]:
+    """Options of norms that the model lacks would have no effect."""
+    if not config.model.qk_layernorm:
+        yield from given(config, ["model.apply_wd_to_qk_layernorm"],
+                         "applies to the norms of queries and keys. Remove it, or add --qk-layernorm.")
+
+
 def not_available_yet(config: RunConfig) -> Iterator[str]:
     """Mesh axes that no layer uses yet."""
     if config.parallel.context_parallel_size > 1:
@@ -231,5 +253,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading,
-                world, tensor_parallel, pipeline, virtual_stages, pipeline_tuning, rank_order)
+LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, not_available_yet, zero_options, communication,
+                offloading, world, tensor_parallel, pipeline, virtual_stages, pipeline_tuning, rank_order)

@@ -37,8 +37,22 @@ class ModelConfig(MoEOptions):
         help="Base of the rotary angles (rope only); use a larger one for long sequences.")
     rotary_percent: float = option(
         1.0, above=0, at_most=1, help="Share of the channels of each head that are rotated (rope only).")
+    rotary_interleaved: bool = option(
+        False, help="Rotate neighbouring channels as pairs, instead of channel i with one half a head away "
+                    "(rope only).",
+        avoid="On GPUs several operations in place of one kernel.")
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, above=0, help="Positions are divided by it before they rotate: linear scaling (rope only).")
+    use_rope_scaling: bool = option(
+        False, help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens "
+                    "(rope only).")
+    rope_scaling_factor: float = option(
+        8.0, above=0, help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, help="Type of the normalization layers.")
+    apply_layernorm_1p: bool = option(
+        False, help="Normalization layers store their weight minus one, which starts at 0, and multiply by "
+                    "1 + weight.")
     norm_epsilon: float = option(1e-5, above=0, flags=["--layernorm-epsilon"],
         help="Added to the variance inside a normalization layer.")
     activation: str = option("gelu", choices=("gelu", "gelu_exact", "swiglu", "relu", "squared_relu"),
@@ -46,6 +60,19 @@ class ModelConfig(MoEOptions):
         help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.")
     add_bias_linear: bool = option(
         True, switches={"--disable-bias-linear": False}, help="Give the linear layers biases.")
+    add_qkv_bias: bool = option(
+        False, help="Give the projection of queries, keys and values a bias, also with "
+                    "--disable-bias-linear.")
+    qk_layernorm: bool = option(
+        False, help="Normalize each head of queries and keys before they are rotated and multiplied.",
+        avoid="It is for models whose attention scores grow without bound; a checkpoint without the norms "
+              "cannot be loaded.")
+    apply_wd_to_qk_layernorm: bool = option(
+        False, help="Weight decay applies to the norms of --qk-layernorm, too.")
+    use_parallel_residual: bool = option(
+        False, help="Attention and the feed-forward of a block both read its input, each through its own "
+                    "norm, and their outputs are added to it (GPT-J, GPT-NeoX).",
+        avoid="It is for models that were trained so; elsewhere it costs a little quality.")
     untie_embeddings_and_output_weights: bool = option(False, help="Give the output layer its own weights.",
         avoid="In small models sharing saves a large part of all weights.")
     init_method_std: float = option(0.02, at_least=0,

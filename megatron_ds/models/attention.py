@@ -23,9 +23,11 @@ from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
-from ..ops.rotary import rotary_channels, rotary_tables, split_heads, split_rotary
+from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
+from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
+from .normalization import make_head_norm
 
 # core(q [s, b, n/t, d], k [sk, b, g/t, d], v, batch) -> [s, b, n/t * d]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
@@ -80,31 +82,52 @@ class Rotary:
     once for a micro-batch. The tables of a layer that sees only some of the tokens are not kept.
     """
 
-    def __init__(self, head_dim: int, percent: float, base: float):
+    def __init__(self, head_dim: int, percent: float, base: float, scalings: tuple[Scaling, ...] = (),
+                 interleaved: bool = False):
         self.channels, self.base = rotary_channels(head_dim, percent), base
+        self.scalings, self.interleaved = scalings, interleaved
         self._positions, self._tables = None, None
 
     def __call__(self, qkv: torch.Tensor,
                  batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n, d], k and v [s, b, g, d]. The positions of the batch are [b, s]."""
+        return split_rotary(qkv, *self.tables_of(batch), self.interleaved)
+
+    def rotate(self, heads: Iterable[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
+        """Each of the tensors [s, b, n, d] rotated: for heads that are changed after they are split."""
+        tables = self.tables_of(batch)
+        return [apply_rotary(x, *tables, self.interleaved) for x in heads]
+
+    def tables_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [s, b or 1, 1, r/2] of the positions of a batch."""
         ids = batch.position_ids
-        return split_rotary(qkv, *(rotary_tables(ids, self.channels, self.base) if batch.is_narrowed
-                                   else self.tables(ids)))
+        return self._make(ids) if batch.is_narrowed else self.tables(ids)
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
         if position_ids is not self._positions:
             alike = position_ids.stride(0) == 0                 # one row expanded over the batch
-            self._tables = rotary_tables(position_ids[0] if alike else position_ids, self.channels, self.base)
+            self._tables = self._make(position_ids[0] if alike else position_ids)
             self._positions = position_ids
         return self._tables
+
+    def _make(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary_tables(position_ids, self.channels, self.base, self.scalings)
 
 
 def make_rotary(config: ModelConfig) -> Rotary | None:
     """The rotary embedding that all layers of a model share; None for other position embeddings."""
     if config.position_embedding_type != "rope":
         return None
-    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base)
+    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base, rotary_scalings(config),
+                  config.rotary_interleaved)
+
+
+def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
+    """How the frequencies of the model's rotary embedding are scaled."""
+    llama3 = (Llama3Scaling(config.rope_scaling_factor),) if config.use_rope_scaling else ()
+    factor = config.rotary_seq_len_interpolation_factor
+    return llama3 if factor is None else (*llama3, LinearScaling(factor))
 
 
 class SelfAttention(nn.Module):
@@ -125,7 +148,12 @@ class SelfAttention(nn.Module):
         self.core_attention = core or CoreAttention(config, f"{name}.core_attention", ctx)
         self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, ctx,
                                                name=f"{name}.linear_qkv",
-                                               init_std=config.init_method_std, bias=config.add_bias_linear)
+                                               init_std=config.init_method_std,
+                                               bias=config.add_bias_linear or config.add_qkv_bias)
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)
+            self.k_layernorm = make_head_norm(config, f"{name}.k_layernorm", ctx)
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, ctx, name=f"{name}.linear_proj",
                                              init_std=output_std, bias=config.add_bias_linear)
 
@@ -139,11 +167,18 @@ class SelfAttention(nn.Module):
         return self.linear_proj(self.core_attention(q, k, v, batch))
 
     def project(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k rotated."""
+        """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k normalized and rotated."""
         qkv = self.linear_qkv(x)                                                # [s, b, (n + 2g)/t * d]
         heads = self.num_heads // self.num_groups + 2                           # of a group
         qkv = qkv.view(*qkv.shape[:2], self.num_groups, heads, self.head_dim)
-        return split_heads(qkv) if self.rotary is None else self.rotary(qkv, batch)
+        if self.q_layernorm is None and self.rotary is not None:
+            return self.rotary(qkv, batch)                                      # splits and rotates at once
+        q, k, v = split_heads(qkv)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            if self.rotary is not None:
+                q, k = self.rotary.rotate((q, k), batch)
+        return q, k, v
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for the rank's keys and values."""

@@ -1,6 +1,7 @@
 """A transformer block, normalization first: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-Dropout comes before each sum.
+Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) + feed_forward(other norm(x))
+(Wang and Komatsuzaki 2021, GPT-J; Black et al. 2022, arXiv:2204.06745, section 2.1).
 
 `Block` has two slots: attention, a module `forward(x, batch, cache=None)`, and feed_forward, a module
 `forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another kind of
@@ -18,10 +19,10 @@ from ..errors import ConfigError
 from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
-from ..ops.norms import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, KVCache, Rotary, SelfAttention
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
+from .normalization import make_norm
 
 
 class Block(nn.Module):
@@ -35,6 +36,7 @@ class Block(nn.Module):
         self.self_attention = attention
         self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
         self.mlp = feed_forward
+        self.parallel_residual = config.use_parallel_residual
         self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.set_recompute(ctx.recompute.granularity)
@@ -52,6 +54,9 @@ class Block(nn.Module):
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
+        if self.parallel_residual:
+            total = self.attention_dropout.add(attended, x, batch)
+            return self.mlp_dropout.add(self.mlp(self.pre_mlp_layernorm(x), batch), total, batch)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)
@@ -158,10 +163,3 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * (0.5 if causal else 1.0) * s * s * queries
     return LayerFlops(float(s * (projections + feed_forward)), scores)
-
-
-def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
-    """The model's norm. With sequence parallelism its gradient is a partial sum over the rank's rows."""
-    norm = pick(NORMS, "normalization", config.normalization)
-    return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
-                partial_over=ctx.partial_over)

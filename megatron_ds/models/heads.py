@@ -23,9 +23,9 @@ from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
 from ..tensor_parallel.logits_in_chunks import LogitsInChunks
 from .attention import KVCache
-from .block import make_norm
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
 from .layer import LayerFlops
+from .normalization import make_norm
 
 HeadLogits = torch.Tensor | LogitsInChunks
 ORDERS = 2         # of two segments: as they stand in the text, or swapped

@@ -1,18 +1,22 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3.4.2), in Megatron's arrangement.
 
 The first r = percent * d channels of a head are rotated, channel i together with channel i + r/2 ("rotate
-half"); the rest pass unchanged. Pair i is rotated by the angle position * base^(-2i / r).
+half"); the rest pass unchanged. Pair i is rotated by the angle position * base^(-2i / r), unless the
+frequencies are scaled (rotary_scaling.py). Interleaved, pair i are the neighbours 2i and 2i + 1 (GPT-J).
 
 Packed heads, [s, b, g, n/g + 2, d], are g groups of n/g heads of q, one of k and one of v.
 
-Implementations: on GPUs one launch (gpu/rotary_kernels.py); else torch's operations in fp32, with a backward
-of our own that keeps nothing of x.
+Implementations: on GPUs one launch (gpu/rotary_kernels.py), but for interleaved pairs; else torch's
+operations in fp32, with a backward of our own that keeps nothing of x.
 """
+
+from collections.abc import Iterable
 
 import torch
 
 from .gpu import rotary_kernels
 from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .rotary_scaling import Scaling
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
@@ -21,19 +25,26 @@ def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
     return channels - channels % 2
 
 
-def rotary_tables(positions: torch.Tensor, channels: int,
-                  base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], [s, b, 1, r/2] for [b, s], for all layers."""
+def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0,
+                  scalings: Iterable[Scaling] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], [s, b, 1, r/2] for [b, s], for all layers.
+
+    scalings: of the frequencies, applied in this order
+    """
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
     where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()   # [s, 1] or [s, b]
-    angles = where[:, :, None, None] * base ** -exponents
+    frequencies = base ** -exponents
+    for scaling in scalings:
+        frequencies = scaling(frequencies)
+    angles = where[:, :, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 @Operation
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                 interleaved: bool = False) -> torch.Tensor:
     """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin, interleaved)
 
 
 apply_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
@@ -54,11 +65,11 @@ def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 @Operation
-def split_rotary(qkv: torch.Tensor, cos: torch.Tensor,
-                 sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                 interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`split_heads`, q and k rotated by the tables of their positions."""
     q, k, v = split_heads(qkv)
-    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
+    return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved), v
 
 
 split_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
@@ -83,21 +94,29 @@ class _Rotate(torch.autograd.Function):
     # The gradient is rotated by the opposite angle, so nothing of x is kept for backward.
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, x, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+        return _rotate(grad, *ctx.saved_tensors, ctx.interleaved, -1), None, None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
-    half = cos.shape[-1]
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
+            direction: int) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    out_first, out_second, out_rest = out.split([half, half, rest.shape[-1]], dim=-1)
+    first, second, rest = _pairs(x, cos.shape[-1], interleaved)
+    out_first, out_second, out_rest = _pairs(out, cos.shape[-1], interleaved)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
     out_rest.copy_(rest)
     return out.to(x.dtype)
+
+
+def _pairs(x: torch.Tensor, count: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first and the second channels of the pairs [.., count], and the channels that are not rotated."""
+    turned, rest = x.split([2 * count, x.shape[-1] - 2 * count], dim=-1)
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(count, dim=-1)
+    return first, second, rest

@@ -53,6 +53,11 @@ MODEL_FIELDS = (
     "rotary_percent", "add_bias_linear", "untie_embeddings_and_output_weights", "vocab_size",
 )
 
+# The same, left out where they have their default: earlier versions saved none of them.
+FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
+                  "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
+                  "apply_layernorm_1p", "use_parallel_residual")
+
 # The same of models with experts.
 MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",
               "moe_choice", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
@@ -171,7 +176,9 @@ def model_identity(model: ModelConfig) -> dict:
     """
     experts = {"experts": model.experts} if any(model.experts) else {}
     names = (*MODEL_FIELDS, *MODELS[model.model].fields, *(MOE_FIELDS if experts else ()))
-    return experts | {name: getattr(model, name) for name in names}
+    features = {name: value for name in FEATURE_FIELDS
+                if (value := getattr(model, name)) != getattr(ModelConfig, name)}
+    return experts | {name: getattr(model, name) for name in names} | features
 
 
 def _data_identity(config: RunConfig) -> dict:

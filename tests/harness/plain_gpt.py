@@ -32,10 +32,19 @@ class TinyConfig(MoEOptions):
     position_embedding_type: str = "learned_absolute"
     rotary_base: float = 100.0
     rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    rotary_seq_len_interpolation_factor: float | None = None
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
     add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = False
+    apply_layernorm_1p: bool = False
+    use_parallel_residual: bool = False
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02
     hidden_dropout: float = 0.0
@@ -64,28 +73,32 @@ def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     shapes = {"embedding.word_embeddings.weight": (config.vocab_size, h)}
     if config.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (config.positions, h)
-    norms = ["decoder.final_layernorm"]
+    norms = {"decoder.final_layernorm": h}
     for i in range(config.num_layers):
         layer = f"decoder.layers.{i}"
-        norms += [f"{layer}.input_layernorm", f"{layer}.pre_mlp_layernorm"]
+        norms |= {f"{layer}.input_layernorm": h, f"{layer}.pre_mlp_layernorm": h}
+        if config.qk_layernorm:
+            norms |= {f"{layer}.self_attention.{part}_layernorm": d for part in "qk"}
         for name, (rows, columns) in linear.items():
             shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            if config.add_bias_linear:
+            if config.add_bias_linear or config.add_qkv_bias and name.endswith("qkv"):
                 shapes[f"{layer}.{name}.bias"] = (rows,)
-    for name in norms:
-        shapes[f"{name}.weight"] = (h,)
+    for name, width in norms.items():
+        shapes[f"{name}.weight"] = (width,)
         if config.normalization == "LayerNorm":
-            shapes[f"{name}.bias"] = (h,)
+            shapes[f"{name}.bias"] = (width,)
     if config.untie_embeddings_and_output_weights:
         shapes["output_layer.weight"] = (config.vocab_size, h)
     return shapes
 
 
 def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Weights large enough that every term matters: nothing is near 0, norms are not near 1. float64."""
+    """Weights large enough that every term matters: nothing is near 0, the scales of norms are not near 1.
+    float64."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
-    return {name: draw(shape) * 1.5 + (0.7 if "norm.weight" in name else 0.0)
+    scale = 0.7 - config.apply_layernorm_1p
+    return {name: draw(shape) * 1.5 + (scale if "norm.weight" in name else 0.0)
             for name, shape in logical_shapes(config).items()}
 
 
@@ -141,8 +154,8 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
 def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward):
     y = _norm(w, f"{layer}.input_layernorm", x, config)
     y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
-    x = x + drop(f"{layer}.self_attention", y)
-    y = _norm(w, f"{layer}.pre_mlp_layernorm", x, config)
+    first, x = x, x + drop(f"{layer}.self_attention", y)
+    y = _norm(w, f"{layer}.pre_mlp_layernorm", first if config.use_parallel_residual else x, config)
     return x + drop(f"{layer}.mlp", feed_forward(w, f"{layer}.mlp", y, config))
 
 
@@ -178,7 +191,8 @@ def _linear(w, name, x):
 def _norm(w, name, x, config):
     if config.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
-    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * w[f"{name}.weight"]
+    factor = w[f"{name}.weight"] + config.apply_layernorm_1p
+    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * factor
     return x + w[f"{name}.bias"] if config.normalization == "LayerNorm" else x
 
 
@@ -198,6 +212,8 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
         group, place = divmod(head, n // g)
         q, k, v = (rows[group * per_group + place], rows[(group + 1) * per_group - 2],
                    rows[(group + 1) * per_group - 1])
+        if config.qk_layernorm:
+            q, k = _norm(w, f"{name}.q_layernorm", q, config), _norm(w, f"{name}.k_layernorm", k, config)
         if config.position_embedding_type == "rope":
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
         scores.append((q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf).softmax(-1))
@@ -211,9 +227,26 @@ def _rotate(x, position_ids, config):
     base^(2i/d)."""
     turned = int(x.shape[-1] * config.rotary_percent)
     half = turned // 2
-    angles = position_ids[..., None] * config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
-    z = torch.complex(x[..., :half], x[..., half:turned]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([z.real, z.imag, x[..., turned:]], dim=-1)
+    frequencies = config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    if config.use_rope_scaling:
+        frequencies = torch.stack([_llama3(f, config.rope_scaling_factor) for f in frequencies])
+    angles = position_ids[..., None] / (config.rotary_seq_len_interpolation_factor or 1) * frequencies
+    pairs = ((x[..., 0:turned:2], x[..., 1:turned:2]) if config.rotary_interleaved
+             else (x[..., :half], x[..., half:turned]))
+    z = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
+    y = torch.view_as_real(z) if config.rotary_interleaved else torch.stack([z.real, z.imag], dim=-2)
+    return torch.cat([y.flatten(-2), x[..., turned:]], dim=-1)
+
+
+def _llama3(frequency, factor, low=1, high=4, original=8192):
+    """Llama 3.1's rule, by the length of the wave in tokens."""
+    wave = 2 * math.pi / frequency
+    if wave < original / high:
+        return frequency
+    if wave > original / low:
+        return frequency / factor
+    share = (original / wave - low) / (high - low)
+    return (1 - share) * frequency / factor + share * frequency
 
 
 def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:

@@ -161,3 +161,4 @@ def test_sizes_beyond_the_limits_are_refused_with_a_reason():
     assert "65536 samples" in rotary_kernels.fits(torch.empty(1, 65536, 1, 16, device="meta"), cos, cos)
     assert "heads of 521" in rotary_kernels.fits(torch.empty(1, 1, 2, 521), cos, cos)
     assert rotary_kernels.fits(torch.empty(1, 1, 2, 520), cos, cos) == ""
+    assert "neighbouring" in rotary_kernels.fits(torch.empty(1, 1, 2, 520), cos, cos, True)

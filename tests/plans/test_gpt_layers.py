@@ -11,7 +11,10 @@ from megatron_ds.models.attention import Rotary
 from megatron_ds.mpu.group import Group
 from tests.harness.gpt_runs import make_batch
 from tests.harness.model_runs import context_of
-from tests.harness.plain_gpt import STYLES, logical_shapes
+from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_shapes
+
+VARIANTS = STYLES | {"biases of q, k, v": TinyConfig(**LLAMA, add_qkv_bias=True),
+                     "normalized heads": TinyConfig(qk_layernorm=True)}
 
 
 def tp_of(size, rank=0):
@@ -19,9 +22,9 @@ def tp_of(size, rank=0):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", VARIANTS)
 def test_each_parameter_has_its_name_its_logical_shape_and_its_share(style, tp_size):
-    config = STYLES[style]
+    config = VARIANTS[style]
     model = build_stage(MODELS["gpt"](config, context_of(tp_of(tp_size))))
     specs = {p.spec.name: p.spec for p in model.parameters()}
     assert {name: spec.shape for name, spec in specs.items()} == logical_shapes(config)
@@ -41,28 +44,39 @@ def test_names_do_not_depend_on_the_cut():
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_are_partial_exactly_where_a_parameter_sees_a_slice_of_the_sequence(sequence_parallel):
-    model = build_stage(MODELS["gpt"](STYLES["gpt2"],
+def test_gradients_are_partial_exactly_where_a_parameter_sees_some_of_the_tokens_or_heads(sequence_parallel):
+    model = build_stage(MODELS["gpt"](VARIANTS["normalized heads"],
                                       context_of(tp_of(2), sequence_parallel=sequence_parallel)))
     sees_slice = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias",
                   "position_embeddings.weight")
     for p in model.parameters():
-        partial = sequence_parallel and p.spec.name.endswith(sees_slice)
+        of_some_heads = "self_attention.q_" in p.spec.name or "self_attention.k_" in p.spec.name
+        partial = sequence_parallel and p.spec.name.endswith(sees_slice) or of_some_heads
         assert p.spec.partial_over == (("tp",) if partial else ()), p.spec.name
 
 
-def test_initial_values_and_decay_follow_the_kind_of_parameter():
-    config = replace(STYLES["gpt2"], init_method_std=0.5, num_layers=8)
+@pytest.mark.parametrize("minus_one", [False, True])
+def test_initial_values_and_decay_follow_the_kind_of_parameter(minus_one):
+    config = replace(STYLES["gpt2"], init_method_std=0.5, num_layers=8, apply_layernorm_1p=minus_one)
     for p in build_stage(MODELS["gpt"](config, context_of())).parameters():
         name, init = p.spec.name, p.spec.init
         assert p.spec.decay == (len(p.spec.shape) > 1), name
         if name.endswith("bias"):
             assert init.kind == "zeros", name
         elif "norm" in name:
-            assert init.kind == "ones", name
+            assert init.kind == ("zeros" if minus_one else "ones"), name
         else:
             assert init.kind == "normal", name
             assert init.std == (0.125 if "proj" in name or "fc2" in name else 0.5), name   # 0.5 / sqrt(2 * 8)
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_norms_of_heads_decay_only_on_request(decays):
+    config = replace(VARIANTS["normalized heads"], apply_wd_to_qk_layernorm=decays)
+    specs = [p.spec for p in build_stage(MODELS["gpt"](config, context_of())).parameters()]
+    assert {spec.name for spec in specs if spec.decay and len(spec.shape) == 1} == {
+        f"decoder.layers.{i}.self_attention.{part}_layernorm.{leaf}"
+        for i in range(3) for part in "qk" for leaf in ("weight", "bias") if decays}
 
 
 def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():

@@ -11,6 +11,7 @@ from megatron_ds.ops.cpu import widened_products as ops_product
 from megatron_ds.ops.dropout import KeepMask, sample_keys
 from megatron_ds.ops.norms import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
 from megatron_ds.ops.rotary import apply_rotary, reference_rotary, rotary_channels, rotary_tables
+from megatron_ds.ops.rotary_scaling import LinearScaling, Llama3Scaling
 from megatron_ds.tensor_parallel.cross_entropy import reference_cross_entropy
 
 
@@ -93,6 +94,39 @@ def test_rotary_turns_pair_i_by_position_over_base_to_the_2i_over_r():
     y = apply_rotary(torch.tensor([1.0, 2.0, 0.0, 0.0]).view(1, 1, 1, 4), cos, sin).flatten()
     angles, x = torch.tensor([3.0, 3.0 / 10.0]), torch.tensor([1.0, 2.0])
     torch.testing.assert_close(y, torch.cat((x * angles.cos(), x * angles.sin())))
+
+
+@pytest.mark.parametrize("channels", [12, 8])
+def test_interleaved_rotary_is_that_of_gpt_j_in_transformers(channels):
+    theirs = pytest.importorskip("transformers.models.gptj.modeling_gptj",
+                                 reason="transformers is not installed")
+    x, positions = randn(5, 2, 3, 12), torch.arange(3, 8)
+    cos, sin = rotary_tables(positions, channels, base=500.0)
+    y = apply_rotary(x, cos, sin, True)
+    of_positions = lambda table: table[None, :, 0, 0]                                   # [1, s, r/2]
+    expected = theirs.apply_rotary_pos_emb(x[..., :channels].transpose(0, 1), *map(of_positions, (sin, cos)))
+    torch.testing.assert_close(y[..., :channels].transpose(0, 1), expected)
+    assert torch.equal(y[..., channels:], x[..., channels:])
+    gradient = randn(5, 2, 3, 12, seed=2)
+    torch.testing.assert_close(torch.autograd.grad(y, x, gradient)[0],                  # turned back
+                               apply_rotary(gradient, cos, -sin, True))
+
+
+@pytest.mark.parametrize("parameters, scalings", [
+    (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+          original_max_position_embeddings=8192), [Llama3Scaling(8.0)]),
+    (dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+          original_max_position_embeddings=8192), [Llama3Scaling(32.0)]),
+    (dict(rope_type="linear", factor=4.0), [LinearScaling(4.0)])], ids=str)
+def test_scaled_frequencies_are_those_of_transformers(parameters, scalings):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    config = transformers.LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072,
+                                      rope_parameters=parameters | {"rope_theta": 5e5})
+    expected, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+    cos, sin = rotary_tables(torch.tensor([1]), 128, 5e5, scalings)
+    torch.testing.assert_close(torch.atan2(sin, cos).flatten(), expected, rtol=1e-5, atol=0)
+    assert amplitude == 1.0
 
 
 def test_rotary_scores_depend_on_the_distance_only():

@@ -16,6 +16,17 @@ MIXTURES = {
     "half-turned rope, biases, tied": TinyConfig(**{**LLAMA, "rotary_percent": 0.5, "add_bias_linear": True,
                                                     "untie_embeddings_and_output_weights": False}),
     "no positions, rms": TinyConfig(position_embedding_type="none", normalization="RMSNorm"),
+    "neighbours turned by scaled angles": TinyConfig(**LLAMA, rotary_interleaved=True, rotary_percent=0.75,
+                                                     rotary_seq_len_interpolation_factor=2.5),
+    # Waves of 6, 177, 4,990 and 141,000 tokens: the first two are kept, and the last is above 8,192.
+    "waves of llama 3.1": TinyConfig(**LLAMA | dict(rotary_base=6.3e5), use_rope_scaling=True,
+                                     rope_scaling_factor=0.01, qk_layernorm=True),
+    "both halves of a block at once": TinyConfig(use_parallel_residual=True, norm_epsilon=1e-3),
+    "scales minus one": TinyConfig(**LLAMA, apply_layernorm_1p=True, qk_layernorm=True),
+    "scales minus one, biases": TinyConfig(apply_layernorm_1p=True),
+    "biases of q, k, v alone": TinyConfig(**LLAMA, add_qkv_bias=True),
+    "normalized heads, rope, rms": TinyConfig(**LLAMA, qk_layernorm=True),
+    "normalized heads, rope, biases": TinyConfig(qk_layernorm=True, position_embedding_type="rope"),
 }
 LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]
 

@@ -2,6 +2,8 @@
 csrc/gpu/rotary.cu.
 """
 
+from typing import Literal
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -15,8 +17,10 @@ MOST_CHANNELS, MOST_SAMPLES = 512, 65535    # threads of a block; blocks in the 
 FORWARD, BACKWARD = 1.0, -1.0      # the direction of the rotation
 
 
-def fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str:
+def fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> str:
     """"" if the kernel takes x [s, b, .., d], else the reason."""
+    if interleaved:
+        return "pairs are neighbouring channels"
     if x.shape[-1] - cos.shape[-1] > MOST_CHANNELS:
         return f"heads of {x.shape[-1]} channels are longer than {MOST_CHANNELS} and those turned in pairs"
     if x.shape[1] > MOST_SAMPLES:
@@ -24,13 +28,14 @@ def fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str:
     return ""
 
 
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+           interleaved: Literal[False] = False) -> torch.Tensor:
     """x [s, b, n, d], any strides, turned by tables [s, 1 or b, 1, r/2] → contiguous, of the same dtype."""
     return _Rotate.apply(x, cos, sin)
 
 
-def split_rotary(qkv: torch.Tensor, cos: torch.Tensor,
-                 sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                 interleaved: Literal[False] = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [s, b, g, n/g + 2, d] → turned q [s, b, n, d] and k [s, b, g, d], and v [s, b, g, d], contiguous.
 
     Nothing of qkv is kept: what attention keeps are the three results.

@@ -1,0 +1,206 @@
+"""`Family`: names and packings of the models of one architecture in another program, and their settings.
+
+A family is a table of rows, used in both directions and for all kinds of tensors:
+
+    Row("decoder.layers.{i}.self_attention.linear_qkv.{leaf}",
+        "layers.{i}.self_attn.q_proj.{leaf}  layers.{i}.self_attn.k_proj.{leaf}  …", QKV_SPLIT)
+
+{i} is the number of a layer, {e} of an expert, {leaf} the last part of a name, such as weight or bias. All
+names of ours come from the parameters of the model, so a row that does not apply (a bias that the model
+lacks) asks for nothing.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..checkpoint.upcycling import specs_of
+from ..config.model_options import ModelConfig
+from ..errors import CheckpointError
+from .packings import SAME, Packing
+from .stored_tensor import StoredTensor
+
+LISTED = 10         # names in one message
+LAYER = re.compile(r"\{i\}")
+PLACES = {"i": r"(?P<i>\d+)", "leaf": r"(?P<leaf>\w+)"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """ours: a name with {i} and {leaf}; theirs: names, separated by white space, also with {e}."""
+
+    ours: str
+    theirs: str
+    packing: Packing = SAME
+
+    @cached_property
+    def pattern(self) -> re.Pattern:
+        """Matches our names."""
+        escaped = re.escape(self.ours).replace(r"\{", "{").replace(r"\}", "}")
+        return re.compile(escaped.format(**PLACES))
+
+    def names(self, ours: str, experts: int) -> list[str] | None:
+        """Their names for our name; None if the row is of another name. experts: number of the layer's."""
+        if not (found := self.pattern.fullmatch(ours)):
+            return None
+        of_one = self.theirs.split()
+        numbers = range(experts) if "{e}" in self.theirs else (0,)
+        return [name.format(e=e, **found.groupdict()) for e in numbers for name in of_one]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of another program.
+
+    name      of the family, as --family takes it
+    rows      its tensors
+    options   function(settings of the files) -> our model options. Raises CheckpointError naming what this
+              package does not compute
+    settings  function(model) -> settings, of which `options` makes the same model if the family can express
+              it
+    prefix    of all their names; files of the bare model lack it
+    ignored   patterns of names that hold nothing to be learned
+    tied      (name, name that it must equal): of an output layer that files of tied models may hold
+    """
+
+    name: str
+    rows: Sequence[Row]
+    options: Callable[[Mapping[str, Any]], dict[str, Any]]
+    settings: Callable[[ModelConfig], dict[str, Any]]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of ours and theirs: names, the packing between them, shapes."""
+
+    ours: str
+    shape: tuple[int, ...]
+    theirs: tuple[str, ...]
+    their_shapes: tuple[tuple[int, ...], ...]
+    packing: Packing
+
+
+def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
+    """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
+    found = []
+    for spec in specs_of(model):
+        entry = next(filter(None, (_entry(row, spec.name, tuple(spec.shape), model) for row in family.rows)),
+                     None)
+        if entry is None:
+            raise CheckpointError(f"{family.name} has no tensor for {spec.name} {list(spec.shape)}: models "
+                                  "of this family lack it. Choose another family or format.")
+        found.append(entry)
+    return found
+
+
+def _entry(row: Row, name: str, shape: tuple[int, ...], model: ModelConfig) -> Entry | None:
+    theirs = row.names(name, shape[0] if shape else 0)
+    if theirs is None:
+        return None
+    return Entry(name, shape, tuple(theirs), tuple(row.packing.shapes(shape, model)), row.packing)
+
+
+def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
+    """The model of these options. Raises CheckpointError for values that no model has."""
+    known = {one.name for one in fields(ModelConfig)}
+    if odd := [name for name in options if name not in known]:
+        raise CheckpointError(f"{folder} needs the model option {odd[0]}, which this version lacks.")
+    try:
+        return ModelConfig(**{"seq_length": options.get("max_position_embeddings"), **options})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: its settings describe no model: {error}.") from error
+
+
+# ---- Their tensors → ours.
+
+def to_ours(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+            ) -> dict[str, StoredTensor]:
+    """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
+
+    Entries of which any tensor is not in `stored` are left out; see `missing`.
+    """
+    wrong = [f"{stored[name].place} has shape {list(stored[name].shape)} and {list(shape)} is needed"
+             for entry in entries for name, shape in zip(entry.theirs, entry.their_shapes)
+             if name in stored and tuple(stored[name].shape) != tuple(shape)]
+    if wrong:
+        raise CheckpointError(f"{len(wrong)} tensors do not have the shape that the settings describe: "
+                              f"{listing(wrong, '; ')}. The files are of another model, or mixed up.")
+    return {entry.ours: _ours(entry, [stored[name] for name in entry.theirs], model)
+            for entry in entries if all(name in stored for name in entry.theirs)}
+
+
+def _ours(entry: Entry, parts: Sequence[StoredTensor], model: ModelConfig) -> StoredTensor:
+    def read() -> torch.Tensor:
+        return entry.packing.to_ours([part.read() for part in parts], model)
+
+    place = parts[0].place if len(parts) == 1 else f"{parts[0].place} and {len(parts) - 1} more"
+    return StoredTensor(entry.shape, parts[0].dtype, read, place)
+
+
+# ---- Our tensors → theirs.
+
+def to_theirs(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+              ) -> dict[str, StoredTensor]:
+    """Their tensors. Those of one entry follow each other and share one reading of ours."""
+    found: dict[str, StoredTensor] = {}
+    for entry in entries:
+        if entry.ours in stored:
+            found |= _theirs(entry, stored[entry.ours], model)
+    return found
+
+
+def _theirs(entry: Entry, ours: StoredTensor, model: ModelConfig) -> dict[str, StoredTensor]:
+    last: dict[int, torch.Tensor] = {}          # what the last reading left for the names that follow
+
+    def read(index: int) -> torch.Tensor:
+        if index not in last:
+            last.update(enumerate(entry.packing.to_theirs(ours.read(), model)))
+        return last.pop(index)
+
+    return {name: StoredTensor(shape, ours.dtype, lambda index=index: read(index), ours.place)
+            for index, (name, shape) in enumerate(zip(entry.theirs, entry.their_shapes))}
+
+
+# ---- Names that are left over.
+
+def missing(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowed: Sequence[str]
+            ) -> list[str]:
+    """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
+    absent = [name for entry in entries for name in entry.theirs if name not in stored]
+    if refused := [name for name in absent if not matches(name, allowed)]:
+        raise CheckpointError(f"{len(refused)} tensors are missing in the files: {listing(refused)}. The model "
+                              "would keep random values there. Complete the files, or allow them: "
+                              "--allow-missing PATTERN.")
+    return absent
+
+
+def unused(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], family: Family,
+           allowed: Sequence[str]) -> list[str]:
+    """Names in the files that the model has no place for. Raises CheckpointError unless all are allowed."""
+    used = {name for entry in entries for name in entry.theirs}
+    left = [name for name in stored if name not in used and not matches(name, family.ignored)]
+    if refused := [name for name in left if not matches(name, allowed)]:
+        raise CheckpointError(f"{len(refused)} tensors in the files have no place in the model: "
+                              f"{listing(refused)}. Without them the model computes something else. Allow "
+                              "that: --allow-unused PATTERN.")
+    return left
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern of fnmatch matches the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def listing(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    more = f"{separator}and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return separator.join(names[:LISTED]) + more

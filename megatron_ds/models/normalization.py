@@ -1,0 +1,29 @@
+"""The norms of a model, as its configuration chooses them."""
+
+from torch import nn
+
+from ..config.model_options import ModelConfig
+from ..mpu.context import ParallelContext
+from ..ops.norms import NORMS
+from .layer import pick
+
+
+def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
+    """The norm of hidden states. With sequence parallelism its gradient is a sum over the rank's rows."""
+    return _norm(config, config.hidden_size, name, ctx, partial_over=ctx.partial_over)
+
+
+def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
+    """The norm of each head of queries or keys (Dehghani et al. 2023, arXiv:2302.05442, section 2).
+
+    All heads share its weights. Tensor-parallel ranks hold different heads, so its gradient is always a
+    partial sum over them.
+    """
+    return _norm(config, config.head_dim, name, ctx, partial_over=("tp",),
+                 decay=config.apply_wd_to_qk_layernorm)
+
+
+def _norm(config: ModelConfig, size: int, name: str, ctx: ParallelContext, **more: object) -> nn.Module:
+    kind = pick(NORMS, "normalization", config.normalization)
+    return kind(size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
+                zero_centred=config.apply_layernorm_1p, **more)
