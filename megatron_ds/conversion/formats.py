@@ -62,8 +62,11 @@ class Format:
 FORMATS: dict[str, str] = {
     "megatron_ds": "own_format",
     "huggingface": "huggingface_format",
+    "megatron_torch_dist": "megatron_torch_dist_format",
+    "megatron_torch": "megatron_torch_format",
 }
-ALIASES = {"hf": "huggingface", "ours": "megatron_ds"}
+ALIASES = {"hf": "huggingface", "ours": "megatron_ds", "torch_dist": "megatron_torch_dist",
+           "torch": "megatron_torch"}
 
 
 def format_of(name: str) -> Format:
