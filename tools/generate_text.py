@@ -15,6 +15,7 @@ import torch
 from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.checkpoint.run_file import require
+from megatron_ds.checkpoint.tokenizer_files import FIELDS, tokenizer_of
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.config_text import from_dict
 from megatron_ds.errors import CheckpointError, ConfigError
@@ -28,7 +29,6 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.run_model import DTYPES
-from megatron_ds.training.tokenizer_files import FIELDS, tokenizer_of
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:

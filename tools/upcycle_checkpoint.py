@@ -36,6 +36,8 @@ from megatron_ds.checkpoint.pieces import WEIGHT
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.save_folder import check_vacant
+from megatron_ds.checkpoint.tokenizer_files import KEY as TOKENIZER_FILES
+from megatron_ds.checkpoint.tokenizer_files import named_copies
 from megatron_ds.checkpoint.upcycling import Upcycling, counted, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments, main_guard
@@ -45,12 +47,10 @@ from megatron_ds.config.flags import CONFIG_FLAG
 from megatron_ds.config.moe_options import MoEOptions
 from megatron_ds.config.run import options_in
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.models.model_identity import MOE_FIELDS, model_identity
 from megatron_ds.mpu.group import solo
 from megatron_ds.planning.run_plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
-from megatron_ds.training.run_checkpoint import MOE_FIELDS, model_identity
-from megatron_ds.training.tokenizer_files import KEY as TOKENIZER_FILES
-from megatron_ds.training.tokenizer_files import named_copies
 
 
 def make_parser() -> argparse.ArgumentParser:

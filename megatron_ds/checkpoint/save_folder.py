@@ -23,7 +23,7 @@ from .run_file import read_run_file
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-TOKENIZERS = "tokenizer-*"       # folders that training/tokenizer_files.py creates
+TOKENIZERS = "tokenizer-*"       # folders that checkpoint/tokenizer_files.py creates
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,8 @@ class CheckpointConfig:
     load: str | None = option(None,
         help="Directory to resume from. When it is also --save and holds no checkpoint yet, training starts "
              "from scratch; otherwise a directory without a checkpoint is an error.")
+    load_format: str | None = option(None,
+        help="Format of the checkpoint in --load, such as huggingface. Default: detected.")
     overwrite_save: bool = option(False,
         help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start "
              "here.",

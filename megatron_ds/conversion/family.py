@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ import torch
 from ..checkpoint.upcycling import specs_of
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
+from ..mpu.param_spec import ParamSpec
+from ..tensor_parallel.init import initialize_interval
 from .packings import SAME, Packing
 from .stored_tensor import StoredTensor
 
 LISTED = 10         # names in one message
-LAYER = re.compile(r"\{i\}")
+SEED = 1234         # of weights that no file holds
 PLACES = {"i": r"(?P<i>\d+)", "leaf": r"(?P<leaf>\w+)"}
 
 
@@ -80,21 +83,24 @@ class Family:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of ours and theirs: names, the packing between them, shapes."""
+    """One tensor of ours and theirs: our spec, their names and shapes, and the packing between them."""
 
-    ours: str
-    shape: tuple[int, ...]
+    spec: ParamSpec
     theirs: tuple[str, ...]
     their_shapes: tuple[tuple[int, ...], ...]
     packing: Packing
+
+    @property
+    def ours(self) -> str:
+        """Our name."""
+        return self.spec.name
 
 
 def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
     """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
-        entry = next(filter(None, (_entry(row, spec.name, tuple(spec.shape), model) for row in family.rows)),
-                     None)
+        entry = next(filter(None, (_entry(row, spec, model) for row in family.rows)), None)
         if entry is None:
             raise CheckpointError(f"{family.name} has no tensor for {spec.name} {list(spec.shape)}: models "
                                   "of this family lack it. Choose another family or format.")
@@ -102,11 +108,11 @@ def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
     return found
 
 
-def _entry(row: Row, name: str, shape: tuple[int, ...], model: ModelConfig) -> Entry | None:
-    theirs = row.names(name, shape[0] if shape else 0)
+def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> Entry | None:
+    theirs = row.names(spec.name, spec.shape[0] if spec.shape else 0)
     if theirs is None:
         return None
-    return Entry(name, shape, tuple(theirs), tuple(row.packing.shapes(shape, model)), row.packing)
+    return Entry(spec, tuple(theirs), tuple(row.packing.shapes(spec.shape, model)), row.packing)
 
 
 def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
@@ -126,7 +132,7 @@ def to_ours(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model:
             ) -> dict[str, StoredTensor]:
     """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
 
-    Entries of which any tensor is not in `stored` are left out; see `missing`.
+    Entries of which any tensor is not in `stored` are left out; see `missing` and `initial`.
     """
     wrong = [f"{stored[name].place} has shape {list(stored[name].shape)} and {list(shape)} is needed"
              for entry in entries for name, shape in zip(entry.theirs, entry.their_shapes)
@@ -143,7 +149,19 @@ def _ours(entry: Entry, parts: Sequence[StoredTensor], model: ModelConfig) -> St
         return entry.packing.to_ours([part.read() for part in parts], model)
 
     place = parts[0].place if len(parts) == 1 else f"{parts[0].place} and {len(parts) - 1} more"
-    return StoredTensor(entry.shape, parts[0].dtype, read, place)
+    return StoredTensor(tuple(entry.spec.shape), parts[0].dtype, read, place)
+
+
+def initial(entries: Iterable[Entry], names: Iterable[str]) -> dict[str, StoredTensor]:
+    """Our tensors of these names with the values that a new model has, for weights that no file holds."""
+    def read(spec: ParamSpec) -> torch.Tensor:
+        values = torch.empty(spec.numel)
+        initialize_interval(values, spec, 0, SEED, {})
+        return values.view(spec.shape)
+
+    specs = {entry.ours: entry.spec for entry in entries}
+    return {name: StoredTensor(tuple(specs[name].shape), torch.float32, partial(read, specs[name]),
+                               "new values") for name in names}
 
 
 # ---- Our tensors → theirs.
@@ -160,11 +178,13 @@ def to_theirs(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], mode
 
 def _theirs(entry: Entry, ours: StoredTensor, model: ModelConfig) -> dict[str, StoredTensor]:
     last: dict[int, torch.Tensor] = {}          # what the last reading left for the names that follow
+    one_reads = Lock()
 
     def read(index: int) -> torch.Tensor:
-        if index not in last:
-            last.update(enumerate(entry.packing.to_theirs(ours.read(), model)))
-        return last.pop(index)
+        with one_reads:
+            if index not in last:
+                last.update(enumerate(entry.packing.to_theirs(ours.read(), model)))
+            return last.pop(index)
 
     return {name: StoredTensor(shape, ours.dtype, lambda index=index: read(index), ours.place)
             for index, (name, shape) in enumerate(zip(entry.theirs, entry.their_shapes))}
@@ -177,8 +197,8 @@ def missing(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowe
     """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
     absent = [name for entry in entries for name in entry.theirs if name not in stored]
     if refused := [name for name in absent if not matches(name, allowed)]:
-        raise CheckpointError(f"{len(refused)} tensors are missing in the files: {listing(refused)}. The model "
-                              "would keep random values there. Complete the files, or allow them: "
+        raise CheckpointError(f"{len(refused)} tensors are missing in the files: {listing(refused)}. The "
+                              "model would keep random values there. Complete the files, or allow them: "
                               "--allow-missing PATTERN.")
     return absent
 

@@ -25,6 +25,7 @@ class Wishes:
     tensor_parallel, pipeline_parallel    sizes of a written layout, for formats whose files have one
     allow_missing, allow_unused           names of tensors that are not errors; patterns of fnmatch
     weights_only   without optimizer state and progress
+    done           called with the bytes of each tensor that was converted
     """
 
     iteration: int | None = None
@@ -37,6 +38,7 @@ class Wishes:
     allow_missing: tuple[str, ...] = ()
     allow_unused: tuple[str, ...] = ()
     weights_only: bool = False
+    done: Callable[[int], object] = lambda count: None
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ class LogicalCheckpoint:
     progress    how far the training is
     optimizer   our name of the optimizer whose state is in `tensors`; None without state
     training    other options of our configuration that the source records, such as "optimizer.lr"
-    tokenizer   files of the tokenizer, to be copied where the target has a place for them
+    tokenizer   files of the tokenizer: name in a Hugging Face folder → path of the file
+    source      format and family of the source, and its settings, as they are kept in run.json: a target of
+                the same family takes from them what is no option of ours
     ignored     stored objects that are not used
     unused      tensors that no row of the family's table names
     """
@@ -97,6 +99,7 @@ class LogicalCheckpoint:
     progress: StoredProgress = StoredProgress()
     optimizer: str | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: tuple[Path, ...] = ()
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

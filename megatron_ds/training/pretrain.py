@@ -19,6 +19,7 @@ import torch
 
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
+from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
@@ -41,9 +42,11 @@ from ..planning.training_length import make_length
 from ..ramps import Progress
 from .build import Engine, build_engine
 from .distributed import joined
+from .foreign_start import foreign_defaults, load_foreign, read_foreign
 from .log import Log, check_log, open_log
 from .prepared_kernels import prepare_kernels
 from .run_checkpoint import (
+    all_pieces,
     check_same_run,
     clear_save_folder,
     describe_run,
@@ -55,7 +58,6 @@ from .run_checkpoint import (
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
 from .startup_text import describe
-from .tokenizer_files import keep_tokenizer_files
 from .trainer import Loaders, Trainer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
@@ -84,7 +86,7 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
-                   defaults=defaults)
+                   defaults={**foreign_defaults(argv), **defaults})
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
@@ -115,6 +117,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         description = describe_run(config, as_given, tokenizer, start.run_id)
         if start.step is not None:
             on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
+        foreign = on_all_ranks(world, lambda: read_foreign(config, start.foreign))
         _leave_if_stopped(stop, mesh)
         engine = build_engine(config, mesh)
         if mesh.rank == 0:
@@ -122,7 +125,8 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         if compiled := prepare_kernels(engine):
             logger.info("%s", compiled)
         _leave_if_stopped(stop, mesh)
-        progress = load_run(engine, start)
+        progress = load_run(engine, start) if foreign is None else load_foreign(
+            engine, foreign, all_pieces(engine))
         _leave_if_stopped(stop, mesh)
         if checkpoint.save:
             clear_save_folder(checkpoint, world)
@@ -172,10 +176,14 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
 
 
 def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
-    """(config with the tokenizer's vocabulary size, tokenizer, loaders). Reads files; not collective."""
+    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective.
+
+    A --vocab-size above the tokenizer's is kept: models may have rows that no token uses.
+    """
     tokenizer = build_tokenizer(config.data, config.model)
-    source = Source("derived", "the tokenizer")
-    config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, source)
+    if (config.model.vocab_size or 0) < tokenizer.vocab_size:
+        source = Source("derived", "the tokenizer")
+        config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, source)
     kind = MODELS[config.model.model].data
     config = fit_default_split(config, wanted_samples(config), kind)
     datasets = build_datasets(config, wanted_samples(config), tokenizer, kind,

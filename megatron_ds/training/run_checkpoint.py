@@ -32,47 +32,33 @@ from ..config import RunConfig, Source
 from ..config.config_text import to_dict
 from ..config.data_efficiency_options import order_identity
 from ..config.data_rules import FIM
-from ..config.model_options import ModelConfig
 from ..config.training_options import CheckpointConfig
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
 from ..models import MODELS
+from ..models.model_identity import MOE_FIELDS, model_identity
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from ..ramps import Progress
 from .build import Engine
+from .foreign_start import foreign_format
 
 logger = logging.getLogger(__name__)
-
-# Model fields that determine shapes or meaning of the weights; a checkpoint is refused if one differs.
-MODEL_FIELDS = (
-    "model", "num_layers", "hidden_size", "ffn_size", "num_attention_heads", "query_groups", "head_dim",
-    "activation", "normalization", "norm_epsilon", "position_embedding_type", "positions", "rotary_base",
-    "rotary_percent", "add_bias_linear", "untie_embeddings_and_output_weights", "vocab_size",
-)
-
-# The same, left out where they have their default: earlier versions saved none of them.
-FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
-                  "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
-                  "apply_layernorm_1p", "use_parallel_residual")
-
-# The same of models with experts.
-MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",
-              "moe_choice", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-              "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-              "moe_router_enable_expert_bias")
-
 
 # ------------------------------------------------------------------ where a run starts
 @dataclass(frozen=True)
 class Start:
-    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch."""
+    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch.
+
+    foreign: format of the checkpoint, if another program wrote it; step and run are then None and {}
+    """
 
     step: int | None
     run: dict
     run_id: str
+    foreign: str | None = None
 
 
 def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
@@ -103,6 +89,8 @@ def _look(checkpoint: CheckpointConfig) -> Start:
     run_id = secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
+    if foreign := foreign_format(checkpoint.load, checkpoint.load_format):
+        return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:
         _check_may_start(checkpoint)
@@ -167,18 +155,6 @@ def describe_run(config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, r
     return {"version": __version__, "run_id": run_id, "identity": identity,
             "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
             "world_size": config.world_size}
-
-
-def model_identity(model: ModelConfig) -> dict:
-    """The values that determine shapes and meaning of the weights. Those of experts only where there are any.
-
-    `experts` is the number of experts of each layer, 0 for a dense one.
-    """
-    experts = {"experts": model.experts} if any(model.experts) else {}
-    names = (*MODEL_FIELDS, *MODELS[model.model].fields, *(MOE_FIELDS if experts else ()))
-    features = {name: value for name in FEATURE_FIELDS
-                if (value := getattr(model, name)) != getattr(ModelConfig, name)}
-    return experts | {name: getattr(model, name) for name in names} | features
 
 
 def _data_identity(config: RunConfig) -> dict:
@@ -266,6 +242,8 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
                               "training script: its tensors have other names. Load it with "
                               "engine.load_checkpoint.")
     parts = ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
+    if "converted_from" in saved:           # other programs do not record the identity of their data
+        parts = tuple(part for part in parts if part in saved["identity"])
     require(saved, directory, *(f"identity.{part}" for part in parts), "config.optimizer.optimizer",
             "progress", "optimizer")
     theirs, ours = _with_experts_alike(saved["identity"], current["identity"])

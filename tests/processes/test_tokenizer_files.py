@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.tokenizer_files import keep_tokenizer_files, tokenizer_of
 from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
 from megatron_ds.config.config_text import to_dict
@@ -16,7 +17,6 @@ from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.launch import read_launch
-from megatron_ds.training.tokenizer_files import keep_tokenizer_files, tokenizer_of
 from tests.harness.pretraining import MOCK, run_file, train
 
 TOOL = Path(__file__).parents[2] / "tools" / "generate_text.py"

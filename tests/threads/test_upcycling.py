@@ -11,6 +11,7 @@ import torch
 
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import checksum_of
+from megatron_ds.checkpoint.tokenizer_files import named_copies
 from megatron_ds.checkpoint.upcycling import Upcycling, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.config import parse
@@ -23,7 +24,6 @@ from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.run_checkpoint import Start, check_same_run, describe_run, load_run, save_run
 from megatron_ds.training.step import train_step
-from megatron_ds.training.tokenizer_files import named_copies
 from tests.harness.pretraining import saved_state
 from tools.compare_layouts import tiny_job
 from tools.layout_comparison import mock_samples, open_loader

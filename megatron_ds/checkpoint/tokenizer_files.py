@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ..checkpoint.folder import sync_directory
-from ..checkpoint.save_folder import TOKENIZERS
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError
+from .folder import sync_directory
+from .save_folder import TOKENIZERS
 
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
 CONFIG = "tokenizer_config.json"                            # has the end-of-document token

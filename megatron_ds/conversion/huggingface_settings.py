@@ -1,0 +1,208 @@
+"""`config.json` of Hugging Face ↔ options of our models, for each family.
+
+Spellings of transformers 4 and 5 are read, and both are written:
+
+    transformers 5                                    transformers 4
+    dtype                                             torch_dtype
+    rope_parameters {rope_type, rope_theta,           rope_scaling {type or rope_type, factor, …},
+        partial_rotary_factor, factor, …}             rope_theta, rotary_emb_base, rotary_pct
+    num_local_experts                                 num_experts
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config.model_options import ModelConfig
+from ..errors import CheckpointError
+from .settings_table import Fixed, Key, Only, options_of, settings_of
+
+Settings = Mapping[str, Any]
+TIED = {True: False, False: True}           # tie_word_embeddings → untie_embeddings_and_output_weights
+GELUS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
+         "relu": "relu"}
+ROTARY = Fixed("position_embedding_type", "rope")
+
+
+def _sizes(layers: str = "num_hidden_layers", hidden: str = "hidden_size", heads: str = "num_attention_heads",
+           positions: str = "max_position_embeddings") -> tuple[Key, ...]:
+    return (Key(layers, "num_layers"), Key(hidden, "hidden_size"), Key(heads, "num_attention_heads"),
+            Key(positions, "positions", option="max_position_embeddings"), Key("vocab_size", "vocab_size"))
+
+
+def _tied(default: bool) -> Key:
+    return Key("tie_word_embeddings", "untie_embeddings_and_output_weights", default, TIED)
+
+
+LLAMA = (
+    *_sizes(), ROTARY, _tied(False), Fixed("normalization", "RMSNorm"), Fixed("hidden_dropout", 0.0),
+    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    Key("num_key_value_heads", "query_groups", None, option="num_query_groups"),
+    Key("head_dim", "head_dim", None, option="kv_channels"),
+    Key("rms_norm_eps", "norm_epsilon", 1e-6), Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+    Key("attention_dropout", "attention_dropout", 0.0), Key("initializer_range", "init_method_std", 0.02),
+)
+LLAMA_BIAS = (Key("attention_bias", "add_bias_linear", False), Key("mlp_bias", "add_bias_linear", False))
+NO_BIAS = (Fixed("add_bias_linear", False),)
+QKV_BIAS = (*NO_BIAS, Fixed("add_qkv_bias", True))
+QWEN3 = (*NO_BIAS, Fixed("qk_layernorm", True), Only("attention_bias", (False,)))
+MOE = (Key("num_experts_per_tok", "moe_router_topk"),)
+MIXTRAL = (*LLAMA, *NO_BIAS, *MOE)
+QWEN_MOE = (*LLAMA, *MOE, Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
+            Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}))
+SHARED = (Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+          Fixed("moe_shared_expert_gate", True))
+
+GPT2 = (
+    *_sizes("n_layer", "n_embd", "n_head", "n_positions"), _tied(True),
+    Key("n_inner", "ffn_size", None, option="ffn_hidden_size"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("activation_function", "activation", "gelu_new",
+        {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}),
+    Key("resid_pdrop", "hidden_dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
+    Key("embd_pdrop", "hidden_dropout", 0.1), Key("initializer_range", "init_method_std", 0.02),
+    Only("scale_attn_weights", (True,)), Only("scale_attn_by_inverse_layer_idx", (False,)),
+    Only("add_cross_attention", (False, None)),
+)
+GPT_NEOX = (
+    *_sizes(), ROTARY, _tied(False), Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    Key("layer_norm_eps", "norm_epsilon", 1e-5), Key("hidden_act", "activation", "gelu", GELUS),
+    Key("use_parallel_residual", "use_parallel_residual", True), Only("attention_bias", (True,)),
+    Key("hidden_dropout", "hidden_dropout", 0.0), Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+)
+OPT = (
+    *_sizes(), _tied(True), Key("ffn_dim", "ffn_size", option="ffn_hidden_size"),
+    Key("activation_function", "activation", "relu", {"relu": "relu", "gelu": "gelu_exact",
+                                                      "gelu_new": "gelu"}),
+    Fixed("norm_epsilon", 1e-5), Key("enable_bias", "add_bias_linear", True),
+    Key("dropout", "hidden_dropout", 0.1), Key("attention_dropout", "attention_dropout", 0.0),
+    Key("init_std", "init_method_std", 0.02),
+    Only("do_layer_norm_before", (True,), why="norms after the sums as in OPT-350m"),
+    Only("layer_norm_elementwise_affine", (True,)), Only("_remove_final_layer_norm", (False,)),
+)
+MEGATRON_BERT = (
+    *_sizes(), _tied(True), Fixed("model", "bert"), Key("intermediate_size", "ffn_size",
+                                                       option="ffn_hidden_size"),
+    Key("layer_norm_eps", "norm_epsilon", 1e-12), Key("hidden_act", "activation", "gelu", GELUS),
+    Key("hidden_dropout_prob", "hidden_dropout", 0.1),
+    Key("attention_probs_dropout_prob", "attention_dropout", 0.1),
+    Key("initializer_range", "init_method_std", 0.02), Only("type_vocab_size", (2,)),
+    Only("is_decoder", (False,)), Only("add_cross_attention", (False,)),
+    Only("position_embedding_type", ("absolute",)),
+)
+ROTARY_DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6}}
+
+
+# ---- Their settings → our options.
+
+def options(table: tuple, settings: Settings) -> dict[str, Any]:
+    """Our model options, by a table above and by the rules that need more than one setting.
+
+    Raises CheckpointError listing what this package does not compute.
+    """
+    found = options_of(table, settings)
+    if ROTARY in table:
+        found |= _rotary_options(settings)
+        _check_attention(settings)
+    if Key("num_experts_per_tok", "moe_router_topk") in table:
+        found |= _expert_options(settings)
+    if settings.get("word_embed_proj_dim", found["hidden_size"]) != found["hidden_size"]:
+        raise CheckpointError(f"word_embed_proj_dim is {settings['word_embed_proj_dim']} with hidden_size "
+                              f"{found['hidden_size']}: projected embeddings, as in OPT-350m, are not "
+                              "computed")
+    if settings.get("attention_bias", False) != settings.get("mlp_bias", False) and "mlp_bias" in settings:
+        raise CheckpointError("attention_bias and mlp_bias differ; this package gives biases to both or to "
+                              "neither")
+    return found
+
+
+def _rotary_options(settings: Settings) -> dict[str, Any]:
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise CheckpointError(f"rope_parameters is {rope!r}: other rotary positions in some layers are not "
+                              "computed")
+    defaults = ROTARY_DEFAULTS.get(settings.get("model_type", ""), {})
+    first = lambda *names, default: next((value for name in names for value in (rope.get(name), settings.get(
+        name)) if value is not None), default)
+    base = first("rope_theta", "rotary_emb_base", default=defaults.get("rope_theta", 10000.0))
+    share = first("partial_rotary_factor", "rotary_pct", default=defaults.get("partial_rotary_factor", 1.0))
+    return {"rotary_base": float(base), "rotary_percent": float(share), **_scaling_options(rope)}
+
+
+def _scaling_options(rope: Settings) -> dict[str, Any]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    if kind != "llama3":
+        raise CheckpointError(f"rope_type is {kind!r}, and this package computes 'default', 'linear' and "
+                              "'llama3'")
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if odd := [f"{name} {rope.get(name)}" for name, value in fixed.items() if rope.get(name) != value]:
+        raise CheckpointError(f"rope_type llama3 has {' and '.join(odd)}, and this package computes "
+                              f"{', '.join(f'{name} {value}' for name, value in fixed.items())}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _check_attention(settings: Settings) -> None:
+    window = settings.get("sliding_window")
+    uses_it = settings.get("use_sliding_window", window is not None)
+    if uses_it and window and window < settings.get("max_position_embeddings", 0):
+        raise CheckpointError(f"sliding_window is {window}: attention to the last {window} tokens alone is "
+                              "not computed. On sequences of up to so many tokens the model is the same: for "
+                              "those, set sliding_window to null and max_position_embeddings to "
+                              f"{window} in config.json")
+    if odd := sorted({*(settings.get("layer_types") or ())} - {"full_attention"}):
+        raise CheckpointError(f"layer_types has {odd[0]!r}, and this package computes 'full_attention'")
+
+
+def _expert_options(settings: Settings) -> dict[str, Any]:
+    number = settings.get("num_local_experts", settings.get("num_experts"))
+    if not isinstance(number, int) or number < 1:
+        raise CheckpointError(f"num_experts is {number!r}, not a number of experts")
+    layers, step = settings["num_hidden_layers"], settings.get("decoder_sparse_step", 1)
+    dense = settings.get("mlp_only_layers") or ()
+    pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
+    found = {"num_experts": (number,)}
+    if not all(pattern):
+        found["moe_layer_freq"] = str(pattern)
+    coefficient = settings.get("router_aux_loss_coef")
+    return found | ({"moe_aux_loss_coeff": (coefficient,)} if coefficient else {})
+
+
+# ---- Our options → their settings.
+
+def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
+    """Settings in the spellings of transformers 4 and 5."""
+    found = settings_of(table, model)
+    if ROTARY in table:
+        found |= _rotary_settings(model)
+    if Key("num_experts_per_tok", "moe_router_topk") in table:
+        found |= _expert_settings(model)
+    return found
+
+
+def _rotary_settings(model: ModelConfig) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if model.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, "low_freq_factor": 1.0,
+                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    elif model.rotary_seq_len_interpolation_factor:
+        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    share = {"partial_rotary_factor": model.rotary_percent} if model.rotary_percent != 1 else {}
+    found = {"rope_theta": model.rotary_base, **share,
+             "rope_parameters": {"rope_theta": model.rotary_base, **share, **scaling}}
+    if share:
+        found |= {"rotary_pct": model.rotary_percent}
+    if scaling["rope_type"] != "default":
+        found["rope_scaling"] = scaling
+    return found
+
+
+def _expert_settings(model: ModelConfig) -> dict[str, Any]:
+    numbers = sorted({number for number in model.experts if number})
+    coefficient = model.moe_aux_loss_coeff[0] if model.moe_aux_loss_coeff else 0.0
+    return {"num_local_experts": numbers[-1], "num_experts": numbers[-1], "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, number in enumerate(model.experts) if not number],
+            "router_aux_loss_coef": coefficient} if numbers else {}

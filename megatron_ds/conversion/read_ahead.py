@@ -1,0 +1,60 @@
+"""Tensors read in a known order, the next ones in threads while one is used.
+
+Reading, packing and casting release the interpreter, so they overlap with writing. The bytes that are read
+ahead are limited.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from .stored_tensor import StoredTensor
+
+THREADS = 2
+MOST_BYTES = 1_000_000_000      # read and not yet used; one tensor may be larger
+
+
+class ReadAhead:
+    """`take(0)`, `take(1)`, … return the tensors in order, each once, cast to its dtype.
+
+    done    called with the bytes of a tensor when it is taken
+    """
+
+    def __init__(self, tensors: Sequence[StoredTensor], dtypes: Sequence[torch.dtype],
+                 done: Callable[[int], object] = lambda count: None):
+        self._tensors, self._dtypes, self._done = tensors, dtypes, done
+        self._pool = ThreadPoolExecutor(THREADS, "read-ahead")
+        self._waiting: dict[int, Future] = {}
+        self._next, self._bytes = 0, 0
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._waiting.clear()
+
+    def take(self, index: int) -> torch.Tensor:
+        """The tensor at `index`. Raises CheckpointError as its reader does."""
+        self._submit()
+        tensor = self._waiting.pop(index).result()
+        self._bytes -= self._cost(index)
+        self._submit()
+        self._done(tensor.nbytes)
+        return tensor
+
+    def _submit(self) -> None:
+        """Start reading the next tensors, as far as the limit allows, and at least one."""
+        while self._next < len(self._tensors) and (
+                not self._waiting or self._bytes + self._cost(self._next) <= MOST_BYTES):
+            self._waiting[self._next] = self._pool.submit(self._read, self._next)
+            self._bytes += self._cost(self._next)
+            self._next += 1
+
+    def _cost(self, index: int) -> int:
+        tensor = self._tensors[index]
+        return tensor.nbytes + torch.Size(tensor.shape).numel() * self._dtypes[index].itemsize
+
+    def _read(self, index: int) -> torch.Tensor:
+        return self._tensors[index].read().to(self._dtypes[index]).contiguous()

@@ -1,0 +1,131 @@
+"""Convert a checkpoint between formats: of this package, Hugging Face, Megatron-LM and DeepSpeed.
+
+    python tools/convert_checkpoint.py --load Llama-3.2-1B --save runs/llama --to megatron_ds --verify
+    python tools/convert_checkpoint.py --load runs/llama --save llama-finetuned --to huggingface
+
+The format of --load is detected, or given by --from. Tensors are converted one at a time; the target is
+complete or does not exist. Optimizer state, iteration and loss scale are carried where both formats have
+them. Nothing in a file is executed. --verify computes the outputs of both checkpoints for random tokens, by
+transformers for folders of Hugging Face, and prints the largest difference.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.conversion.formats import ALIASES, FORMATS, Wishes, detected, format_of
+from megatron_ds.conversion.stored_tensor import LogicalCheckpoint
+from megatron_ds.errors import CheckpointError, ConfigError
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Arguments(__doc__)
+    add = parser.add_argument
+    names = ", ".join((*FORMATS, *ALIASES))
+    add("--load", type=Path, required=True, help="folder of the checkpoint")
+    add("--save", type=Path, required=True, help="new folder")
+    add("--from", dest="source", metavar="FORMAT", help=f"format of --load: {names}. Default: detected")
+    add("--to", dest="target", metavar="FORMAT",
+        help="format of --save. Default: megatron_ds, or huggingface where --load is megatron_ds")
+    add("--iteration", type=int, help="which checkpoint of --load (default: the latest)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of the written weights (default: as the source's)")
+    add("--family", help="family of models to write, such as llama (default: the source's, or the first that "
+                         "computes the same)")
+    add("--vocab-size", type=int, metavar="N", help="true number of tokens, where the files hold padded rows")
+    add("--max-shard-size", type=size_of, default=5 * 10**9, metavar="SIZE",
+        help="longest file of a Hugging Face folder, such as 5GB (default)")
+    add("--target-tensor-parallel-size", type=int, default=1, metavar="N",
+        help="of formats whose files have a layout")
+    add("--target-pipeline-parallel-size", type=int, default=1, metavar="N", help="the same")
+    add("--allow-missing", action="append", default=[], metavar="PATTERN",
+        help="tensors that the source may lack; they get the values of a new model")
+    add("--allow-unused", action="append", default=[], metavar="PATTERN",
+        help="tensors of the source that may be left out")
+    add("--no-optim", action="store_true", help="convert weights only")
+    add("--verify", action="store_true",
+        help="compare the outputs of both checkpoints; needs the memory of both models in float32")
+    add("--tolerance", type=float, default=1e-4,
+        help="largest difference that --verify accepts, relative to the largest output (default 1e-4)")
+    return parser
+
+
+def size_of(text: str) -> int:
+    """Bytes of "5GB"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
+    if not match or not (size := int(float(match[1]) * UNITS[match[2] or ""])):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: use a number of bytes, or 500MB, 5GB")
+    return size
+
+
+def main(args: argparse.Namespace) -> int:
+    source = format_of(args.source) if args.source else detected(args.load)
+    default = "huggingface" if source.name == "megatron_ds" else "megatron_ds"
+    target = format_of(args.target or default)
+    if target.write is None:
+        raise ConfigError(f"--to {target.name}: the {target.noun} is only read.")
+    if args.save.resolve() == args.load.resolve():
+        raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
+    wishes = Wishes(args.iteration, args.vocab_size, args.dtype, args.max_shard_size, args.family,
+                    args.target_tensor_parallel_size, args.target_pipeline_parallel_size,
+                    tuple(args.allow_missing), tuple(args.allow_unused), args.no_optim)
+    checkpoint = source.read(args.load, wishes)
+    print(f"read {args.load}: {source.noun}{described(checkpoint)}", flush=True)
+    total = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
+    with progress(total) as done:
+        lines = target.write(checkpoint, args.save, Wishes(**{**vars(wishes), "done": done}))
+    print("\n".join(lines), flush=True)
+    return verify(checkpoint, target.read(args.save, Wishes()), args.tolerance) if args.verify else 0
+
+
+def described(checkpoint: LogicalCheckpoint) -> str:
+    """What was found, and what is left out."""
+    weights = checkpoint.tensors["weight"]
+    elements = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights.values())
+    kinds = sorted(kind for kind in checkpoint.tensors if kind != "weight")
+    parts = [f", {checkpoint.source['family']}" if checkpoint.source.get("family") else "",
+             f", {len(weights)} tensors of {elements:,} weights",
+             f", optimizer state {', '.join(kinds)}" if kinds else "",
+             f", iteration {step}" if (step := checkpoint.progress.iteration) is not None else ""]
+    lists = {"left out": checkpoint.unused, "ignored": checkpoint.ignored}
+    return "".join(parts) + "".join(f"\n{what}: {', '.join(names)}" for what, names in lists.items() if names)
+
+
+def verify(source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float) -> int:
+    """Print the largest difference of the outputs. Raises CheckpointError if it is above the tolerance."""
+    from megatron_ds.conversion.family import model_of
+    from megatron_ds.conversion.logits_proof import largest_difference, outputs_of, random_tokens
+
+    tokens = random_tokens(model_of(source.model, source.folder))
+    difference, largest = largest_difference(outputs_of(source, tokens), outputs_of(target, tokens))
+    text = (f"largest difference of outputs {difference:.3g} for {tokens.numel()} random tokens; largest "
+            f"output {largest:.3g}")
+    if not difference <= tolerance * largest:
+        raise CheckpointError(f"{text}: above {tolerance:g} of it. The conversion is wrong, or the weights "
+                              "were rounded to another dtype; --tolerance sets the limit.")
+    print(f"verified: {text}")
+    return 0
+
+
+@contextmanager
+def progress(total: int):
+    """A bar of bytes on a terminal; yields the function that advances it."""
+    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", leave=False,
+              disable=not sys.stderr.isatty()) as bar:
+        yield bar.update
+
+
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    return main(make_parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(run_tool, rank=0))
