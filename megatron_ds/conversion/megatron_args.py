@@ -136,12 +136,16 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "norm_epsilon": model.norm_epsilon, "swiglu": model.is_gated,
-        "squared_relu": model.activation == "squared_relu", "openai_gelu": model.activation == "gelu",
-        "bias_gelu_fusion": False, "bert_binary_head": model.bert_binary_head,
+        "squared_relu": model.activation == "squared_relu",
+        "bias_gelu_fusion": model.activation == "gelu", "bert_binary_head": model.bert_binary_head,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": math.ceil(model.vocab_size / multiple) * multiple}
-    if model.activation == "relu":
-        raise CheckpointError("Megatron-LM has no relu. Choose another format.")
+    if model.activation == "relu" or model.activation == "gelu" and not model.add_bias_linear:
+        raise CheckpointError(f"Megatron-LM does not compute {model.activation}"
+                              f"{' as its tanh approximation, without biases' * (model.activation == 'gelu')}, "
+                              "so its numbers would be others. Choose another format.")
+    if model.model == "gpt" and getattr(model, "use_parallel_residual", False):
+        raise CheckpointError("Megatron-LM does not compute parallel residuals. Choose another format.")
     if any(model.experts):
         values |= {name: getattr(model, name) for name in OF_EXPERTS}
         values |= {"num_experts": max(model.experts), "moe_layer_freq": [int(bool(n)) for n in model.experts],

@@ -142,4 +142,11 @@ def optimizers_in(value: Any) -> list[dict[str, Any]]:
     return [found] if found else []
 
 
-FORMAT = Format("megatron_torch_dist", "a torch_dist checkpoint of Megatron-LM", detect, read)
+def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
+    """Write the checkpoint (`megatron_writer.py`)."""
+    from .megatron_writer import write as written
+
+    return written(checkpoint, folder, wishes)
+
+
+FORMAT = Format("megatron_torch_dist", "a torch_dist checkpoint of Megatron-LM", detect, read, write)
