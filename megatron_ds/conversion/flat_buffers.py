@@ -25,7 +25,7 @@ from .torch_dist_folder import Sharded, TorchDistFolder
 
 ALIGNMENT = 64
 KINDS = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-REMEDY = ("To load the weights alone, give --weights-only (in training, --no-load-optim). To keep the "
+REMEDY = ("To load the weights alone, give --no-optim (in training, --no-load-optim). To keep the "
           "optimizer, save once more in Megatron-LM with --dist-ckpt-optim-fully-reshardable.")
 Place = tuple[int, int]             # bucket, first element in it
 

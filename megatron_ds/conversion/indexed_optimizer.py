@@ -38,7 +38,8 @@ def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[Local
                 raise CheckpointError(f"{place}: a parameter group of the optimizer has {len(indices)} "
                                       f"parameters, and {len(members)} of the model belong to it. {REMEDY}")
             for position, (index, parameter) in enumerate(zip(indices, members)):
-                values = {kind: fields_of(by_index.get(index)).get(kind) for kind in ("exp_avg", "exp_avg_sq")}
+                state_of = fields_of(by_index.get(index))
+                values = {kind: state_of.get(kind) for kind in ("exp_avg", "exp_avg_sq")}
                 if masters is not None:
                     values[MASTER] = _at(masters, g, position)
                 for kind, tensor in values.items():

@@ -50,9 +50,10 @@ def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: boo
     Raises CheckpointError naming arguments that are missing, not computed here, or that the tensors
     contradict.
     """
-    if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]:
-        raise CheckpointError(f"the arguments in the files lack {', '.join(missing)}: they do not describe a "
-                              "model. Files before Megatron-LM 1.1 have none; convert them there first.")
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    if missing := [name for name in needed if not args.get(name)]:
+        raise CheckpointError(f"the arguments in the files lack {', '.join(missing)}: they do not describe "
+                              "a model. Files before Megatron-LM 1.1 have none; convert them there first.")
     for name, (admitted, noun) in REFUSED.items():
         if name not in _MEANINGLESS and args.get(name) not in admitted:
             raise CheckpointError(f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
@@ -75,8 +76,7 @@ def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: boo
         found |= {"num_experts": (int(args["num_experts"]),), "moe_layer_freq": str(frequency)}
         balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
         names = (balancing,) if isinstance(balancing, str) else tuple(balancing)
-        found["moe_router_load_balancing_type"] = tuple("seq_aux_loss" if name == "seq_aux_loss" else name
-                                                        for name in names)
+        found["moe_router_load_balancing_type"] = names
     found = {name: _plain(value, known[name].default) for name, value in found.items() if name in known}
     return {name: value for name, value in found.items() if value != known[name].default}
 
@@ -141,9 +141,9 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "padded_vocab_size": math.ceil(model.vocab_size / multiple) * multiple}
     if model.activation == "relu" or model.activation == "gelu" and not model.add_bias_linear:
-        raise CheckpointError(f"Megatron-LM does not compute {model.activation}"
-                              f"{' as its tanh approximation, without biases' * (model.activation == 'gelu')}, "
-                              "so its numbers would be others. Choose another format.")
+        how = " as its tanh approximation, without biases" if model.activation == "gelu" else ""
+        raise CheckpointError(f"Megatron-LM does not compute {model.activation}{how}, so its numbers would "
+                              "be others. Choose another format.")
     if model.model == "gpt" and getattr(model, "use_parallel_residual", False):
         raise CheckpointError("Megatron-LM does not compute parallel residuals. Choose another format.")
     if any(model.experts):

@@ -39,8 +39,8 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
             text = read_regular(folder / TRACKER).decode(errors="replace").strip()
         except OSError:
             if len(folders) > 1:
-                raise CheckpointError(f"{folder} has no {TRACKER}, and several iterations: {', '.join(names)}."
-                                      " Choose one with --iteration.") from None
+                raise CheckpointError(f"{folder} has no {TRACKER}, and several iterations: "
+                                      f"{', '.join(names)}. Choose one with --iteration.") from None
             return folders[0]
         name = RELEASE if text == RELEASE else f"iter_{int(text):07d}" if text.isdigit() else text
     if name not in names:

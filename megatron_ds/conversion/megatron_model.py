@@ -23,7 +23,7 @@ from .tensor_views import first_rows
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes) -> LogicalCheckpoint:
+def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) -> LogicalCheckpoint:
     """The checkpoint with the options of its model. raw: under our names, with padded vocabulary.
 
     Raises CheckpointError listing tensors that are missing, not used, or of another shape.
@@ -35,26 +35,29 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes) -> LogicalCheckpoint
     tensors = {kind: _cut(stored, shapes, kind, raw) for kind, stored in tensors.items()}
     weights = {**tensors[WEIGHT], **tensors.pop(MASTER, {})}
     moments = {kind: tensors[kind] for kind in MOMENTS if tensors.get(kind)}
+    source = {"format": format_name, "iteration": raw.progress.iteration}
     if wishes.weights_only or not moments:
         return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights}, raw.progress, None,
-                                 training_options(raw.settings), ignored=raw.ignored, unused=unused)
+                                 training_options(raw.settings), source=source, ignored=raw.ignored,
+                                 unused=unused)
     for kind in MOMENTS:
         if absent := sorted(weights.keys() - moments.get(kind, {}).keys()):
             raise CheckpointError(f"{raw.folder}: {len(absent)} tensors have no {kind}: {listing(absent)}. "
                                   "Their optimizer would start from zero. To load the weights alone, give "
-                                  "--weights-only (in training, --no-load-optim).")
+                                  "--no-optim (in training, --no-load-optim).")
     return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights, **moments}, raw.progress, "adam",
-                             training_options(raw.settings), ignored=raw.ignored, unused=unused)
+                             training_options(raw.settings), source=source, ignored=raw.ignored,
+                                 unused=unused)
 
 
 def _tied_once(stored: Mapping[str, StoredTensor], kind: str, shapes: Mapping[str, tuple],
                raw: RawCheckpoint) -> dict[str, StoredTensor]:
-    """Without the head of a tied model. Reading the embedding compares the two copies of the weights."""
+    """Without the head of a tied model. Reading the embedding compares the two copies of its weights."""
     if HEAD not in stored or HEAD in shapes:
         return dict(stored)
     embedding, head = stored.get(EMBEDDING), stored[HEAD]
     rest = {name: tensor for name, tensor in stored.items() if name != HEAD}
-    if embedding is None or kind != WEIGHT:
+    if embedding is None or kind not in (WEIGHT, MASTER):
         return rest
     if embedding.shape != head.shape:
         raise CheckpointError(f"{raw.folder}: the arguments describe tied embeddings, and {head.place} has "
@@ -95,6 +98,10 @@ def _cut(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple], kind: 
             continue
         if name in VOCABULARY and tensor.shape[:1] > shapes[name][:1]:
             tensor = first_rows(tensor, shapes[name][0])
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(f"{tensor.place}: {kind} {name} is stored as {tensor.dtype}, of which the "
+                                  "values are not known (fp8 weights or --store-param-remainders). Save in "
+                                  "Megatron-LM without them.")
         if tensor.shape != shapes[name]:
             wrong.append(f"{kind} {name} is {list(tensor.shape)} and not {list(shapes[name])}")
         found[name] = tensor

@@ -46,8 +46,9 @@ def _one(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
         return parts[Part(name)]
     experts = [parts.get(Part(name, number)) for number in range(len(parts))]
     if None in experts:
-        raise CheckpointError(f"{name}: experts {sorted(part.expert or 0 for part in parts)} are stored, with "
-                              "numbers missing. Files of a rank are missing.")
+        numbers = sorted(part.expert or 0 for part in parts)
+        raise CheckpointError(f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "
+                              "are missing.")
     return stacked(experts, name)
 
 

@@ -18,12 +18,14 @@ from .megatron_folder import find_iteration, iteration_folders
 from .megatron_model import adam_updates, logical, progress_of
 from .megatron_names import IGNORED, Part, is_bert, part_of
 from .stored_tensor import MASTER, WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor
-from .tensor_views import changed, joined, stacked
+from .tensor_views import StoredBox, changed, joined, stacked
 from .torch_dist_folder import Sharded, TorchDistFolder, is_torch_dist, read_torch_dist
 
+NAME = "megatron_torch_dist"
 KINDS = {"fp32_param": MASTER, "param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 _BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
+_FIRST_GROUP = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 _STACKED = re.compile(r"((?:encoder|decoder)\.layers)\.([^\d].*)")
 
 
@@ -46,8 +48,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             buffers[key] = tensor
         elif found := _STATE.fullmatch(key):
             if found[1] not in KINDS:
-                raise CheckpointError(f"{stored.path}: the optimizer has the state {found[1]!r}, and Adam has "
-                                      f"{', '.join(KINDS)}. To load the weights alone, give --weights-only.")
+                raise CheckpointError(f"{stored.path}: the optimizer has the state {found[1]!r}, and Adam "
+                                      f"has {', '.join(KINDS)}. To load the weights alone, give --no-optim.")
             keys[KINDS[found[1]]][found[2]] = tensor
         elif not IGNORED.fullmatch(key):
             keys[WEIGHT][key] = tensor
@@ -58,7 +60,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 
         tensors |= from_buckets(stored, buffers, tensors[WEIGHT], args)
     raw = RawCheckpoint(stored.path, tensors, args, _progress(stored, args), stored.ignored)
-    return logical(raw, bert, wishes)
+    return logical(raw, bert, wishes, NAME)
 
 
 def _tensors(keys: Mapping[str, Sharded], weights: Mapping[str, Sharded],
@@ -111,8 +113,6 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
         order = [d for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid))) for d in pair]
         return blocks.permute(order).reshape(shape)
 
-    from .tensor_views import StoredBox
-
     one = changed(tensor.whole(), shape, regrouped)
     return Sharded(tensor.key, shape, tensor.dtype, (StoredBox((0,) * len(shape), one),))
 
@@ -121,7 +121,7 @@ def _progress(stored: TorchDistFolder, args: Mapping[str, Any]):
     common = stored.common
     states = optimizers_in(common.get("optimizer"))
     for key in stored.objects:
-        if re.fullmatch(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1", key):
+        if _FIRST_GROUP.fullmatch(key):
             states.append(fields_of(stored.object(key)))
     steps = []
     for state in states:
@@ -149,4 +149,4 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     return written(checkpoint, folder, wishes)
 
 
-FORMAT = Format("megatron_torch_dist", "a torch_dist checkpoint of Megatron-LM", detect, read, write)
+FORMAT = Format(NAME, "a torch_dist checkpoint of Megatron-LM", detect, read, write)

@@ -19,6 +19,7 @@ from .rank_files import OPTIMIZER_FILE, RankFile, rank_folders, read_rank_files
 from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredProgress, StoredTensor
 from .torch_file import read_torch_file
 
+NAME = "megatron_torch"
 Chunk = list[tuple[Part, StoredTensor]]     # of one rank, in the order of registration
 
 
@@ -50,7 +51,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     tensors = {kind: merged(_repacked(parts, version, args), args) for kind, parts in kinds.items() if parts}
     ignored = tuple(sorted({name for file in files for name in file.ignored}))
     progress = StoredProgress() if path.name == RELEASE else _progress(files[0], args)
-    return logical(RawCheckpoint(path, tensors, args, progress, ignored), bert, wishes)
+    return logical(RawCheckpoint(path, tensors, args, progress, ignored), bert, wishes, NAME)
 
 
 def _named(chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool) -> Chunk:
@@ -106,14 +107,15 @@ def _optimizer(file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
     if file.content.get("optimizer") is None:
         return {}
     chunks = [[LocalParameter(part, tensor.shape, tensor.dtype, is_shared(part.name, args))
-               for part, tensor in chunk if not part.name.endswith(".router.expert_bias")] for chunk in placed]
+               for part, tensor in chunk if not part.name.endswith(".router.expert_bias")]
+              for chunk in placed]
     if (file.folder / OPTIMIZER_FILE).is_file():
         content = read_torch_file(file.folder / OPTIMIZER_FILE).content
         return from_file(content, chunks, args, str(file.folder / OPTIMIZER_FILE))
     states = optimizers_in(file.content["optimizer"])
     if args.get("use_distributed_optimizer"):
         raise CheckpointError(f"{file.folder} has no {OPTIMIZER_FILE}, in which the distributed optimizer "
-                              "keeps its state. Copy it too, or load the weights alone: --weights-only (in "
+                              "keeps its state. Copy it too, or load the weights alone: --no-optim (in "
                               "training, --no-load-optim).")
     return from_indices(states, [p for chunk in chunks for p in chunk], str(file.folder))
 
@@ -136,4 +138,4 @@ def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
     return progress_of(args, int(iteration), adam_updates(steps), scaler)
 
 
-FORMAT = Format("megatron_torch", "a torch checkpoint of Megatron-LM (mp_rank folders)", detect, read)
+FORMAT = Format(NAME, "a torch checkpoint of Megatron-LM (mp_rank folders)", detect, read)

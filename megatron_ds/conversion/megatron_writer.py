@@ -68,7 +68,8 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
              "--use-distributed-optimizer" if with_state else "--no-load-optim"]
     if model.activation == "gelu_exact":
         flags.append("--no-bias-gelu-fusion")       # the fused kernel computes the tanh approximation
-    lines = [f"wrote {folder / name_of(step)}: {'weights and state of Adam' if with_state else 'weights only'}",
+    kept = "weights and state of Adam" if with_state else "weights only"
+    lines = [f"wrote {folder / name_of(step)}: {kept}",
              f"to train it in Megatron-LM: {' '.join(flags)}"]
     if args["padded_vocab_size"] > model.vocab_size:
         lines.append(f"{args['padded_vocab_size'] - model.vocab_size} rows of zeros pad the vocabulary. In "
@@ -79,11 +80,11 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 def _check(checkpoint: LogicalCheckpoint, model: ModelConfig, with_state: bool) -> None:
     if with_state and checkpoint.optimizer not in ("adam", "adamw"):
         raise CheckpointError(f"{checkpoint.folder} has the state of --optimizer {checkpoint.optimizer}, and "
-                              "Megatron-LM's is written for Adam only. Write the weights: --weights-only.")
+                              "Megatron-LM's is written for Adam only. Write the weights: --no-optim.")
     if with_state and any(model.experts):
-        raise CheckpointError(f"{checkpoint.folder} has experts: Megatron-LM divides their optimizer state by "
-                              "the layout that loads it, which is not written. Write the weights: "
-                              "--weights-only.")
+        raise CheckpointError(f"{checkpoint.folder} has experts: Megatron-LM divides their optimizer state "
+                              "by the layout that loads it, which is not written. Write the weights: "
+                              "--no-optim.")
     if any(model.experts) and (model.mlp_type != "standard" or len(set(model.experts) - {0}) > 1):
         raise CheckpointError(f"{checkpoint.folder}: Megatron-LM has no residual experts and no layers with "
                               "different numbers of experts.")

@@ -91,8 +91,8 @@ def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
     if "model" in content:
         yield content["model"]
         return
-    chunks = [f"model{i}" for i in range(sum(isinstance(key, str) and re.fullmatch(r"model\d+", key) is not None
-                                             for key in content))]
+    count = sum(isinstance(key, str) and bool(re.fullmatch(r"model\d+", key)) for key in content)
+    chunks = [f"model{i}" for i in range(count)]
     if not chunks or any(name not in content for name in chunks):
         raise CheckpointError(f"{folder} holds no model; its entries are "
                               f"{', '.join(map(str, list(content)[:10]))}.")
@@ -107,9 +107,9 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
                             for e in range(wanted[2])) if at not in present]
     if absent or len(present) != wanted[0] * wanted[1] * wanted[2]:
         what = f"the first missing is {absent[0]}" if absent else f"there are {len(present)}"
-        raise CheckpointError(f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline × "
-                              f"expert = {' × '.join(map(str, wanted))} ranks; {what} (tp, pp, ep). Copy all "
-                              "mp_rank folders.")
+        raise CheckpointError(f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline "
+                              f"× expert = {' × '.join(map(str, wanted))} ranks; {what} (tp, pp, ep). Copy "
+                              "all mp_rank folders.")
     for name in ("iteration", "checkpoint_version"):
         values = {repr(file.content.get(name)) for file in files}
         if len(values) > 1:
@@ -127,7 +127,8 @@ def _check_rank(file: RankFile, sizes: Coordinates | None) -> None:
                               f"{rank % sizes[0]}, and its name is that of position {file.at[0]}: the files "
                               "of two ranks are swapped. Restore them from the original.")
     if isinstance(world, int) and not file.args.get("use_tp_pp_dp_mapping") and world % sizes[1] == 0:
-        if rank // (world // sizes[1]) != file.at[1]:
-            raise CheckpointError(f"{file.folder} was written by rank {rank} of {world}, whose pipeline stage "
-                                  f"is {rank // (world // sizes[1])}, and its name is that of stage "
-                                  f"{file.at[1]}: the files of two ranks are swapped.")
+        stage = rank // (world // sizes[1])
+        if stage != file.at[1]:
+            raise CheckpointError(f"{file.folder} was written by rank {rank} of {world}, whose pipeline "
+                                  f"stage is {stage}, and its name is that of stage {file.at[1]}: the files "
+                                  "of two ranks are swapped. Restore them from the original.")

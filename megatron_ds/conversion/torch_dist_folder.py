@@ -10,7 +10,7 @@ Chunks of a tensor must cover it exactly once, and lie inside the files.
 import gc
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,18 @@ def read_torch_dist(path: Path) -> TorchDistFolder:
     index = _index_of(path)
     try:
         places = {_key(key): _place(path, value) for key, value in index["storage_data"].items()}
+        _check_files(path, places.values())
         tensors, objects = {}, {}
         for key, about in index["state_dict_metadata"].items():
             if _is(about, "TensorStorageMetadata"):
                 tensors[key] = _sharded(path, key, fields_of(about), places)
             else:
-                objects[key] = next(place for (name, _), place in places.items() if name == key) if (
-                    key, None) not in places else places[key, None]
+                objects[key] = places[key, None]
     except CheckpointError:
         raise
     except Exception as error:      # its parts may have any type
-        raise CheckpointError(f"{path / INDEX_FILE} is malformed ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(f"{path / INDEX_FILE} is malformed ({type(error).__name__}: "
+                              f"{error}).") from error
     folder = TorchDistFolder(path, tensors, objects, {}, ())
     if (path / COMMON_FILE).exists():
         found = read_torch_file(path / COMMON_FILE)
@@ -116,8 +117,8 @@ def _check_backend(path: Path) -> None:
         raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}. The checkpoint is "
                               "incomplete.") from error
     if backend != ("torch_dist", 1):
-        raise CheckpointError(f"{path} is of the format {backend[0]} version {backend[1]}; this version reads "
-                              "torch_dist version 1. Convert it with Megatron-LM.")
+        raise CheckpointError(f"{path} is of the format {backend[0]} version {backend[1]}; this version "
+                              "reads torch_dist version 1. Convert it with Megatron-LM.")
 
 
 def _index_of(path: Path) -> Mapping[str, Any]:
@@ -173,7 +174,6 @@ def _sharded(path: Path, key: str, about: Mapping[str, Any], places: Mapping) ->
         if torch.Size(sizes).numel() * dtype.itemsize > length:
             raise CheckpointError(f"{path}: {key} has a chunk of {list(sizes)}, for which {name} has "
                                   f"{length} bytes.")
-        _check_file(path, name, start + length)
         boxes.append(StoredBox(offset, _chunk(path, key, (name, start, length), sizes, dtype)))
     return Sharded(key, shape, dtype, tuple(boxes))
 
@@ -186,14 +186,20 @@ def _dtype_of(properties: Any) -> torch.dtype:
     return dtype
 
 
-def _check_file(path: Path, name: str, end: int) -> None:
-    try:
-        size = os.stat(path / name).st_size
-    except OSError as error:
-        raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}. All ranks' files "
-                              "belong into one folder.") from error
-    if end > size:
-        raise CheckpointError(f"{path / name} has {size} bytes, and its index needs {end}: it is truncated.")
+def _check_files(path: Path, places: Iterable[_Place]) -> None:
+    """Raises CheckpointError for a file that is missing or ends before its last part."""
+    ends: dict[str, int] = {}
+    for name, start, length in places:
+        ends[name] = max(ends.get(name, 0), start + length)
+    for name, end in sorted(ends.items()):
+        try:
+            size = os.stat(path / name).st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}. All ranks' "
+                                  "files belong into one folder.") from error
+        if end > size:
+            raise CheckpointError(f"{path / name} has {size} bytes, and its index needs {end}: it is "
+                                  "truncated.")
 
 
 def _chunk(path: Path, key: str, place: _Place, sizes: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:

@@ -9,9 +9,10 @@ forks its ranks, and answers with a line "done" or "failed". A job:
     distributed       whether the optimizer is megatron-core's distributed one
     load              folder of a torch_dist checkpoint with optimizer state to start from; or null
     steps             training steps before saving, each on the next of the batches in `batches`
-    batches           file of int64 [steps, batch, sequence + 1]
+    batches           file of int64 [steps, batch, sequence + 1]; first_batch: where the run begins
     saves             [format, folder, sharding of the optimizer state] …
-    after             folder for rank{r}.pt: {"logits" before, "loss" and "weights" after one more step}
+    after             folder for rank{r}.pt: {"saved" weights, then of one more step "logits" and "loss"
+                      before it, "weights" after it}
 
 With pp > 1 there is no forward: gradients are random.
 
@@ -108,19 +109,25 @@ def train(job: dict, rank: int) -> None:
 
     parallel_state.initialize_model_parallel(job["tp"], job["pp"])
     model, optimizer = make(job)
-    if job["load"]:
-        load(job, model, optimizer)
     batches = torch.load(job["batches"]) if job["pp"] == 1 else [None] * (job["steps"] + 1)
+    batches = batches[job.get("first_batch", 0):]
+    if job["load"]:
+        train_step(job, model, optimizer, batches[0], 0)    # makes state, as torch's Adam needs it
+        load(job, model, optimizer)
     for step in range(job["steps"]):
         train_step(job, model, optimizer, batches[step], step)
     for format, folder, sharding in job["saves"]:
         {"torch": save_torch, "torch_dist": save_torch_dist}[format](job, model, optimizer, folder, sharding)
-    after = {}
+    after = {"saved": weights_of(model)}
     if job["pp"] == 1:
         after["logits"], after["loss"] = train_step(job, model, optimizer, batches[job["steps"]], 0)
-    after["weights"] = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    after["weights"] = weights_of(model)
     Path(job["after"]).mkdir(parents=True, exist_ok=True)
     torch.save(after, f"{job['after']}/rank{rank}.pt")
+
+
+def weights_of(model) -> dict:
+    return {name: p.detach().clone() for name, p in model.module.named_parameters()}
 
 
 def make(job: dict):
@@ -137,26 +144,27 @@ def make(job: dict):
     shape = dict(job["model"])
     if shape.pop("swiglu", False):
         shape |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    gpt = {name: shape.pop(name) for name in ("position_embedding_type", "share_embeddings_and_output_weights",
-                                              "vocab_size", "max_sequence_length", "rotary_base")
-           if name in shape}
+    of_gpt = ("position_embedding_type", "share_embeddings_and_output_weights", "vocab_size",
+              "max_sequence_length", "rotary_base")
+    gpt = {name: shape.pop(name) for name in of_gpt if name in shape}
     config = TransformerConfig(
         use_cpu_initialization=True, tensor_model_parallel_size=job["tp"], params_dtype=dtype,
         bf16=dtype == torch.bfloat16, pipeline_model_parallel_size=job["pp"], pipeline_dtype=dtype,
         hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False, bias_activation_fusion=False,
         bias_dropout_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False, **shape)
     spec = get_gpt_layer_local_spec(shape.get("num_moe_experts"), shape.get("moe_grouped_gemm", False),
-                                    shape.get("qk_layernorm", False), normalization=shape.get("normalization"))
+                                    shape.get("qk_layernorm", False),
+                                    normalization=shape.get("normalization"))
     model = GPTModel(config, spec, pre_process=parallel_state.is_pipeline_first_stage(),
                      post_process=parallel_state.is_pipeline_last_stage(), **gpt)
     with torch.no_grad():       # CPU initialization leaves biases zero and norms one
         torch.manual_seed(77)
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() == 1 and not getattr(p, "tensor_model_parallel", False):
                 p.add_(0.1 * torch.randn_like(p))
     model = model.to(dtype)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=job["distributed"], grad_reduce_in_fp32=True,
-                                        bucket_size=job.get("bucket_size"))
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=job["distributed"],
+                                        grad_reduce_in_fp32=True, bucket_size=job.get("bucket_size"))
     wrapped = DistributedDataParallel(config, ddp, model, disable_bucketing=job.get("bucket_size") is None)
     optimizer = get_megatron_optimizer(OptimizerConfig(
         optimizer="adam", lr=job["lr"], min_lr=job["lr"], weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
@@ -176,8 +184,11 @@ def train_step(job: dict, model, optimizer, batch, step: int):
     optimizer.zero_grad()
     if batch is None:
         torch.manual_seed(5 + step + 100 * parallel_state.get_pipeline_model_parallel_rank())
-        for p in model.module.parameters():
-            p.main_grad.copy_(0.1 * torch.randn(p.shape))
+        for name, p in model.module.named_parameters():
+            drawn = 0.1 * torch.randn(p.shape)
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):      # tied: the same
+                drawn = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            p.main_grad.copy_(drawn)
         optimizer.step()
         return None, None
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -198,7 +209,8 @@ def metadata_of(sharding):
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     named = {"distrib_optim_sharding_type": sharding} if sharding else {}
-    return {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "dp_cp_group": group, **named}
+    return {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "dp_cp_group": group,
+            **named}
 
 
 def sharded_state(job: dict, model, optimizer, sharding, is_loading: bool) -> dict:
@@ -228,7 +240,8 @@ def arguments(job: dict):
         rotary_base=shape.get("rotary_base", 10000), rotary_percent=1.0, add_position_embedding=True,
         normalization=shape.get("normalization", "LayerNorm"), norm_epsilon=1e-5,
         swiglu=shape.get("swiglu", False), add_bias_linear=shape.get("add_bias_linear", True),
-        add_qkv_bias=False, bias_gelu_fusion=False, qk_layernorm=shape.get("qk_layernorm", False), squared_relu=False,
+        add_qkv_bias=False, bias_gelu_fusion=False, qk_layernorm=shape.get("qk_layernorm", False),
+        squared_relu=False,
         untie_embeddings_and_output_weights=not shape.get("share_embeddings_and_output_weights", False),
         vocab_size=job.get("true_vocab_size"), padded_vocab_size=shape["vocab_size"],
         make_vocab_size_divisible_by=128, openai_gelu=False, onnx_safe=None,
@@ -291,9 +304,24 @@ def load(job: dict, model, optimizer) -> None:
     step = (Path(folder) / "latest_checkpointed_iteration.txt").read_text()
     path = str(Path(folder) / f"iter_{int(step):07d}")
     state = sharded_state(job, model, optimizer, sharding, is_loading=True)
+    accept_states_without_step()
     found = dist_checkpointing.load(state, path)
     model.module.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
+
+
+def accept_states_without_step() -> None:
+    """megatron-core's loader of fully_reshardable expects the Adam of TransformerEngine, whose state of a
+    parameter has no step. torch's Adam has one, which load_state_dict has set already."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self, param, tensors):
+        current = self._get_main_param_and_optimizer_states(param)
+        original(self, param, {**({"step": current["step"].clone()} if "step" in current else {}), **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
 if __name__ == "__main__":
