@@ -12,7 +12,7 @@ lacks) asks for nothing.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from threading import Lock
@@ -22,6 +22,8 @@ import torch
 
 from ..checkpoint.upcycling import specs_of
 from ..config.model_options import ModelConfig
+from ..config.option import coerce
+from ..config.run import options_in
 from ..errors import CheckpointError
 from ..mpu.param_spec import ParamSpec
 from ..tensor_parallel.init import initialize_interval
@@ -29,6 +31,7 @@ from .packings import SAME, Packing
 from .stored_tensor import StoredTensor
 
 LISTED = 10         # names in one message
+MOST = 10_000       # layers, or experts of a layer
 SEED = 1234         # of weights that no file holds
 PLACES = {"i": r"(?P<i>\d+)", "leaf": r"(?P<leaf>\w+)"}
 
@@ -117,13 +120,23 @@ def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> Entry | None:
 
 def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
     """The model of these options. Raises CheckpointError for values that no model has."""
-    known = {one.name for one in fields(ModelConfig)}
-    if odd := [name for name in options if name not in known]:
+    declared = {option.name: option for option in options_in("model")}
+    if odd := [name for name in options if name not in declared]:
         raise CheckpointError(f"{folder} needs the model option {odd[0]}, which this version lacks.")
     try:
-        return ModelConfig(**{"seq_length": options.get("max_position_embeddings"), **options})
+        values = {name: value if value is None else coerce(declared[name], value, name)
+                  for name, value in options.items()}
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: its settings describe no model: {error}.") from error
+        raise CheckpointError(f"{folder}: its settings describe no model: {error}") from error
+    most = {"layers": values.get("num_layers"), "experts": max(values.get("num_experts") or (0,))}
+    if odd := [f"{number} {name}" for name, number in most.items() if number is None or number > MOST]:
+        raise CheckpointError(f"{folder}: its settings describe a model of {odd[0]}, more than {MOST}: the "
+                              "file is damaged.")
+    model = ModelConfig(**{"seq_length": values.get("max_position_embeddings"), **values})
+    if model.num_attention_heads % model.query_groups:
+        raise CheckpointError(f"{folder}: {model.num_attention_heads} attention heads do not form "
+                              f"{model.query_groups} groups.")
+    return model
 
 
 # ---- Their tensors → ours.

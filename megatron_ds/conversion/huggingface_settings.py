@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.model_options import ModelConfig
+from ..config.moe_options import MOST_LAYERS
 from ..errors import CheckpointError
 from .settings_table import Fixed, Key, Only, options_of, settings_of
 
@@ -162,6 +163,9 @@ def _expert_options(settings: Settings) -> dict[str, Any]:
     if not isinstance(number, int) or number < 1:
         raise CheckpointError(f"num_experts is {number!r}, not a number of experts")
     layers, step = settings["num_hidden_layers"], settings.get("decoder_sparse_step", 1)
+    if not all(isinstance(count, int) and 1 <= count <= MOST_LAYERS for count in (layers, step)):
+        raise CheckpointError(f"num_hidden_layers is {layers!r} and decoder_sparse_step {step!r}, not "
+                              f"numbers of layers up to {MOST_LAYERS}")
     dense = settings.get("mlp_only_layers") or ()
     pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
     found = {"num_experts": (number,)}

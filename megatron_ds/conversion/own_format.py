@@ -29,7 +29,7 @@ from ..checkpoint.save_folder import check_vacant
 from ..checkpoint.tokenizer_files import keep_tokenizer_files, named_copies
 from ..checkpoint.upcycling import specs_of
 from ..checkpoint.whole_tensors import StoredTensors
-from ..config import CheckpointConfig, DataConfig, RunConfig, Source
+from ..config import CheckpointConfig, RunConfig, Source
 from ..config.config_text import from_dict, to_dict
 from ..config.model_options import ModelConfig
 from ..data.tokenizers import build_tokenizer
@@ -37,21 +37,13 @@ from ..errors import CheckpointError, ConfigError, DataError
 from ..models.model_identity import model_identity
 from ..mpu.group import solo
 from ..mpu.param_spec import Init, ParamSpec
-from ..ramps import Progress
 from .family import listing, model_of
 from .formats import Format, Wishes
 from .read_ahead import ReadAhead
+from .run_values import TOKENIZERS, progress_in, tokenizer_options
 from .stored_tensor import WEIGHT, LogicalCheckpoint, StoredProgress, StoredTensor
 
 NAME, SOURCE = "megatron_ds", "converted_from"
-# Files of a tokenizer in a Hugging Face folder → type of the tokenizer and its options. The first that fits.
-TOKENIZERS = (
-    ("HuggingFaceTokenizer", {"tokenizer_model": "tokenizer.json"}),
-    ("GPT2BPETokenizer", {"vocab_file": "vocab.json", "merge_file": "merges.txt"}),
-    ("SentencePieceTokenizer", {"tokenizer_model": "tokenizer.model"}),
-    ("BertWordPieceLowerCase", {"vocab_file": "vocab.txt"}),
-)
-
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
@@ -171,7 +163,7 @@ def run_of(checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_
         entry = keep_tokenizer_files(config)
     except (ConfigError, DataError) as error:
         lines.append(f"no tokenizer is kept: {error}")
-    progress = progress_in(checkpoint.progress, finetunes)
+    progress = progress_in(checkpoint.progress)
     config = replace(config, checkpoint=replace(start, save=None))
     run = {"version": __version__, "run_id": run_id, "identity": identity, "config": to_dict(config),
            "world_size": 1, "progress": progress.to_dict(),
@@ -180,25 +172,6 @@ def run_of(checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_
     lines.append(f"to train it: pretrain_{model.model}.py --config "
                  f"{folder / folders.name_of(progress.step) / folders.RUN_FILE} with the flags of training")
     return lines, run, config
-
-
-def progress_in(stored: StoredProgress, finetunes: bool = False) -> Progress:
-    """The progress of our run from what the source records."""
-    step = stored.iteration or 0
-    samples = stored.samples or 0
-    skipped = min(stored.skipped_steps or 0, step)
-    return Progress(step=step, samples=samples, tokens=stored.tokens or 0, scheduled_samples=samples,
-                    skipped_steps=skipped, layer_tokens=stored.tokens or 0)
-
-
-def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[str]]:
-    """The options of the source's tokenizer; NullTokenizer over the rows of the vocabulary without one."""
-    for kind, names in TOKENIZERS:
-        if all(name in checkpoint.tokenizer for name in names.values()):
-            paths = {field: str(checkpoint.tokenizer[name]) for field, name in names.items()}
-            return DataConfig(tokenizer_type=kind, **paths), [f"tokenizer: {kind} of "
-                                                              f"{', '.join(names.values())}"]
-    return DataConfig(), ["tokenizer: the source has no files of one; give --tokenizer-type in training"]
 
 
 FORMAT = Format(NAME, "checkpoint of this package", detect, read, write)

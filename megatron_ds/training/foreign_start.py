@@ -20,7 +20,7 @@ from ..config.model_options import ModelConfig
 from ..conversion.family import model_of
 from ..conversion.filling import fill, plan_filling
 from ..conversion.formats import Wishes, detected, format_of
-from ..conversion.own_format import progress_in, tokenizer_options
+from ..conversion.run_values import progress_in, tokenizer_options
 from ..conversion.stored_tensor import LogicalCheckpoint
 from ..errors import CheckpointError
 from ..models.model_identity import model_identity

@@ -1,0 +1,207 @@
+"""Folders of Hugging Face that are damaged, mixed up, or of models that are not computed: one clear error,
+and nothing is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_ds.checkpoint.folder import TRACKER
+from megatron_ds.conversion.family import entries_of, model_of
+from megatron_ds.conversion.formats import Wishes
+from megatron_ds.conversion.huggingface_families import FAMILIES
+from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
+from megatron_ds.conversion.own_format import FORMAT as OURS
+from megatron_ds.errors import CheckpointError
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "intermediate_size": 12, "vocab_size": 11, "max_position_embeddings": 16,
+         "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def tensors_of(settings):
+    family = FAMILIES[settings["model_type"]]
+    model = model_of(family.options(settings), "the test")
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for entry in entries_of(family, model)
+            for name, shape in zip(entry.theirs, entry.their_shapes)}
+
+
+def written(folder: Path, tensors=None, **settings) -> Path:
+    """A folder of LLAMA with other settings (None removes one)."""
+    folder.mkdir(exist_ok=True)
+    config = {name: value for name, value in {**LLAMA, **settings}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors_of(LLAMA) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def sharded(folder: Path) -> Path:
+    tensors = list(tensors_of(LLAMA).items())
+    files = {"model-00001-of-00002.safetensors": dict(tensors[:9]),
+             "model-00002-of-00002.safetensors": dict(tensors[9:])}
+    written(folder)
+    (folder / "model.safetensors").unlink()
+    for name, held in files.items():
+        save_file(held, folder / name)
+    places = {key: name for name, held in files.items() for key in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def convert(source: Path, target: Path, **wishes):
+    return OURS.write(HUGGING_FACE.read(source, Wishes(**wishes)), target, Wishes())
+
+
+def refused(source: Path, target: Path, match: str, **wishes) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        convert(source, target, **wishes)
+    assert not (target / TRACKER).exists() and not list(target.glob("iter_*"))
+
+
+def test_an_undamaged_folder_converts(tmp_path):
+    convert(written(tmp_path / "one"), tmp_path / "a")
+    convert(sharded(tmp_path / "two"), tmp_path / "b")
+    weights = [OURS.read(tmp_path / name, Wishes()).tensors["weight"] for name in "ab"]
+    assert all(torch.equal(weights[0][key].read(), weights[1][key].read()) for key in weights[0])
+
+
+def cut_at(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_a_truncated_file(tmp_path, size):
+    source = written(tmp_path / "in")
+    cut_at(source / "model.safetensors", size)
+    refused(source, tmp_path / "out", "model.safetensors is damaged")
+
+
+def with_header(file: Path, change) -> None:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length:])
+
+
+FORGED = {
+    "a shape of more elements than bytes": lambda h: h[QUERY].update(shape=[2**40, 2**40]),
+    "a negative size": lambda h: h[QUERY].update(shape=[-8, -8]),
+    "offsets in another tensor": lambda h: h[QUERY].update(data_offsets=[0, 256]),
+    "offsets beyond the file": lambda h: h[QUERY].update(data_offsets=[10**9, 10**9 + 256]),
+    "an unknown dtype": lambda h: h[QUERY].update(dtype="F7"),
+    "no table": lambda h: h.update({QUERY: "text"}),
+}
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_a_forged_header(tmp_path, change):
+    source = written(tmp_path / "in")
+    with_header(source / "model.safetensors", change)
+    refused(source, tmp_path / "out", "model.safetensors is damaged")
+
+
+def test_a_header_longer_than_the_file(tmp_path):
+    source = written(tmp_path / "in")
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + content[8:])
+    refused(source, tmp_path / "out", "its header has")
+
+
+def test_shards_that_are_swapped_missing_or_outside(tmp_path):
+    source = sharded(tmp_path / "in")
+    one, two = sorted(source.glob("model-*"))
+    one.rename(source / "x"), two.rename(one), (source / "x").rename(two)
+    refused(source, tmp_path / "out", "Files are swapped")
+    two.unlink()
+    refused(source, tmp_path / "out", "lacks 1 of 2 files")
+    (source / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    refused(source, tmp_path / "out", "not a table of file names")
+
+
+def test_tensors_that_are_missing_unused_or_of_other_shapes(tmp_path):
+    tensors = tensors_of(LLAMA)
+    without = {name: tensor for name, tensor in tensors.items() if name != QUERY}
+    source = written(tmp_path / "in", without)
+    refused(source, tmp_path / "out", f"1 tensors are missing in the files: {QUERY}")
+    lines = convert(source, tmp_path / "allowed", allow_missing=("*.q_proj.weight",))
+    assert "wrote" in lines[0]
+    source = written(tmp_path / "in", tensors | {"model.layers.0.extra.weight": torch.ones(3)})
+    refused(source, tmp_path / "out", "have no place in the model: model.layers.0.extra.weight")
+    read = HUGGING_FACE.read(source, Wishes(allow_unused=("*.extra.*",)))
+    assert read.unused == ("model.layers.0.extra.weight",)
+    source = written(tmp_path / "in", tensors | {QUERY: torch.ones(8, 4)})
+    refused(source, tmp_path / "out", r"q_proj.weight has shape \[8, 4\] and \[8, 8\] is needed")
+
+
+def test_a_tied_head_that_differs_from_the_embedding(tmp_path):
+    tensors = tensors_of(LLAMA)
+    source = written(tmp_path / "in", tensors, tie_word_embeddings=True)
+    refused(source, tmp_path / "out", "lm_head.weight differs from model.embed_tokens.weight")
+    same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    convert(written(tmp_path / "in", same, tie_word_embeddings=True), tmp_path / "tied")
+    assert "output_layer.weight" not in OURS.read(tmp_path / "tied", Wishes()).tensors["weight"]
+
+
+OTHER_MODELS = {
+    "post-LN": ({"model_type": "bert"}, "post-LN"),
+    "an unknown type": ({"model_type": "lama"}, "did you mean 'llama'"),
+    "no type": ({"model_type": None}, "model_type None is not supported"),
+    "a sliding window": ({"sliding_window": 8}, "sliding_window is 8"),
+    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "other llama3 bounds": ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0,
+                                                 "high_freq_factor": 4.0,
+                                                 "original_max_position_embeddings": 8192}},
+                            "low_freq_factor 2.0"),
+    "another activation": ({"hidden_act": "gelu_10"}, "hidden_act is 'gelu_10'"),
+    "some biases": ({"attention_bias": True, "mlp_bias": False}, "attention_bias and mlp_bias differ"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
+    "no size": ({"hidden_size": None}, "hidden_size is missing"),
+    "a size that is text": ({"hidden_size": "eight"}, "config.json"),
+    "a list": ({"num_attention_heads": [2]}, "config.json"),
+    "a negative size": ({"num_hidden_layers": -1}, "num_layers: -1 is out of range"),
+    "too many layers": ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
+    "heads that form no groups": ({"num_attention_heads": 3, "num_key_value_heads": 2}, "do not form"),
+}
+
+
+@pytest.mark.parametrize("settings, match", OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_models_that_are_not_computed(tmp_path, settings, match):
+    refused(written(tmp_path / "in", **settings), tmp_path / "out", match)
+
+
+def test_pickles_are_not_read(tmp_path):
+    source = written(tmp_path / "in")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    assert HUGGING_FACE.detect(source)
+    refused(source, tmp_path / "out", "pytorch_model.bin, a pickle")
+
+
+def test_a_model_that_no_family_computes_is_refused_with_its_options(tmp_path):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    ours = OURS.read(tmp_path / "ours", Wishes())
+    ours.model["apply_layernorm_1p"] = True
+    with pytest.raises(CheckpointError, match="nearest, llama, differs from this model in apply_layernorm"):
+        HUGGING_FACE.write(ours, tmp_path / "back", Wishes())
+    with pytest.raises(CheckpointError, match="--family opt differs"):
+        HUGGING_FACE.write(ours, tmp_path / "back", Wishes(family="opt"))
+    assert not list(tmp_path.glob("*back*"))
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    ours = OURS.read(tmp_path / "ours", Wishes())
+    monkeypatch.setattr("megatron_ds.conversion.huggingface_format._write_tokenizer", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        HUGGING_FACE.write(ours, tmp_path / "back", Wishes())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "ours"]
+
+
+def fail(*_):
+    raise OSError(28, "No space left on device")
