@@ -149,4 +149,4 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     return written(checkpoint, folder, wishes)
 
 
-FORMAT = Format(NAME, "a torch_dist checkpoint of Megatron-LM", detect, read, write)
+FORMAT = Format(NAME, "torch_dist checkpoint of Megatron-LM", detect, read, write)

@@ -138,4 +138,4 @@ def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
     return progress_of(args, int(iteration), adam_updates(steps), scaler)
 
 
-FORMAT = Format(NAME, "a torch checkpoint of Megatron-LM (mp_rank folders)", detect, read)
+FORMAT = Format(NAME, "torch checkpoint of Megatron-LM (mp_rank folders)", detect, read)

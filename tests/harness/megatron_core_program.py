@@ -308,6 +308,9 @@ def load(job: dict, model, optimizer) -> None:
     found = dist_checkpointing.load(state, path)
     model.module.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
+    for one in optimizer.chained_optimizers:        # all parameters share one tensor, which each step of
+        for state in one.optimizer.state.values():  # torch's Adam would count up once for each of them
+            state["step"] = state["step"].clone()
 
 
 def accept_states_without_step() -> None:
