@@ -26,13 +26,13 @@ def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[Local
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """
     found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
-    for number, state in enumerate(states):
+    apart = any(group.get("is_expert_parallel") for state in states for group in _groups(state))
+    for state in states:
         inner = fields_of(state.get("optimizer")) or fields_of(state.get("optimizer_state_dict")) or state
         by_index = fields_of(inner.get("state"))
         masters = next((state[name] for name in MASTERS if name in state), None)
-        groups = [fields_of(group) for group in inner.get("param_groups", ())]
-        for g, group in enumerate(groups):
-            members = [p for p in parameters if _is_in(p, group, number if len(states) > 1 else None)]
+        for g, group in enumerate(_groups(state)):
+            members = [p for p in parameters if _is_in(p, group, apart)]
             indices = group.get("params", [])
             if len(members) != len(indices):
                 raise CheckpointError(f"{place}: a parameter group of the optimizer has {len(indices)} "
@@ -48,16 +48,21 @@ def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[Local
     return {kind: tensors for kind, tensors in found.items() if tensors}
 
 
-def _is_in(parameter: LocalParameter, group: Mapping[str, Any], number: int | None) -> bool:
-    """number: of the optimizer where experts have a second one."""
+def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    inner = fields_of(state.get("optimizer")) or fields_of(state.get("optimizer_state_dict")) or state
+    return [fields_of(group) for group in inner.get("param_groups") or ()]
+
+
+def _is_in(parameter: LocalParameter, group: Mapping[str, Any], apart: bool) -> bool:
+    """apart: experts have groups of their own, as they do if ranks hold different ones."""
     name = parameter.part.name
     has_decay = len(parameter.shape) > 1 and not name.endswith(".bias")
     is_expert = ".mlp.experts." in name
-    group_is_of_experts = group.get("is_expert_parallel", bool(number) if number is not None else None)
     if group.get("is_decoupled_lr"):
         raise CheckpointError(f"the optimizer has groups of --decoupled-lr. {REMEDY}")
     factor = group.get("wd_mult", 0.0 if group.get("weight_decay") == 0 else 1.0)
-    return has_decay == (factor != 0) and group_is_of_experts in (None, is_expert)
+    is_of_group = not apart or is_expert == bool(group.get("is_expert_parallel"))
+    return has_decay == (factor != 0) and is_of_group
 
 
 def _at(masters: Any, group: int, position: int) -> StoredTensor | None:

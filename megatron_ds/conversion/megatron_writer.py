@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,15 @@ from .megatron_args import arguments_of
 from .megatron_model import MOMENTS, TRAINING
 from .megatron_names import VOCABULARY
 from .published import published
+from .read_ahead import ReadAhead
 from .stored_tensor import WEIGHT, LogicalCheckpoint, StoredTensor
 from .torch_dist_folder import COMMON_FILE, METADATA_FILE
 
 DEFAULTS = {"lr": 1e-4, "min_lr": 0.0, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999,
             "adam_eps": 1e-8, "clip_grad": 1.0}
 STATE_KEYS = {WEIGHT: "optimizer.state.param.", **{kind: f"optimizer.state.{kind}." for kind in MOMENTS}}
-WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1",
-                    "mlp.linear_fc2", "self_attention.core_attention")
+OF_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.core_attention")
+OF_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.*)")
 _RULES = tuple((re.compile(pattern), new) for pattern, new in (
     (r"^input_layernorm\.", "self_attention.linear_qkv.layer_norm_"),
@@ -57,8 +59,11 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     with published(folder) as hidden:
         path = hidden / name_of(step)
         path.mkdir()
-        chunks = _chunks(checkpoint, model, args, dtype, with_state)
-        write_dcp_folder(path, _counted(chunks, wishes), _objects(model), wishes.shard_bytes)
+        chunks = list(_chunks(checkpoint, model, args, dtype, with_state))
+        sources = [StoredTensor(chunk.sizes, chunk.dtype, chunk.read, chunk.key) for chunk in chunks]
+        with ReadAhead(sources, [chunk.dtype for chunk in chunks], wishes.done) as ahead:
+            taken = (replace(chunk, read=partial(ahead.take, index)) for index, chunk in enumerate(chunks))
+            write_dcp_folder(path, taken, _objects(model), wishes.shard_bytes)
         torch.save(_common(checkpoint, args, with_state), path / COMMON_FILE)
         (path / METADATA_FILE).write_text(json.dumps({
             "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
@@ -139,16 +144,22 @@ def _group(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], wd_mult: floa
 
 
 def _objects(model: ModelConfig) -> dict[str, object]:
-    """Empty states of TransformerEngine's modules, which its layers ask for."""
-    if any(model.experts):
-        return {}
-    count = model.num_layers
-    blocks = "encoder.layers" if model.model == "bert" else "decoder.layers"
-    return {f"{blocks}.{name}._extra_state/shard_{layer}_{count}": [None]
-            for name in WITH_EXTRA_STATE for layer in range(count)}
+    """Empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
+    blocks, count = "encoder.layers" if model.model == "bert" else "decoder.layers", model.num_layers
+    stacked, found = len(set(model.experts)) <= 1, {}
+    for layer, experts in enumerate(model.experts):
+        prefix = f"{blocks}." if stacked else f"{blocks}.{layer}."
+        at, of = (str(layer), str(count)) if stacked else ("0", "1")
+        for name in OF_ATTENTION if experts else (*OF_ATTENTION, *OF_MLP):
+            found[f"{prefix}{name}._extra_state/shard_{at}_{of}"] = [None]
+        for name, expert in ((name, expert) for name in OF_MLP for expert in range(experts)):
+            inner = name.replace("mlp.", "mlp.experts.experts.")
+            one = f"{layer}.{expert}_{count}.{experts}" if stacked else f"{expert}_{experts}"
+            found[f"{prefix}{inner}._extra_state/shard_{one}"] = [None]
+    return found
 
 
-def _chunks(checkpoint: LogicalCheckpoint, model: ModelConfig, args: Mapping[str, Any], dtype: torch.dtype,
+def _chunks(checkpoint: LogicalCheckpoint, model: ModelConfig, args: dict[str, Any], dtype: torch.dtype,
             with_state: bool) -> Iterator[DcpChunk]:
     """All chunks: weights, then masters and moments under the keys of the optimizer."""
     is_stacked = len(set(model.experts)) <= 1
@@ -184,9 +195,3 @@ def _chunk(prefix: str, name: str, tensor: StoredTensor, dtype: torch.dtype, row
 def _padded(tensor: StoredTensor, rows: int) -> torch.Tensor:
     values = tensor.read()
     return torch.cat((values, values.new_zeros(rows - values.shape[0], *values.shape[1:])))
-
-
-def _counted(chunks: Iterator[DcpChunk], wishes: Wishes) -> Iterator[DcpChunk]:
-    for chunk in chunks:
-        yield chunk
-        wishes.done(torch.Size(chunk.sizes).numel() * chunk.dtype.itemsize)

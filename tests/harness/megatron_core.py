@@ -16,6 +16,9 @@ LLAMA = dict(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_grou
 GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64,
             position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True,
             vocab_size=ROWS, max_sequence_length=SEQUENCE)
+MOE = {**LLAMA, "num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_router_topk": 2,
+       "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none",
+       "moe_token_dispatcher_type": "allgather"}
 LR, STEPS = 1e-2, 2
 
 

@@ -79,6 +79,7 @@ def without_gpu():
     import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
     from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):
@@ -95,6 +96,7 @@ def without_gpu():
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.current_stream = lambda *_: None
+    moe_utils.te_general_gemm = None                    # undefined without TransformerEngine
     random.CudaRNGStatesTracker.fork = lambda self, *_: nullcontext()
     filesystem_async._process_memory = lambda: 0        # it needs psutil
     results = queue.Queue()
@@ -134,7 +136,10 @@ def make(job: dict):
     import torch
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -155,6 +160,9 @@ def make(job: dict):
     spec = get_gpt_layer_local_spec(shape.get("num_moe_experts"), shape.get("moe_grouped_gemm", False),
                                     shape.get("qk_layernorm", False),
                                     normalization=shape.get("normalization"))
+    if isinstance(shape.get("moe_layer_freq"), list):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False,
+                                          normalization=shape.get("normalization"))
     model = GPTModel(config, spec, pre_process=parallel_state.is_pipeline_first_stage(),
                      post_process=parallel_state.is_pipeline_last_stage(), **gpt)
     with torch.no_grad():       # CPU initialization leaves biases zero and norms one
@@ -254,7 +262,9 @@ def arguments(job: dict):
         consumed_valid_samples=0, iteration=job["steps"], model_type=ModelType.encoder_or_decoder,
         attention_backend=AttnBackend.auto, transformer_impl="local", tokenizer_type="NullTokenizer",
         bert_binary_head=True, overlap_grad_reduce=job.get("bucket_size") is not None,
-        ddp_bucket_size=job.get("bucket_size"), moe_router_topk=shape.get("moe_router_topk", 2))
+        ddp_bucket_size=job.get("bucket_size"), moe_router_topk=shape.get("moe_router_topk", 2),
+        moe_layer_freq=shape.get("moe_layer_freq", 1), moe_ffn_hidden_size=shape.get("moe_ffn_hidden_size"),
+        moe_router_load_balancing_type=shape.get("moe_router_load_balancing_type", "none"))
 
 
 def common(job: dict) -> dict:

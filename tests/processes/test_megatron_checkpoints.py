@@ -1,6 +1,7 @@
 """Checkpoints that megatron-core wrote train on here as they do there, and ours train on there."""
 
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,17 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.foreign_start import load_foreign
 from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness import megatron_core
-from tests.harness.megatron_core import GPT2, LLAMA, LR, ROWS, SEQUENCE, STEPS, MegatronCore, logical_weights
+from tests.harness.megatron_core import (
+    GPT2,
+    LLAMA,
+    LR,
+    MOE,
+    ROWS,
+    SEQUENCE,
+    STEPS,
+    MegatronCore,
+    logical_weights,
+)
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import merge, parse_layout, train_layout
 
@@ -72,6 +83,8 @@ def flags_of(found) -> list[str]:
             flags.append("--swiglu")
         elif name == "add_bias_linear":
             flags.append("--disable-bias-linear")
+        elif isinstance(value, tuple):
+            flags += [flag, *map(str, value)]
         else:
             flags += [flag] if value is True else [flag, str(value)]
     return flags
@@ -120,6 +133,35 @@ def test_the_next_step_of_a_gpt_with_the_distributed_optimizer_is_that_of_megatr
     assert difference(weights, logical_weights(ranks[:1], GPT2)) < 1e-5
 
 
+def test_the_next_step_of_a_model_with_experts_is_that_of_megatron_core(core, tmp_path):
+    folder = core.folder / "moe"
+    ranks = core.run("moe", MOE, ranks=1, saves=[[name, str(folder / name), None] for name in READERS])
+    found = read(folder / "torch_dist")
+    assert same(found, read(folder / "torch"))
+    loss, weights = next_step(found, core.batches[STEPS], "ep=2,dp=2")
+    assert abs(loss - float(ranks[0]["loss"])) < 1e-5
+    experts = {name: value for name, value in ranks[0]["weights"].items() if ".local_experts." in name}
+    assert len(experts) == 8
+    for name, value in experts.items():
+        layer, _, rest = name.partition(".local_experts.")
+        number, _, leaf = rest.partition(".")
+        assert (weights[f"{layer}.{leaf}"][int(number)] - value).abs().max() < 1e-5, name
+    others = {name: value for name, value in ranks[0]["weights"].items() if name not in experts}
+    assert difference({name: weights[name] for name in others}, others) < 1e-5
+    megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes(weights_only=True))
+    assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
+    again = read(tmp_path / "ours")
+    assert again.model == found.model
+    assert all(torch.equal(again.tensors[WEIGHT][name].read(), tensor.read())
+               for name, tensor in found.tensors[WEIGHT].items())
+
+
+def keys_of(folder: Path) -> set[str]:
+    """Keys of the model in the index, read by torch."""
+    index = pickle.loads((folder / f"iter_{STEPS:07d}/.metadata").read_bytes())
+    return {key for key in index.state_dict_metadata if not key.startswith("optimizer.")}
+
+
 def test_without_the_moments_the_next_step_is_another(core, llama):
     folder, ranks = llama
     found = read(folder / "torch_dist", Wishes(vocab_size=ROWS, weights_only=True))
@@ -161,6 +203,7 @@ def test_ours_trains_on_in_megatron_core(core, llama, tmp_path):
     found = read(folder / "torch_dist")
     lines = megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes())
     assert any("--use-checkpoint-args" in line for line in lines)
+    assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
     after = core.run("back", LLAMA, distributed=True, steps=0, first_batch=STEPS,
                      load=[str(tmp_path / "ours"), "fully_reshardable"])
     logits = torch.cat([rank["logits"] for rank in ranks], -1)          # [b, s, v], cut over the vocabulary
