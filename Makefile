@@ -12,6 +12,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
+# Tests start many interpreters: what the first one compiles of the installed packages the others read.
+IN_TESTS := PYTHONDONTWRITEBYTECODE=
+
 .PHONY: quickstart test test-all gpu lint docs clean
 
 quickstart: $(VENV)/.installed
@@ -19,10 +22,10 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(IN_TESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(IN_TESTS) OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 gpu: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/gpu_day.py

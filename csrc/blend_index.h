@@ -362,7 +362,7 @@ inline void draw_blend(const double* shares, const int64_t* limits, int datasets
     const Sources sources(shares, limits, datasets);
     std::vector<std::vector<int64_t>> before(segments), after(segments);
     std::atomic<int64_t> taken{0};
-    pool().run(static_cast<int>(std::min<int64_t>(threads, segments)), [&] {
+    run_on_threads(static_cast<int>(std::min<int64_t>(threads, segments)), [&] {
         Blend blend(sources);
         for (int64_t i; (i = taken.fetch_add(1)) < segments;) {
             const int64_t first = start_of(i), earlier = std::max<int64_t>(0, first - warm_up), moved = first - earlier;

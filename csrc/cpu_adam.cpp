@@ -294,7 +294,7 @@ void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& h
             rows[row].update(rows[row].rates, span.part(start, std::min(start + size, span.count)));
         }
     };
-    pool().run(int(std::min<int64_t>(threads, chunks)), job);
+    run_on_threads(int(std::min<int64_t>(threads, chunks)), job);
 }
 
 }  // namespace

@@ -5,8 +5,7 @@
 //   e = exp(-2 c x (1 + k x^2))       s = 1 / (1 + e)
 //   y = x / (1 + e)                   dx = dy (s + x e s^2 2c (1 + 3 k x^2))            1 - s = e s: no cancellation
 //
-// exp is 2^i 2^f, 2^f by its Taylor polynomial on [-1/2, 1/2], within 1e-8; its argument is kept in [-126, 126], where the
-// results are exact to rounding anyway. One exponential and one quotient: torch's kernel, with a tanh, takes three times as long.
+// One exponential and one quotient: torch's kernel, with a tanh, takes three times as long.
 //
 // Work: chunks of CHUNK elements, which threads take in turn. 16-bit numbers are widened and rounded block by block, so that
 // each loop has elements of one size; the compiler makes each for AVX-512, AVX2 and what the system was built for.
@@ -23,46 +22,15 @@
 
 #include "pool.h"
 #include "processors.h"
-
-#if !defined(__GNUC__)
-#define __restrict__ __restrict
-#endif
+#include "vector_math.h"
 
 namespace py = pybind11;
 
 namespace {
 
 constexpr int64_t CHUNK = 1 << 15, BLOCK = 1024;
-constexpr float C = 0.7978845608f, K = 0.044715f, LOG2_E = 1.44269504f;
+constexpr float C = 0.7978845608f, K = 0.044715f;
 constexpr float FAR = 16;      // from here on y is x or 0, and its slope 1 or 0, to every digit; powers of x must not overflow
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-INLINE float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE float exp2_of(float t) {
-    t = t > 126.0f ? 126.0f : t;
-    t = t < -126.0f ? -126.0f : t;
-    constexpr float ROUND = 12582912.0f;      // 1.5 * 2^23: the sum's last bits are t, rounded to a whole number
-    const float rounded = t + ROUND, f = t - (rounded - ROUND);
-    float p = 1.52527338e-5f;                 // ln(2)^n / n!
-    p = p * f + 1.54035304e-4f;
-    p = p * f + 1.33335581e-3f;
-    p = p * f + 9.61812911e-3f;
-    p = p * f + 5.55041087e-2f;
-    p = p * f + 2.40226507e-1f;
-    p = p * f + 6.93147181e-1f;
-    p = p * f + 1.0f;
-    return p * float_of((bits_of(rounded) - bits_of(ROUND) + 127) << 23);
-}
 
 INLINE float exponential(float x) { return exp2_of(-2 * C * LOG2_E * x * (1 + K * x * x)); }
 
@@ -81,17 +49,6 @@ INLINE void backward(const float* __restrict__ x, const float* __restrict__ dy, 
     for (int64_t i = 0; i < count; ++i) {
         const float near = at_most(at_least(x[i], -FAR), FAR), e = exponential(near), s = 1 / (1 + e);
         dx[i] = dy[i] * (s + e * s * s * (2 * C * near * (1 + 3 * K * near * near)));
-    }
-}
-
-INLINE void widen(const uint16_t* __restrict__ x, float* __restrict__ y, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) y[i] = float_of(uint32_t(x[i]) << 16);
-}
-
-INLINE void narrow(const float* __restrict__ x, uint16_t* __restrict__ y, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = bits_of(x[i]), quiet = bits | 0x400000, nearest = bits + 0x7fff + (bits >> 16 & 1);
-        y[i] = uint16_t(((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest) >> 16);
     }
 }
 
@@ -129,7 +86,7 @@ void share(int64_t count, int threads, const Part& part) {
         for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;)
             part(chunk * CHUNK, std::min(CHUNK, count - chunk * CHUNK));
     };
-    pool().run(int(std::min<int64_t>(threads, chunks)), job);
+    run_on_threads(int(std::min<int64_t>(threads, chunks)), job);
 }
 
 template <typename T>

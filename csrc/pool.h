@@ -1,5 +1,7 @@
-// Threads that wait for a job and share it; made when first needed. Not OpenMP: a second OpenMP runtime beside torch's would
-// bring threads that spin while torch computes. Each extension that includes this has a pool of its own.
+// Threads that share a job: torch's OpenMP team where torch is loaded and uses GNU's runtime, else threads of a pool, made when
+// first needed. The threads of a team spin for a while after each of torch's operations, and would keep threads of a pool from
+// the cores; a second OpenMP runtime would spin as well. So the runtime is the one that torch has loaded, found by its name, and
+// nothing is linked. Each extension that includes this has a pool of its own.
 
 #pragma once
 
@@ -17,15 +19,68 @@
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #define HAS_FORK 1
+#include <dlfcn.h>
 #include <unistd.h>
 #endif
 
 namespace {
 
+// Rounding mode and treatment of subnormal numbers are per thread; helpers take over the caller's.
+inline uint32_t control_word() {
+#ifdef HAS_X86_VECTORS
+    return _mm_getcsr();
+#else
+    return 0;
+#endif
+}
+inline void set_control_word([[maybe_unused]] uint32_t word) {
+#ifdef HAS_X86_VECTORS
+    _mm_setcsr(word);
+#endif
+}
+
+// GOMP_parallel(function, argument, threads, flags): the entry of GNU's OpenMP runtime that the compiler calls for a parallel
+// region. Null without such a runtime in the process, and in a forked child, where a team of the parent has no threads.
+using ParallelRegion = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+inline ParallelRegion parallel_region() {
+#ifdef HAS_FORK
+    static const pid_t owner = getpid();
+    static const auto found = reinterpret_cast<ParallelRegion>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return owner == getpid() ? found : nullptr;
+#else
+    return nullptr;
+#endif
+}
+
+class Team {
+public:
+    explicit Team(ParallelRegion region) : region_(region) {}
+
+    void run(int threads, const std::function<void()>& job) const {
+        Call call{&job, control_word()};
+        region_(work, &call, unsigned(threads), 0);
+    }
+
+private:
+    struct Call {
+        const std::function<void()>* job;
+        uint32_t control;
+    };
+
+    static void work(void* argument) {
+        const Call& call = *static_cast<Call*>(argument);
+        const uint32_t own = control_word();
+        set_control_word(call.control);
+        (*call.job)();
+        set_control_word(own);
+    }
+
+    ParallelRegion region_;
+};
+
 class Pool {
 public:
-    // Runs job on `threads` threads, the caller's among them, until all have returned. job must share the work out itself and
-    // be complete with fewer threads: when another caller is using the pool, or the system grants none, the caller works alone.
     void run(int threads, const std::function<void()>& job) {
         std::unique_lock<std::mutex> turn(one_caller_, std::try_to_lock);
         if (threads <= 1 || !turn.owns_lock()) return job();
@@ -70,20 +125,6 @@ private:
         }
     }
 
-    // Rounding mode and treatment of subnormal numbers are per thread; helpers take over the caller's.
-    static uint32_t control_word() {
-#ifdef HAS_X86_VECTORS
-        return _mm_getcsr();
-#else
-        return 0;
-#endif
-    }
-    static void set_control_word([[maybe_unused]] uint32_t word) {
-#ifdef HAS_X86_VECTORS
-        _mm_setcsr(word);
-#endif
-    }
-
     std::mutex one_caller_, mutex_;
     std::condition_variable wake_, done_;
     const std::function<void()>* job_ = nullptr;
@@ -93,7 +134,7 @@ private:
 };
 
 // Never destroyed, since its threads never end; a forked child has none of them and starts a pool of its own.
-Pool& pool() {
+inline Pool& pool() {
     static std::mutex mutex;
     static Pool* current = nullptr;
 #ifdef HAS_FORK
@@ -108,6 +149,14 @@ Pool& pool() {
     if (current == nullptr) current = new Pool;
 #endif
     return *current;
+}
+
+// Runs job on `threads` threads, the caller's among them, until all have returned. job must share the work out itself and be
+// complete with fewer threads: when another caller is using the pool, or the system grants none, the caller works alone.
+inline void run_on_threads(int threads, const std::function<void()>& job) {
+    if (threads <= 1) return job();
+    if (const ParallelRegion region = parallel_region()) return Team(region).run(threads, job);
+    pool().run(threads, job);
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ int64_t write_sample_index(const char* lengths, const Document* order, int64_t d
     std::atomic<int64_t> taken{0}, turn{0};
     int64_t tokens = 0;                                             // before the block whose turn it is
     const auto rows_before = [&](int64_t token) { return std::min(total, (token + seq_length - 1) / seq_length); };
-    pool().run(static_cast<int>(std::min<int64_t>(threads, blocks)), [&] {
+    run_on_threads(static_cast<int>(std::min<int64_t>(threads, blocks)), [&] {
         const std::unique_ptr<int32_t[]> copied(new int32_t[DOCUMENTS_OF_A_BLOCK]);
         for (int64_t block; (block = taken.fetch_add(1)) < blocks;) {
             const int64_t first = block * DOCUMENTS_OF_A_BLOCK;

@@ -37,7 +37,7 @@ job=(
     --zero-stage 1
     --data-path "$out/corpus_text_document" --split 95,5,0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer"
-    --eval-interval "$(at_least 4 $((steps / 8)))" --eval-iters 10 --log-interval "$(at_least 1 $((steps / 120)))"
+    --eval-interval "$(at_least 4 $((steps / 8)))" --eval-iters "$(at_least 1 $((steps / 48)))" --log-interval "$(at_least 1 $((steps / 120)))"
     --save "$out/checkpoints" --load "$out/checkpoints" --save-interval "$(at_least 1 $((steps / 2)))" --save-total-limit 2
     --tensorboard-dir "$out/tensorboard" --metrics-jsonl "$out/metrics.jsonl"
 )

@@ -9,8 +9,8 @@ in it.
 
 Tensors of a pretraining run keep this package's names, such as
 decoder.layers.0.self_attention.linear_qkv.weight. `from_pretrained` of Hugging Face needs other names, and
-some tensors split or joined: convert them first. A config.json with the sizes of the model, the tokenizer and
-the iteration is written to the folder, unless it has one of another program.
+some tensors split or joined: tools/convert_checkpoint.py writes those. A config.json with the sizes of the
+model, the tokenizer and the iteration is written to the folder, unless it has one of another program.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def write_config(file: Path, run: Mapping, dtype: str) -> None:
               "tokenizer": tokenizer}
     write_durably(file, json.dumps(values, indent=2) + "\n")
     print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs "
-          "converted ones")
+          "those that tools/convert_checkpoint.py writes")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ exceeds the tolerance.
 import argparse
 import multiprocessing
 import os
-import socket
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config import parse
 from megatron_ds.errors import CommunicationError
+from tools.free_port import free_port
 from tools.layout_comparison import (
     Difference,
     LayoutRequest,
@@ -105,9 +105,7 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
 def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str], steps: int):
     """Every rank of a layout in the pool; the merged run."""
     flags = [*job, *layout.flags]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = [pool.submit(run_rank, flags, rank, layout.world_size, port,
                          steps) for rank in range(layout.world_size)]
     try:
@@ -153,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.distributed"])
+    context.set_forkserver_preload(["__main__", "megatron_ds.training.distributed"])
     model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
     with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
         for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):

@@ -17,7 +17,7 @@ import torch
 
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
-from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay
+from megatron_ds.config.training_schedule import make_batch_size, make_learning_rates, make_weight_decay
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
@@ -138,14 +138,15 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     engine = build_engine(config, mesh)
     if watch is not None:
         watch(engine)
-    learning_rate, weight_decay, batch_size = (make_learning_rate(config), make_weight_decay(config),
-                                               make_batch_size(config))
+    rates, weight_decay, batch_size = (make_learning_rates(config), make_weight_decay(config),
+                                       make_batch_size(config))
     progress, losses, norms, metrics = Progress(), [], [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
             outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
-                                 learning_rate=learning_rate(progress), weight_decay=weight_decay(progress))
+                                 learning_rate={name: rate(progress) for name, rate in rates.items()},
+                                 weight_decay=weight_decay(progress))
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)

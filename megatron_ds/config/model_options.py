@@ -56,7 +56,7 @@ class ModelConfig(MoEOptions):
     norm_epsilon: float = option(1e-5, above=0, flags=["--layernorm-epsilon"],
         help="Added to the variance inside a normalization layer.")
     activation: str = option("gelu", choices=("gelu", "gelu_exact", "swiglu", "relu", "squared_relu"),
-        switches={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
+        switches={"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--openai-gelu": "gelu"},
         help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.")
     add_bias_linear: bool = option(
         True, switches={"--disable-bias-linear": False}, help="Give the linear layers biases.")

@@ -8,6 +8,11 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "Warm
              "WarmupCosineLR")
 
 
+# The learning rates of a run: that of most parameters, and that of word embeddings and output layers if they
+# have their own.
+MAIN_RATE, DECOUPLED_RATE = "main", "decoupled"
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
@@ -18,6 +23,12 @@ class OptimizerConfig:
         "adam", help="Name of a registered optimizer: adam (decoupled weight decay), sgd.")
     lr: float = option(required=True, above=0, json="optimizer.params.lr", help="Highest learning rate.")
     min_lr: float = option(0.0, at_least=0, help="Learning rate at the end of the decay and after it.")
+    decoupled_lr: float | None = option(
+        None, above=0, help="Highest learning rate of the word embedding and the output layer, if they have "
+                            "their own; warm-up and decay are those of --lr.",
+        avoid="Tied weights count as the embedding.")
+    decoupled_min_lr: float | None = option(
+        None, at_least=0, help="Learning rate of --decoupled-lr at the end of the decay. Default: --min-lr.")
     weight_decay: float = option(0.01, at_least=0, json="optimizer.params.weight_decay",
         help="Weight decay of matrices; biases and normalization weights never decay.")
     start_weight_decay: float | None = option(

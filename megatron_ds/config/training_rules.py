@@ -167,6 +167,7 @@ def _first_batch(config: RunConfig) -> int | None:
 def learning_rate(config: RunConfig) -> Iterator[str]:
     """Rates are in order, warm-up and decay fit into the run, and the decay style uses all spans given."""
     rate, train = config.optimizer, config.train
+    yield from _decoupled(config)
     for path in ("optimizer.min_lr", "optimizer.lr_warmup_init"):
         if rate.lr is not None and config.get(path) > rate.lr:
             yield f"[{path}] is above [lr], which is the highest learning rate."
@@ -196,6 +197,21 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
                "or use --lr-decay-style WarmupLR, WarmupDecayLR or WarmupCosineLR.")
     if rate.lr_decay_style.startswith("Warmup"):
         yield from _deepspeed_style(config)
+
+
+def _decoupled(config: RunConfig) -> Iterator[str]:
+    """The learning rate of embeddings and output layers is the highest of its own."""
+    rate = config.optimizer
+    if rate.decoupled_lr is None:
+        yield from given(config, ["optimizer.decoupled_min_lr"],
+                         "is the end of --decoupled-lr, which is not given. Add it, or remove the minimum.")
+        return
+    lowest = "decoupled_min_lr" if rate.decoupled_min_lr is not None else "min_lr"
+    for name in (lowest, "lr_warmup_init"):
+        if getattr(rate, name) > rate.decoupled_lr:
+            advice = " Give --decoupled-min-lr." if name == "min_lr" else ""
+            yield (f"[{name}] is above [decoupled_lr], the highest learning rate of the word embedding and "
+                   f"the output layer.{advice or ' Lower it.'}")
 
 
 def _deepspeed_style(config: RunConfig) -> Iterator[str]:

@@ -6,14 +6,27 @@ from fractions import Fraction
 from ..difficulty import Rise, TokenDrop
 from ..ramps import BatchSize, DeepSpeedRate, LearningRate, Ramp, Tokens, WeightDecay, scheduled_samples
 from .run import RunConfig
-from .training_options import TrainConfig
+from .training_options import DECOUPLED_RATE, MAIN_RATE, TrainConfig
 
 
-def make_learning_rate(config: RunConfig) -> Ramp[float]:
-    """The learning rate, over tokens (`counts_tokens`) or over samples of steps that were not skipped."""
+def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:
+    """The learning rates of a run by name: MAIN_RATE, and DECOUPLED_RATE with --decoupled-lr."""
+    optimizer, rates = config.optimizer, {MAIN_RATE: make_learning_rate(config)}
+    if optimizer.decoupled_lr is not None:
+        lowest = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        rates[DECOUPLED_RATE] = make_learning_rate(config, (optimizer.decoupled_lr, lowest))
+    return rates
+
+
+def make_learning_rate(config: RunConfig, limits: tuple[float, float] | None = None) -> Ramp[float]:
+    """The learning rate, over tokens (`counts_tokens`) or over samples of steps that were not skipped.
+
+    limits: the highest and the lowest; None: --lr and --min-lr
+    """
     optimizer, train = config.optimizer, config.train
     style, batch = optimizer.lr_decay_style, train.global_batch_size
-    values = {"highest": optimizer.lr, "lowest": optimizer.min_lr, "initial": optimizer.lr_warmup_init}
+    highest, lowest = limits or (optimizer.lr, optimizer.min_lr)
+    values = {"highest": highest, "lowest": lowest, "initial": optimizer.lr_warmup_init}
     if counts_tokens(config):
         decay = optimizer.lr_decay_tokens or train.train_tokens or 1      # a constant rate needs none
         warmup = _fraction(optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens)

@@ -9,7 +9,6 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..checkpoint.folder import write_durably
 from ..checkpoint.safetensors_folder import INDEX, SINGLE, TensorEntry, write_folder
 from ..checkpoint.tokenizer_files import OF_A_FOLDER
 from ..config.model_options import ModelConfig
+from ..data.tokenizers.file_tokenizers import END_NAMES
 from ..errors import CheckpointError
 from ..models.model_identity import model_identity
 from ..mpu.group import solo
@@ -34,6 +34,7 @@ from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTenso
 
 NAME, CONFIG, GENERATION = "huggingface", "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A checkpoint of these was not trained at full precision; its tensors are integers with scales.
 QUANTIZED = "quantization_config"
@@ -200,18 +201,24 @@ def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int]:
     """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} if none names them."""
     if "tokenizer.json" not in checkpoint.tokenizer:
         return {}
-    content = read_json(checkpoint.tokenizer["tokenizer.json"])
-    added = [token for token in content.get("added_tokens", ()) if isinstance(token, dict)]
-    ids = {token.get("content"): token.get("id") for token in added}
-    named = (read_json(checkpoint.tokenizer["tokenizer_config.json"])
-             if "tokenizer_config.json" in checkpoint.tokenizer else {})
-    found = {}
+    ids, found = _vocabulary(checkpoint.tokenizer["tokenizer.json"]), {}
+    named = (read_json(checkpoint.tokenizer[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in checkpoint.tokenizer
+             else {"eos_token": next((name for name in END_NAMES if name in ids), None)})
     for key in TOKENS:
         text = named.get(key.removesuffix("_id"))
         text = text.get("content") if isinstance(text, dict) else text
         if isinstance(ids.get(text), int):
             found[key] = ids[text]
     return found
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
+    content = read_json(path)
+    model, added = content.get("model"), content.get("added_tokens")
+    found = dict(model["vocab"]) if isinstance(model, dict) and isinstance(model.get("vocab"), dict) else {}
+    return found | {token["content"]: token["id"] for token in added or ()
+                    if isinstance(token, dict) and {"content", "id"} <= token.keys()}
 
 
 def _generation_of(checkpoint: LogicalCheckpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,16 +230,16 @@ def _generation_of(checkpoint: LogicalCheckpoint, settings: Mapping[str, Any]) -
 def _write_tokenizer(checkpoint: LogicalCheckpoint, folder: Path) -> list[str]:
     for name, path in checkpoint.tokenizer.items():
         shutil.copyfile(path, folder / name)
+    if "tokenizer.json" in checkpoint.tokenizer and TOKENIZER_CONFIG not in checkpoint.tokenizer:
+        ids = _vocabulary(folder / "tokenizer.json")
+        end = next((name for name in END_NAMES if name in ids), None)
+        _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"}
+                    | ({"eos_token": end} if end else {}))
     return sorted(checkpoint.tokenizer)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_durably(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def weights_only(checkpoint: LogicalCheckpoint) -> LogicalCheckpoint:
-    """Without optimizer state and progress."""
-    return replace(checkpoint, tensors={WEIGHT: checkpoint.tensors[WEIGHT]}, optimizer=None)
 
 
 FORMAT = Format(NAME, "folder of Hugging Face", detect, read, write)

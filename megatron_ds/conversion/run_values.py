@@ -1,5 +1,7 @@
 """Values of our runs that follow from a checkpoint of another program: progress, tokenizer."""
 
+from pathlib import Path
+
 from ..config import DataConfig
 from ..ramps import Progress
 from .stored_tensor import LogicalCheckpoint, StoredProgress
@@ -27,6 +29,8 @@ def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[s
     for kind, names in TOKENIZERS:
         if all(name in checkpoint.tokenizer for name in names.values()):
             paths = {field: str(checkpoint.tokenizer[name]) for field, name in names.items()}
+            if kind == "HuggingFaceTokenizer":          # with the files beside it
+                paths = {field: str(Path(path).parent) for field, path in paths.items()}
             return DataConfig(tokenizer_type=kind, **paths), [f"tokenizer: {kind} of "
                                                               f"{', '.join(names.values())}"]
     return DataConfig(), ["tokenizer: the source has no files of one; give --tokenizer-type in training"]

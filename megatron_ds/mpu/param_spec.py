@@ -75,6 +75,7 @@ class ParamSpec:
                    embeddings)
     tied_copy      True on every holder but the first: not counted in norms, not saved
     decay          weight decay applies
+    is_vocabulary  its rows are tokens: the weight of a word embedding or an output layer
     distinct_over  axes along which the other ranks hold other parameters, not shards of this one: "ep" for
                    one expert of a list of experts
     """
@@ -88,6 +89,7 @@ class ParamSpec:
     tied_copy: bool = False
     decay: bool = True
     distinct_over: tuple[str, ...] = ()
+    is_vocabulary: bool = False
 
     def __post_init__(self):
         named = {"splits": tuple(split.axis for split in self.splits), "partial_over": self.partial_over,

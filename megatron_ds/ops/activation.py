@@ -66,6 +66,9 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 @Operation
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x = [gate; up] in the last dimension. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
+    if torch.compiler.is_compiling():        # which does not trace writing to strided halves
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
     return _SwiGLU.apply(x)
 
 

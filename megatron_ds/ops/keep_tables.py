@@ -44,7 +44,11 @@ def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: ran
 
     A tensor without memory stays as it is.
     """
-    if has_memory(out) and out.numel():
+    if torch.compiler.is_compiling():
+        (_, site, *_), *_ = keys
+        numbers = [part for key in keys for part in key if part != site]
+        out.copy_(_opaque_keep_masks(numbers, site, p, rows.start, rows.stop, out.shape, out.device))
+    elif has_memory(out) and out.numel():
         draw_on_device_(out, threshold_of(p), keys, rows)
 
 
@@ -64,6 +68,21 @@ def _draw_on_cpu_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range)
         return
     for mask, key in zip(out.numpy(), keys, strict=True):
         _draw_with_numpy(mask, threshold, seed_of(*key), rows)
+
+
+# One operation for torch.compile, which can trace neither the hash of a key nor NumPy's generator.
+@torch.library.custom_op("megatron_ds::keep_masks", mutates_args=())
+def _opaque_keep_masks(numbers: Sequence[int], site: str, p: float, start: int, stop: int,
+                       shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`keep_masks` of this shape; numbers: of all keys, one after another, without the site."""
+    keys = [(first, site, *others) for first, *others in zip(*[iter(numbers)] * (len(numbers) // shape[0]))]
+    return keep_masks(p, keys, range(start, stop), shape[2], device=device)
+
+
+@_opaque_keep_masks.register_fake
+def _opaque_without_memory(numbers: Sequence[int], site: str, p: float, start: int, stop: int,
+                           shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 def threshold_of(p: float) -> int:

@@ -2,7 +2,8 @@
 when a GPU kernel is first compiled for a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,15 @@ def largest_error(operation: Operation, implementation: Implementation, rows: in
                   dtype: torch.dtype, device: torch.device) -> float:
     """Largest error of results, gradients and tensors changed in place, over that dtype's tolerance.
 
-    The operation's example of this size; the implementation is right if it is at most 1. NaN counts as
+    Over the operation's examples of this size; the implementation is right if it is at most 1. NaN counts as
     infinite. Shapes and dtypes must be equal, too.
     """
-    example = [operation.make_example(rows, width, dtype, device) for _ in range(2)]    # one may be changed
+    return max(_largest_error(operation, implementation, partial(make, rows, width, dtype, device))
+               for make in operation.examples)
+
+
+def _largest_error(operation: Operation, implementation: Implementation, make: Callable[[], tuple]) -> float:
+    example = [make() for _ in range(2)]                                                # one may be changed
     got = _values(implementation.function, example[0])
     expected = _values(operation.in_torch, tree_map(_wide, example[1]))
     assert len(got) == len(expected), (operation.name, implementation.name)

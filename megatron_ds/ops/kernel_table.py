@@ -12,13 +12,15 @@ An operation is a function of torch's operations, which takes every device, dtyp
 faster implementations, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's on
 GPUs and CPUs. Which implementations a device has is decided once; a call asks only about its arguments.
 
+Code inside torch.compile runs torch's operations: the compiler fuses those, and cannot look into kernels.
+
 Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeTensors: an implementation must
 therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` launches nothing then).
 """
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,17 +70,22 @@ class Operation:
         functools.update_wrapper(self, in_torch)
         self.name, self.in_torch = in_torch.__name__, in_torch
         self.implementations = [Implementation("torch", in_torch)]
-        self.make_example: Callable[..., tuple] | None = None
+        self.examples: list[Callable[..., tuple]] = []
         OPERATIONS[self.name] = self
 
     def example(self, make: Callable[..., tuple]) -> Callable[..., tuple]:
         """Registers the decorated function make(rows, width, dtype, device) → arguments of the operation.
 
-        Tensors whose gradients are defined require them. Checks and benchmarks of implementations use it
-        (`kernel_check.py`).
+        Tensors whose gradients are defined require them. Checks of implementations use all examples
+        (`kernel_check.py`), benchmarks the first.
         """
-        self.make_example = make
+        self.examples.append(make)
         return make
+
+    @property
+    def make_example(self) -> Callable[..., tuple] | None:
+        """The first example."""
+        return self.examples[0] if self.examples else None
 
     def implementation(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
         """Adds the decorated function before torch's; limits: fields of `Implementation`."""
@@ -92,6 +99,8 @@ class Operation:
         return _candidates(self, device, dtype, _MODE[0])[0].name
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.in_torch(x, *arguments, **named)
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
             if entry.suits(x, *arguments, **named):
                 reason = entry.fits(x, *arguments, **named)
@@ -154,13 +163,15 @@ def _log_once(operation: str, name: str, reason: str) -> None:
                 operation, name, reason)
 
 
-def kernels_text(device: torch.device, dtype: torch.dtype) -> str:
+def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] | None = None) -> str:
     """The implementations that a device has for a dtype, one line for the start of a run.
 
     kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
+
+    used: names of the operations to be listed; None for all
     """
     own, by_torch = [], []
-    for name, operation in sorted(OPERATIONS.items()):
-        names = [entry.name for entry in _candidates(operation, device.type, dtype, _MODE[0])[:-1]]
-        (own if names else by_torch).append(f"{name} {' or '.join(names)}".strip())
+    for name in sorted(OPERATIONS if used is None else used):
+        entries = _candidates(OPERATIONS[name], device.type, dtype, _MODE[0])[:-1]
+        (own if entries else by_torch).append(f"{name} {' or '.join(e.name for e in entries)}".strip())
     return "kernels: " + "; ".join(filter(None, (", ".join(own), f"{', '.join(by_torch)} by torch")))

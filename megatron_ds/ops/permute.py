@@ -167,8 +167,8 @@ def _sum_of_slots(rows: torch.Tensor, place: torch.Tensor, k: int,
     for j in range(place.shape[1] if len(rows) else 0):
         part = rows.index_select(0, place[:, j] if is_full else place[:, j].clamp(min=0))
         part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
-        if not is_full:
-            part.mul_((place[:, j] >= 0)[:, None])
+        if not is_full:     # not times 0: a slot without a row has read row 0, which may be infinite
+            part.masked_fill_((place[:, j] < 0)[:, None], 0)
         total = part if total is None else total.add_(part)
     return rows.new_zeros(len(place), rows.shape[1], dtype=dtype) if total is None else total
 
@@ -218,8 +218,9 @@ def _padded_sum_of_slots(x: torch.Tensor, rows: torch.Tensor,
     total, dtype = None, _wide(x)
     there, is_none = rows.clamp(min=0), rows < 0
     for j in range(rows.shape[1]):
-        part = x.index_select(0, there[:, j]).masked_fill_(is_none[:, j, None], 0)
+        part = x.index_select(0, there[:, j])
         part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
+        part.masked_fill_(is_none[:, j, None], 0)
         total = part if total is None else total.add_(part)
     return total
 

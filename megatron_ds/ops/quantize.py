@@ -8,6 +8,8 @@ Implementations: on GPUs one launch each (gpu/quantize_kernels.py); else torch's
 bits. None has a gradient.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -60,22 +62,26 @@ for _operation, _kernel, _dtypes, _fits in (
     _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
 
 
-@quantize.example
-def _quantize_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    return random_tensors(dtype, device, (rows, width))[0].detach(), 4, EXAMPLE_BLOCK
+def _quantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return random_tensors(dtype, device, (rows, width))[0].detach(), bits, EXAMPLE_BLOCK
 
 
-@dequantize.example
-def _dequantize_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    x, bits, block = _quantize_example(rows, width, torch.float32, torch.device("cpu"))
-    codes, scales = (t.to(device) for t in quantize.in_torch(x, bits, block))
-    return scales, codes, x.numel(), bits, block, dtype
+def _dequantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    x, *how = _quantize_example(bits, rows, width, torch.float32, torch.device("cpu"))
+    codes, scales = (t.to(device) for t in quantize.in_torch(x, *how))
+    return scales, codes, x.numel(), *how, dtype
 
 
-@cast_fp8.example
-def _cast_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _cast_example(fp8: torch.dtype, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     (x,) = random_tensors(dtype, device, (rows, width))
-    return x.detach(), torch.full((1,), 150.0, device=device), torch.float8_e4m3fn
+    return x.detach(), torch.full((1,), 150.0, device=device), fp8
+
+
+for _bits in (4, 8):
+    quantize.example(partial(_quantize_example, _bits))
+    dequantize.example(partial(_dequantize_example, _bits))
+for _fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
+    cast_fp8.example(partial(_cast_example, _fp8))
 
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,8 @@ def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0,
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                  interleaved: bool = False) -> torch.Tensor:
     """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
+    if torch.compiler.is_compiling():        # which does not trace writing to strided parts
+        return reference_rotary(x, cos, sin, interleaved)
     return _Rotate.apply(x, cos, sin, interleaved)
 
 
@@ -83,11 +85,15 @@ def _packed_example(rows: int, width: int, dtype: torch.dtype, device: torch.dev
     return (qkv, *rotary_tables(positions, rotary_channels(width, 0.75)))
 
 
-def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                     interleaved: bool = False) -> torch.Tensor:
     """`apply_rotary` with autograd's own backward."""
-    half = cos.shape[-1]
-    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+    channels = 2 * cos.shape[-1]
+    rotated, rest = x.float().split([channels, x.shape[-1] - channels], dim=-1)
+    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
+    halves = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """The registry of optimizers: functions from parameter groups and `OptimizerConfig` to a torch optimizer.
 With the groups of parameters.
 
-An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": float}; "lr" and
+An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": float, "rate": str}; "lr" and
 "weight_decay" of each group are set before every step. Its state tensors have as many elements as the
 parameter, apart from a count named "step".
 
@@ -12,17 +12,20 @@ the optimizer's section of the configuration to groups. A new optimizer with gro
 
 A run has a list of `ParamGroup`s. A parameter belongs to the first group whose filter accepts its spec.
 Groups may use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without
-other instructions there are two groups of one optimizer, with and without weight decay.
+other instructions there are two groups of one optimizer, with and without weight decay. With --decoupled-lr
+each group is divided: word embeddings and output layers have another learning rate.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ..config import OptimizerConfig
+from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
@@ -61,7 +64,7 @@ def _fused(kind: type, groups: list[dict], **options) -> torch.optim.Optimizer:
 
 
 class MakeOptimizer(Protocol):
-    """Makes a torch optimizer from parameter groups {"params": [...], "decay": bool, "lr_factor": float}.
+    """Makes a torch optimizer from parameter groups, as an entry of the registry does.
 
     Attributes state what it needs; all are False where absent:
 
@@ -76,7 +79,8 @@ class MakeOptimizer(Protocol):
 class ParamGroup:
     """The parameters that `filter` accepts, updated by `optimizer`, with or without weight decay.
 
-    lr_factor: the learning rate of the group is that of the schedule multiplied by this.
+    rate       the name of its learning rate: MAIN_RATE, or another one of the run
+    lr_factor  that learning rate is multiplied by it
     """
 
     name: str
@@ -84,6 +88,7 @@ class ParamGroup:
     optimizer: MakeOptimizer
     lr_factor: float = 1.0
     decay: bool = True
+    rate: str = MAIN_RATE
 
     @property
     def needs_whole_tensors(self) -> bool:
@@ -124,10 +129,19 @@ def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
 
 
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
-    """The groups of `--optimizer`: those that its entry chooses, else the default ones."""
+    """The groups of `--optimizer`: those that its entry chooses, else the default ones; with --decoupled-lr
+    divided by learning rate."""
     entry = OPTIMIZERS[settings.optimizer]
     choose = getattr(entry, "param_groups", None)
-    return choose(settings) if choose else default_groups(RegisteredOptimizer(settings.optimizer, settings))
+    groups = choose(settings) if choose else default_groups(RegisteredOptimizer(settings.optimizer, settings))
+    if settings.decoupled_lr is None:
+        return groups
+    return (*(replace(group, name=f"{group.name}, decoupled", filter=partial(_is_decoupled, group),
+                      rate=DECOUPLED_RATE) for group in groups), *groups)
+
+
+def _is_decoupled(group: ParamGroup, spec: ParamSpec) -> bool:
+    return spec.is_vocabulary and group.filter(spec)
 
 
 def group_of(spec: ParamSpec, groups: Sequence[ParamGroup]) -> ParamGroup:

@@ -31,11 +31,13 @@ class LayerHooks:
     enter, leave  called with (number of the layer in its stage, whether in backward). Not around a weight
                   half, which reads no parameters
     complete      called with the number of a layer when a weight half has delivered its gradients
+    before        called with the number of a layer before each forward of it
     """
 
     enter: Callable[[int, bool], None] | None = None
     leave: Callable[[int, bool], None] | None = None
     complete: Callable[[int], None] = lambda layer: None
+    before: Callable[[int], None] | None = None
 
 
 @dataclass(slots=True)
@@ -137,11 +139,13 @@ class Stage:
 
     def _run(self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]) -> Any:
         """The output of the last layer. Terms of a layer that a loss follows are left for the objective."""
-        enter, leave = self.hooks.enter, self.hooks.leave
+        enter, leave, before = self.hooks.enter, self.hooks.leave, self.hooks.before
         last = len(self.modules) - 1
         for i, module in enumerate(self.modules):
             if enter is not None:
                 enter(i, False)
+            if before is not None:
+                before(i)
             x = module(x, batch)
             if leave is not None:
                 leave(i, False)

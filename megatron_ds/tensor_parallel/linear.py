@@ -112,13 +112,21 @@ def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
 def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,
                   sequence_parallel: bool = False) -> torch.Tensor:
     """x [s(/t), b, in], weight [out/t, in], bias [out/t] or None → [s, b, out/t]."""
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel and group.size > 1)
+    return _apply(_ColumnLinear, x, weight, bias, group, sequence_parallel and group.size > 1)
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,
                sequence_parallel: bool = False) -> torch.Tensor:
     """x [s, b, in/t], weight [out, in/t], bias [out] or None → [s(/t), b, out]."""
-    return _RowLinear.apply(x, weight, bias, group, sequence_parallel and group.size > 1)
+    return _apply(_RowLinear, x, weight, bias, group, sequence_parallel and group.size > 1)
+
+
+def _apply(function: type[torch.autograd.Function], x: torch.Tensor, weight: torch.Tensor,
+           *others: object) -> torch.Tensor:
+    if torch.compiler.is_compiling() and hasattr(weight, "grad_ready"):
+        from .outside_graphs import apply_outside_graphs
+        return apply_outside_graphs(function, x, weight, *others)
+    return function.apply(x, weight, *others)
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -41,7 +41,7 @@ def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, pa
     """
     rows = Split("tp", 0, padded=padded_vocab)
     return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), (rows,), tied=tied,
-                     tied_copy=tied_copy)
+                     tied_copy=tied_copy, is_vocabulary=True)
 
 
 def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group,

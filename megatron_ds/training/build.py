@@ -7,7 +7,7 @@ configuration.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -111,6 +111,9 @@ def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Mod
                  optimizer: ZeroOptimizer, plan: RunPlan) -> Stage:
     gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
     hooks = LayerHooks(gathering.enter, gathering.leave, gathering.close) if gathering else LayerHooks()
+    if arrivals := optimizer.arrivals_of(index):
+        arrivals.begin()
+        hooks = replace(hooks, before=arrivals.wait)
     return Stage(index, modules, is_first=index == 0, is_last=is_last,
                  loss=loss_function(config, mesh.group("tp")) if is_last else None, hooks=hooks,
                  per_token=config.train.calculate_per_token_loss)

@@ -16,6 +16,7 @@ from ..planning.fake_stages import run_own_stages
 from ..planning.run_model import DTYPES
 from ..planning.run_plan import microbatches_of, plan_schedule
 from .build import Engine
+from .used_operations import used_operations
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ def prepare_kernels(engine: Engine) -> str:
     config, mesh = engine.config, engine.mesh
     if mesh.device.type != "cuda" or config.train.kernels == "torch" or reason_against(mesh.device):
         return ""
-    kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype])        # chooses them, after checks
+    used = used_operations(config, mesh.device.type)
+    kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype], used)      # chooses them, after checks
     plan = engine.plan
     schedule = plan_schedule(config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs())
     with launches_recorded() as launches:

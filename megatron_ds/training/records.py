@@ -27,6 +27,7 @@ class TrainRecord:
     actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
     metrics            loss terms and metrics that layers added, by name
+    decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     """
 
     step: int
@@ -53,6 +54,7 @@ class TrainRecord:
     layer_tokens: int = 0
     actual_seq_length: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    decoupled_learning_rate: float | None = None
 
     kind = "train"
 
@@ -69,6 +71,8 @@ class TrainRecord:
             f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{digits}f}",
             f"learning rate: {self.learning_rate:.6E}",
+            *([] if self.decoupled_learning_rate is None
+              else [f"decoupled learning rate: {self.decoupled_learning_rate:.6E}"]),
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
             *(f"{name}: {mean:.6E}" for name, mean in over_layers(self.metrics).items()),

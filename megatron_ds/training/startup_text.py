@@ -21,6 +21,7 @@ from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import DTYPES, describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Engine
+from .used_operations import used_operations
 
 SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers",
           "measured": "measured time"}
@@ -41,7 +42,8 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
         _schedule(config, engine.plan, engine.keeps_gathered), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
-        kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype]), _zero(engine), _memory(engine), "",
+        kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype],
+                     used_operations(config, mesh.device.type)), _zero(engine), _memory(engine), "",
         values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))
 
 

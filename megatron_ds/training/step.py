@@ -6,13 +6,14 @@ the trace of a few steps.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..data.batch import Batch
 from ..errors import MegatronDSError
 from ..pipeline.timeline import Timeline, write_trace
@@ -34,20 +35,26 @@ class NonFiniteLossError(MegatronDSError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome(StepReport):
-    """Result of one step. grad_norm: unscaled, before clipping; NaN where it is not finite."""
+    """Result of one step. grad_norm: unscaled, before clipping; NaN where it is not finite.
+
+    decoupled_learning_rate: of word embeddings and output layers; None without --decoupled-lr
+    """
 
     grad_norm: float
     skipped: bool
     loss_scale: float
     learning_rate: float
+    decoupled_learning_rate: float | None
     weight_decay: float
     seconds: float
 
 
-def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rate: float, weight_decay: float,
+def train_step(engine: Engine, batch: Batch, progress: Progress, *,
+               learning_rate: float | Mapping[str, float], weight_decay: float,
                stop: bool = False) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
+    learning_rate: of all parameters, or by name as of `make_learning_rates`
     stop: whether this rank asks to end the run after this step; the outcome has whether any rank did.
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
@@ -72,12 +79,14 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rat
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
 
+    rates = learning_rate if isinstance(learning_rate, Mapping) else {MAIN_RATE: learning_rate}
     result = optimizer.update(numbers[len(sums):], learning_rate, weight_decay,
                               max(report.tokens, 1) if per_token else 1.0)
     engine.step_state.after_step(applied=not result.skipped)
     return StepOutcome(**vars(report), grad_norm=result.grad_norm, skipped=result.skipped,
-                       loss_scale=loss_scale, learning_rate=learning_rate, weight_decay=weight_decay,
-                       seconds=time.perf_counter() - start)
+                       loss_scale=loss_scale, weight_decay=weight_decay,
+                       seconds=time.perf_counter() - start, learning_rate=rates[MAIN_RATE],
+                       decoupled_learning_rate=rates.get(DECOUPLED_RATE))
 
 
 def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport,

@@ -23,7 +23,8 @@ from ..ramps import Progress
 from .records import EvalRecord, Record
 from .sink import AppendedFile
 
-TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "loss-scale": "loss_scale",
+TAGS = {"learning-rate": "learning_rate", "decoupled-learning-rate": "decoupled_learning_rate",
+        "batch-size": "global_batch_size", "loss-scale": "loss_scale",
         "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
         "batch-generator-time": "data_seconds", "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
 TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",

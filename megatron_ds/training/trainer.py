@@ -12,7 +12,12 @@ from datetime import timedelta
 import torch
 
 from ..cli import StopRequest
-from ..config.training_schedule import make_batch_size, make_learning_rate, make_token_drop, make_weight_decay
+from ..config.training_schedule import (
+    make_batch_size,
+    make_learning_rates,
+    make_token_drop,
+    make_weight_decay,
+)
 from ..mpu.collectives import all_gather_object
 from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
@@ -56,7 +61,7 @@ class Trainer:
         self.engine, self.loaders, self.log, self.progress = engine, loaders, log, progress
         self.description = description
         self.config = config = engine.config
-        self.learning_rate = make_learning_rate(config)
+        self.learning_rates = make_learning_rates(config)
         self.weight_decay = make_weight_decay(config)
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
@@ -131,7 +136,8 @@ class Trainer:
         data_seconds = time.perf_counter() - begin
         # Train
         with self.tracer.step():
-            outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
+            rates = {name: rate(before) for name, rate in self.learning_rates.items()}
+            outcome = train_step(self.engine, batch, before, learning_rate=rates,
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         # Count samples, tokens of whole sequences, FLOPs
         rows, length = size * batch.rows_per_sample, batch.whole_length
@@ -166,7 +172,8 @@ class Trainer:
         flops = statistics.fmean(done.flops for done in self._window) / seconds / ranks
         return TrainRecord(
             step=p.step, steps=self._total, samples=p.samples, tokens=p.tokens, step_seconds=seconds,
-            learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
+            learning_rate=last.learning_rate, decoupled_learning_rate=last.decoupled_learning_rate,
+            weight_decay=last.weight_decay, global_batch_size=size,
             loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale,
             grad_norm=last.grad_norm, skipped_steps=p.skipped_steps, nan_steps=p.nan_steps,
             seq_length=seq_length,

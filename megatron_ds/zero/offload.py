@@ -23,7 +23,7 @@ from ..mpu.group import DONE, AllOf, Work
 from ..mpu.param_spec import ParamSpec
 from ..optim import ParamGroup
 from .layout import Layout, SlotPiece
-from .shard_optimizer import Leaf, ShardOptimizer, make_leaf
+from .shard_optimizer import Leaf, Rates, ShardOptimizer, make_leaf
 from .tiers import Array, Buffers, Tier
 
 HOST = torch.device("cpu")
@@ -131,7 +131,7 @@ class SubGroup:
                 works.append(array.read(buffer))
         return Staged(tensors, AllOf(works))
 
-    def update(self, staged: Staged, lr: float | None, weight_decay: float, divisor: float) -> None:
+    def update(self, staged: Staged, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update the sub-group on the host. See `ShardOptimizer.step`."""
         staged.work.wait()
         self._point_to(staged.tensors)
@@ -193,7 +193,7 @@ class OffloadedUpdate:
         """Bytes of the buffers in which state is brought to the host."""
         return sum(buffers.nbytes for buffers in self._buffers)
 
-    def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
+    def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """See `ShardOptimizer.step`."""
         writing: list[Work] = [DONE] * IN_FLIGHT
 

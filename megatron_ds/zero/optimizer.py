@@ -24,6 +24,7 @@ from torch import nn
 from ..mpu.collectives import barrier
 from ..mpu.param_spec import ParamSpec
 from ..optim import group_of
+from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
 from .gathering import LayerGathering
@@ -34,7 +35,7 @@ from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
 from .set_plan import ParameterUse, is_tied, plan_parameters
 from .settings import ZeroSettings
-from .shard_optimizer import Leaf, ShardOptimizer
+from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .tiers import DEVICE, open_tiers
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -88,6 +89,7 @@ class ZeroOptimizer:
                  use: ParameterUse | None = None, device: torch.device | None = None,
                  draw: Draw | None = None):
         parameters, use = list(dict.fromkeys(parameters)), use or ParameterUse()
+        self._use = use
         self.settings, self.groups, self.scaler = settings, groups, settings.make_scaler()
         self.device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self.exchange = settings.make_exchange(self.device)
@@ -112,6 +114,20 @@ class ZeroOptimizer:
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
+    def arrivals_of(self, stage: int) -> Arrivals | None:
+        """What waits for the updated weights of each layer of a stage; None if they are there after `update`.
+
+        They are, unless `Arrivals.begin` is called. Stages share buckets, so then it must be for all stages.
+        """
+        if any(is_gathered_whole(s) for s in self.sets):
+            return Arrivals(self._use.layers[stage], self.sets)
+        return None
+
+    def wait_for_weights(self) -> None:
+        """Updated weights of all layers are there for what is queued from now on."""
+        for s in self.sets:
+            s.store.wait()
+
     def keep_gathered(self, stage: int) -> None:
         """Begin to gather all layers of a stage, whole until `release_gathered`. `enter` waits for each."""
         if gathering := self.gathering_of(stage):
@@ -125,6 +141,7 @@ class ZeroOptimizer:
     @contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
         """Inside, the parameters of a stage are whole; for reading only. Collective over the data group."""
+        self.wait_for_weights()
         self.keep_gathered(stage)
         if gathering := self.gathering_of(stage):
             gathering.wait()
@@ -170,7 +187,7 @@ class ZeroOptimizer:
         """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
         self._tied.reduce(stage_index)
 
-    def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
+    def step(self, lr: Rates, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
         """`measure` and `update`; between them the host waits for the device. Collective over the world."""
         return self.update(self.measure().tolist(), lr, weight_decay, grad_divisor)
 
@@ -181,6 +198,7 @@ class ZeroOptimizer:
         the host does not wait for the device.
         """
         self.reduce_tied()
+        self.wait_for_weights()         # of layers that had no forward
         for s in self.trained:
             s.buckets.finish()
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -189,13 +207,14 @@ class ZeroOptimizer:
         return sum_over_ranks(squares, self._received(), self.groups)
 
     @torch.no_grad()
-    def update(self, measured: Sequence[float], lr: float | None, weight_decay: float = 0.0,
+    def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,
                grad_divisor: float = 1.0) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
         measured: the numbers of `measure`, on the host
-        lr, weight_decay: of all parameter groups; lr None: torch's parameter groups have their own of both.
+        lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
+        groups have their own of both.
         Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
         data-parallel ranks have gradients of different parameters.
         """
@@ -222,7 +241,7 @@ class ZeroOptimizer:
         self.scaler.update(overflow)
         return overflow and self.scaler.check_overflow
 
-    def _clip_and_update(self, lr: float | None, weight_decay: float, divisor: float, norm: float) -> None:
+    def _clip_and_update(self, lr: Rates, weight_decay: float, divisor: float, norm: float) -> None:
         """One divisor unscales and clips: the optimizers apply it while they read the gradients."""
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
@@ -235,6 +254,7 @@ class ZeroOptimizer:
     # -------------------------------------------------------------------------------- state
     def pieces(self) -> Iterator[StatePiece]:
         """All state of this rank's shard, in a fixed order."""
+        self.wait_for_weights()
         for s in self.sets:
             group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)

@@ -8,7 +8,7 @@ If optimizer state is sharded, each rank updates its shard, and the ranks gather
 place, or in ZeRO 3 layer by layer when it is needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -58,16 +58,25 @@ class ParameterStore:
 
     def refresh(self) -> None:
         """Make the updates of all ranks visible, after each rank has updated its pieces: on return, or when
-        units are gathered."""
+        units are gathered, or after `wait`."""
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """The weights of these buckets (None: of all) are there for what is queued from now on."""
 
 
 class WholeParameters(ParameterStore):
-    """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer."""
+    """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer.
+
+    waits_later  `refresh` only begins to gather, and `wait` is called before weights are read
+    """
+
+    waits_later = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy, sharded: bool,
                  device: torch.device | None = None, draw: Draw | None = None):
         super().__init__(layout, ranks, sharded)
         first = parameters[0]
+        self._under_way: dict[int, Work] = {}               # gathers by bucket
         self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device or first.device)
         for slot, p in zip(layout.slots, parameters):
             view = self.flat[slot.start:slot.stop]
@@ -92,10 +101,17 @@ class WholeParameters(ParameterStore):
         shards = layout.shard_pieces(ranks.shard)
         parts = layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
         for wholes, mine, group in ((parts, shards, ranks.outer), (layout.buckets, parts, ranks.inner)):
-            works = [all_gather_into_(self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group,
-                                      async_op=True) for whole, own in zip(wholes, mine)]
-            for work in works:
-                work.wait()
+            self.wait()
+            for bucket in reversed(range(len(mine))):       # the first layers have the last ones
+                whole, own = wholes[bucket], mine[bucket]
+                self._under_way[bucket] = all_gather_into_(
+                    self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group, async_op=True)
+        if not self.waits_later:
+            self.wait()
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        for bucket in [*self._under_way] if buckets is None else buckets:
+            self._under_way.pop(bucket, DONE).wait()
 
 
 class ShardedParameters(ParameterStore):

@@ -21,7 +21,7 @@ optimizer with the attribute `writes_low` writes it during the update, from the 
 others it is cast.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,6 +32,9 @@ from ..mpu.param_spec import ParamSpec
 from ..optim import ParamGroup, group_of
 from .layout import SlotPiece
 from .norm import ParameterNorms
+
+Rates = float | Mapping[str, float] | None
+"""Learning rates by name (`ParamGroup.rate`), one for all groups, or None: torch's groups have their own."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class ShardOptimizer:
                 optimizer.step()
         self.set_num_updates(0)
 
-    def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
+    def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update with gradient / divisor; afterwards the contents of the gradients are undefined.
 
         weight_decay: of the groups that decay. lr None: the torch parameter groups keep their own of both.
@@ -130,7 +133,8 @@ class ShardOptimizer:
             if self.num_updates == 1 and hasattr(optimizer, "restart"):
                 optimizer.restart()
             for group in optimizer.param_groups if lr is not None else ():
-                group["lr"] = lr * group["lr_factor"]
+                rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr
+                group["lr"] = rate * group["lr_factor"]
                 group["weight_decay"] = weight_decay if group["decay"] else 0.0
             with _wide_grads(optimizer):
                 self._set_divisor(optimizer, divisor)
@@ -163,7 +167,7 @@ class ShardOptimizer:
               norms: ParameterNorms | None) -> None:
         options = {"reduce_norms": norms} if groups[0][0].needs_norms else {}
         optimizer = groups[0][0].optimizer(
-            [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor}
+            [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
         self._optimizers.append(optimizer)
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}

@@ -30,7 +30,7 @@ import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.cpu.blocked_attention import BLOCK, KERNELS, is_worth_blocking
+from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
@@ -126,7 +126,7 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
         makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
         return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
     if kind == "norm":
-        return work.hidden_bytes + _statistics(work)
+        return work.hidden_bytes + _statistics(work) + _scale(work)
     if kind == "head":
         numbers = 17 if work.device == "cpu" and work.logits else 12
         logits = work.itemsize * work.vocab * work.logits
@@ -138,7 +138,9 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     if recompute == "full":
         return work.hidden_bytes
     core = _arguments(work) if recompute == "selective" else _core(work)
-    norms = 2 * (work.hidden_bytes + _statistics(work))
+    norms = 2 * (work.hidden_bytes + _statistics(work) + _scale(work))
+    if work.model.use_parallel_residual:
+        norms -= work.hidden_bytes                                  # both have the same input
     inputs = 2 * work.hidden_bytes + work.query_bytes + work.wide_bytes
     return norms + inputs + core + _into_activation(work) + 2 * _dropout(work)
 
@@ -181,7 +183,7 @@ def _bert_head(work: Workload) -> int:
     """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and of
     the binary head the pooled first position, and the position itself where it had to come from another rank,
     and two probabilities."""
-    transform = 3 * work.hidden_bytes + _statistics(work)
+    transform = 3 * work.hidden_bytes + _statistics(work) + _scale(work)
     order = 0
     if work.model.bert_binary_head:
         first = work.samples * work.model.hidden_size * work.itemsize
@@ -194,6 +196,29 @@ def _statistics(work: Workload) -> int:
     if work.model.normalization == "RMSNorm":
         return 4 * work.rows
     return 2 * work.rows * (work.itemsize if work.device == "cpu" else 4)
+
+
+def _scale(work: Workload) -> int:
+    """One plus the weight of a norm, if that is what it multiplies by."""
+    return work.model.hidden_size * work.itemsize if work.model.apply_layernorm_1p else 0
+
+
+def _head_norms(work: Workload) -> int:
+    """Statistics of each head of queries and keys, scales, and queries put together, which are the input.
+
+    The keys before their norm are in the projection, whose values attention keeps."""
+    if not work.model.qk_layernorm:
+        return 0
+    each = 4 if work.model.normalization == "RMSNorm" else 2 * work.itemsize
+    heads = work.tokens * (work.model.num_attention_heads + work.model.query_groups) // work.tp
+    scales = 2 * work.model.head_dim * work.itemsize if work.model.apply_layernorm_1p else 0
+    return each * heads + scales + _queries_together(work)
+
+
+def _queries_together(work: Workload) -> int:
+    """A copy of the queries, if those of several groups lie apart."""
+    several = work.model.query_groups // work.tp > 1 and work.query_bytes > work.key_bytes
+    return work.query_bytes if several else 0
 
 
 def _dropout(work: Workload) -> int:
@@ -238,17 +263,18 @@ def _arguments(work: Workload) -> int:
     """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
     groups are put together. On GPUs turning copies values too, so that nothing of the projection is kept."""
     q, k = work.query_bytes, work.key_bytes
-    if work.model.position_embedding_type == "rope":
-        return (q + 2 * k) + (q + k if work.device == "cpu" else 0)
-    return (q + 2 * k) + (q if work.model.query_groups // work.tp > 1 and q > k else 0)
+    if work.model.position_embedding_type == "rope" or work.model.qk_layernorm:
+        return (q + 2 * k) + (q + k if work.device == "cpu" else 0) + _head_norms(work)
+    return (q + 2 * k) + _queries_together(work)
 
 
 def _core(work: Workload) -> int:
     """What core attention keeps, its output apart."""
     causal = work.model.model != "bert"
     if causal and not work.model.attention_dropout and _goes_by_blocks(work):
-        blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
-        seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
+        block = rows_of_block(torch.float32 if _is_widened(work) else work.dtype)
+        blocks = [min(block, work.positions - at) for at in range(0, work.positions, block)]
+        seen = sum(rows * min((i + 1) * block, work.positions) for i, rows in enumerate(blocks))
         return work.scores // work.positions**2 * seen * work.itemsize + _blocked_arguments(work)
     own = None
     if _is_widened(work):                                                # then it works on copies in fp32
@@ -282,8 +308,8 @@ def _blocked_arguments(work: Workload) -> int:
     if work.dtype != torch.float32:
         return work.query_bytes + 2 * work.key_bytes
     alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1
-    return _arguments(work) + (work.query_bytes if alone and work.model.position_embedding_type != "rope"
-                               else 0)
+    turned = work.model.position_embedding_type == "rope" or work.model.qk_layernorm
+    return _arguments(work) + (work.query_bytes if alone and not turned else 0)
 
 
 def _unfused_arguments(work: Workload, own: int | None) -> int:

@@ -5,6 +5,7 @@ alive, bytes of optimizer state. None of it is read from the configuration.
 """
 
 import functools
+import os
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
 
-GLOBAL_BATCH, NUM_LAYERS, STEPS = 4, 3, 20         # three layers are two stages that differ
+GLOBAL_BATCH, NUM_LAYERS = 4, 3                    # three layers are two stages that differ
+JOB_STEPS = 20                                     # of the job: its rates warm up and decay over them
+# Of the job, that are run: its beginning, and with `make test-all` the whole of it.
+STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 8
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Seen:
     places: set[str]                        # where state is: "device", "cpu", "nvme"
     stages: tuple[int, ...]                 # of the pipeline
     traffic: Traffic                        # grows while the rank trains
+    parallel: set[bool] = field(default_factory=set)                # blocks whose halves read the same input
     block_inputs: set[tuple] = field(default_factory=set)
     most_documents: int = 0                 # of a sample, that attention keeps apart
     restarts: int = 0                       # positions that are not above those before them
@@ -116,7 +121,8 @@ def look_at(engine) -> Seen:
                 parameter_bytes=memory.parameters, gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
-                stages=tuple(engine.stages), traffic=engine.mesh.traffic)
+                stages=tuple(engine.stages), traffic=engine.mesh.traffic,
+                parallel={block.parallel_residual for block in blocks})
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.see_block(*inputs[:2]))
     for stage in engine.stages.values():

@@ -38,7 +38,8 @@ def bert_weights(config: TinyBert, seed: int) -> dict[str, torch.Tensor]:
     """Weights large enough that every term matters. float64."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
-    return {name: draw(shape) * 1.5 + (0.7 if "norm.weight" in name else 0.0)
+    scale = 0.7 - getattr(config, "apply_layernorm_1p", False)
+    return {name: draw(shape) * 1.5 + (scale if "norm.weight" in name else 0.0)
             for name, shape in bert_shapes(config).items()}
 
 

@@ -10,7 +10,6 @@
 import contextlib
 import io
 import json
-import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.processes import run_processes
+from tests.harness.processes import TIMEOUT_SECONDS, run_processes
+from tools.free_port import free_port
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
@@ -29,7 +29,7 @@ TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"
         "--global-batch-size", str(GLOBAL_BATCH),
         "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2",
         "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--eval-iters", "0", "--log-interval", "1",
-        "--distributed-timeout-minutes", "1"]
+        "--distributed-timeout-minutes", "3"]
 MOCK = [*TINY, "--mock-data", "--train-iters", str(STEPS)]
 
 
@@ -42,12 +42,10 @@ class Ended:
     err: str
 
 
-def run_pretrain(ranks: int, argv: Sequence[str], *, spoil=None, timeout: float = 90) -> list[Ended]:
+def run_pretrain(ranks: int, argv: Sequence[str], *, spoil=None,
+                 timeout: float = TIMEOUT_SECONDS) -> list[Ended]:
     """Every rank's end, in rank order. A rank that dies or raises fails the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_processes(ranks, _rank, port, [str(word) for word in argv], spoil, timeout=timeout,
+    return run_processes(ranks, _rank, free_port(), [str(word) for word in argv], spoil, timeout=timeout,
                          joined=False)
 
 

@@ -31,8 +31,8 @@ from pathlib import Path
 
 from tests.harness.warm import warm_python
 
-TIMEOUT_SECONDS = 60
-START_SECONDS = 90                # to import torch, on a busy machine
+TIMEOUT_SECONDS = 150
+START_SECONDS = 200               # to import torch, on a busy machine
 GRACE_SECONDS = 1                 # for the peers of a failed rank to tell their own error
 
 

@@ -18,7 +18,7 @@ import torch
 from megatron_ds.host.memory_maps import share_pages
 from megatron_ds.mpu.group import DONE, AllOf, Group, Traffic
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 200              # for a rank that waits for ranks of a busy machine
 _ABORTED = object()
 
 

@@ -6,8 +6,9 @@
 Importing torch takes seconds of a slow processor, and the blocks of the pages start a hundred Pythons. Here a
 server imports it once and forks for each command; a small client stands in the command's place, lends it its
 descriptors, folder and environment, passes signals on and ends as it ended. What a fresh interpreter does at
-its start the copy does too: arguments, `sys.path[0]`, `__main__`, the exit code and `atexit`. Not for tests
-of what a start costs or imports.
+its start the copy does too: arguments, `sys.path`, `__main__`, the exit code, threads that are waited for
+and `atexit`. It does not take the interpreter apart at its end, which would copy all of the server's memory.
+Not for tests of what a start costs or imports.
 """
 
 import atexit
@@ -29,7 +30,7 @@ from pathlib import Path
 PRELOADED = ("torch", "torch.distributed", "torch.distributed.run", "torch.distributed.checkpoint",
              "torch.utils.tensorboard", "torch._dynamo", "megatron_ds.training.pretrain",
              "tests.harness.processes")
-START_SECONDS = 90
+START_SECONDS = 200
 
 # It must start quickly, so it knows no more than the standard library: {real} {socket}
 CLIENT = """#!{real} -IS
@@ -57,21 +58,21 @@ os._exit(code)
 def warm_environment(environment: dict[str, str]) -> dict[str, str]:
     """The same environment, in which commands start warm. The server belongs to this process and ends with
     it."""
-    bin_folder = _started(environment.get("PYTHONPATH", ""))
-    return environment | {"PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}",
-                          "PYTHON_EXEC": str(bin_folder / "python")}
+    bin_folder = _started()
+    return environment | {"PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}"}
 
 
 def warm_python() -> str:
     """The path of a `python` that starts warm."""
-    return str(_started(os.pathsep.join(p for p in sys.path if p)) / "python")
+    return str(_started() / "python")
 
 
 @functools.cache
-def _started(python_path: str) -> Path:
+def _started() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     path = os.path.join(folder.name, "socket")
-    environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                                "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     server = subprocess.Popen([sys.executable, "-m", "tests.harness.warm", path], env=environment,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     atexit.register(folder.cleanup)
@@ -125,7 +126,7 @@ def serve(path: str) -> list[str]:
                         opened.close()
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    return _take_place(words, folder, environment, descriptors)
+                    return _take_place(os.path.dirname(path), words, folder, environment, descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
                 running[child] = client
@@ -153,14 +154,16 @@ def _tell_the_ended(running: dict[int, socket.socket], selector: selectors.BaseS
                     client.sendall(status.to_bytes(8, "little"))
 
 
-def _take_place(words: list[str], folder: str, environment: dict[str, str],
+def _take_place(bin_folder: str, words: list[str], folder: str, environment: dict[str, str],
                 descriptors: list[int]) -> list[str]:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({"PYTHON_EXEC": os.path.join(bin_folder, "python")} | environment)   # for torchrun
+    ours = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:] = [*ours, *(path for path in sys.path[1:] if path not in ours)]
     return words
 
 
@@ -180,8 +183,41 @@ def run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def end(code: int) -> None:
+    """What Python does at its end that others see."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def exit_code(words: list[str]) -> int:
+    """Of a command: 0, that of sys.exit, or 1 after an error or a message, which is printed."""
+    try:
+        run(words)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xff
+        print(ended.code, file=sys.stderr)
+        return 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def cheapen_torchrun() -> None:
+    """torchrun notes each of its steps with the name of the calling function, for which it looks through all
+    files of all modules: 1.2 s of processor time of each start where as much as here is imported."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
 if __name__ == "__main__":
     for module in PRELOADED:
         __import__(module)
-    gc.freeze()    # else each copy, as it ends, looks at all that was imported, and so copies its memory: 2 s
-    run(serve(sys.argv[1]))
+    cheapen_torchrun()
+    gc.freeze()    # else each copy's collections look at all that was imported, and so copy its memory
+    end(exit_code(serve(sys.argv[1])))

@@ -183,3 +183,22 @@ def test_what_a_kernel_does_not_count_is_refused_with_a_reason():
     assert "slots" in kernels.fits_permute(narrow[:, :1], slots, place, 2**11)
     assert (kernels.fits_permute(narrow, slots, place) == kernels.fits_combine(narrow, weights, slots, place)
             == kernels.fits_reorder(narrow, slots, slots) == "")
+
+
+@pytest.mark.parametrize("module", [ops, kernels], ids=["torch", "cuda"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_slot_without_a_row_reads_nothing_even_beside_infinity(module, padded):
+    """Row 0 is infinite, and so is the weight of the missing slot."""
+    slots, place = torch.tensor([0, 2]), torch.tensor([[0, -1], [1, -1]])
+    x = torch.tensor([[torch.inf] * 4, [1.0, 2.0, 3.0, 4.0]])
+    weights = torch.tensor([[0.5, torch.inf], [0.25, torch.nan]])
+    with emulated_gpu(seed=1):
+        combine = kernels.combine if module is kernels else OPERATIONS["combine_padded" if padded
+                                                                       else "combine"].in_torch
+        permute = kernels.permute if module is kernels else OPERATIONS["permute_padded" if padded
+                                                                       else "permute"].in_torch
+        y = combine(x, weights, slots, place)
+        leaf = torch.zeros(2, 4, requires_grad=True)
+        permute(leaf, slots, place, *([] if padded else [2])).backward(x)
+    assert torch.equal(y, torch.stack((x[0], x[1] / 4)))
+    assert torch.equal(leaf.grad, x)

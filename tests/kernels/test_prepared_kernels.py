@@ -36,7 +36,7 @@ def engine(device="cuda", *flags):
 def gpu(tmp_path, monkeypatch):
     """A GPU whose RMSNorm is ours; its kernels are hollow."""
     monkeypatch.setattr(prepared_kernels, "reason_against", lambda device: "")
-    monkeypatch.setattr(prepared_kernels, "kernels_text", lambda device, dtype: "")
+    monkeypatch.setattr(prepared_kernels, "kernels_text", lambda device, dtype, used: "")
     before = list(rms_norm.implementations)
     if "cuda" not in [entry.name for entry in before]:
         rms_norm.implementation("cuda", devices=GPU, fits=norm_kernels.fits)(norm_kernels.rms_norm)

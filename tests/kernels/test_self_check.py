@@ -122,6 +122,24 @@ def test_a_check_leaves_the_random_numbers_of_the_run_alone(gpu, operation):
     assert torch.equal(torch.randn(4), expected)
 
 
+@pytest.mark.parametrize("name, only", [("quantize", 4), ("quantize", 8),
+                                        ("dequantize", 4), ("dequantize", 8),
+                                        ("cast_fp8", torch.float8_e4m3fn), ("cast_fp8", torch.float8_e5m2)])
+def test_each_format_is_checked(name, only):
+    """A kernel that is wrong for one number of bits, or one format, is disabled."""
+    operation = OPERATIONS[name]
+
+    def wrong(*arguments):
+        made = operation.in_torch(*arguments)
+        first, *others = made if isinstance(made, tuple) else (made,)
+        spoiled = torch.where(first > 0, first + 1, first) if only in arguments else first
+        return (spoiled, *others) if others else spoiled
+
+    for function, is_wrong in ((wrong, True), (operation.in_torch, False)):
+        entry = kernel_table.Implementation("cuda", function)
+        assert bool(failure(operation, entry, torch.float32, CPU)) is is_wrong
+
+
 # ------------------------------------------------------------------ in the table of kernels
 class OneGpu:
     """torch.cuda as far as the check asks for it."""

@@ -90,7 +90,9 @@ def planned(config, mesh: Mesh, layers: slice, device: str) -> int:
     bounds = tuple(sorted({0, layers.start, layers.stop, len(plan.layers)}))
     plan = replace(plan, bounds=bounds, shape=PipelineShape("1f1b", len(bounds) - 1, 1))
     with without_memory(device) as where:
-        [stage] = StageRunner(config, mesh, plan, where, frozenset()).stages_of(bounds.index(layers.start))
+        # its backward says nothing of what the forward keeps
+        runner = StageRunner(config, mesh, plan, where, frozenset(), only_forward=True)
+        [stage] = runner.stages_of(bounds.index(layers.start))
     return stage.run.kept
 
 
@@ -179,6 +181,27 @@ def test_every_activation_keeps_what_is_said(activation):
     job = ["--activation", activation, "--seq-length", "32", "--micro-batch-size", "2"]
     measured, said, planned = kept(job, 1, slice(1, 3))
     assert measured == said == planned
+
+
+@pytest.mark.parametrize("features", ["--qk-layernorm", "--apply-layernorm-1p", "--use-parallel-residual",
+                                      "--qk-layernorm --apply-layernorm-1p --use-parallel-residual"])
+@pytest.mark.parametrize("style, length", [("gpt", 128), ("gqa", 24), ("llama", 128), ("bert", 24)])
+def test_features_of_blocks_keep_what_is_said(style, length, features):
+    job = [*STYLES[style], *features.split(), "--seq-length", str(length), "--micro-batch-size", "2",
+           "--attention-dropout", "0"]
+    for ranks, recompute in (("alone", "selective"), ("sp", "kept")):
+        more = RANKS[ranks][1] + RECOMPUTE[recompute]
+        measured, said, planned = kept([*job, *more], RANKS[ranks][0], slice(1, 5))
+        assert measured == said == planned
+
+
+@pytest.mark.parametrize("flag, dropout",
+                         [("--bf16", "0"), ("--bf16", "0.1"), ("--rotary-interleaved", "0.1")])
+def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
+    job = [*STYLES["llama"], "--qk-layernorm", flag, "--seq-length", "128", "--micro-batch-size", "2",
+           "--attention-dropout", dropout]
+    measured, _, planned = kept(job, 1, slice(1, 3))
+    assert measured == planned
 
 
 DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"),

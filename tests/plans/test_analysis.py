@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.samples import make_order
 from tests.harness.documents import ROOT
 from tests.harness.sentences import write_sentences
+from tests.harness.warm import warm_python
 from tools.analyze_data import main
 
 VOCAB = 50
@@ -302,7 +302,7 @@ def largest(samples):
 
 def test_after_a_kill_the_same_command_ends_with_the_same_files(tmp_path, corpus):
     (tmp_path / "killer.py").write_text(KILLER)
-    command = [sys.executable, str(ROOT / "tools" / "analyze_data.py"), "--metrics", "mine=killer:largest",
+    command = [warm_python(), str(ROOT / "tools" / "analyze_data.py"), "--metrics", "mine=killer:largest",
                "--num-shards", "4", *corpus]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     tries = [subprocess.run([*command, "--output", "killed"], env=environment, capture_output=True, text=True)

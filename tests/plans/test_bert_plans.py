@@ -1,7 +1,6 @@
 """What a plan of a BERT says: FLOPs by hand, --dry-run, the entry script."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +13,7 @@ from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 from tests.harness.model_runs import context_of
 from tests.harness.operation_clock import layers_timed_by_operations
+from tests.harness.warm import warm_python
 
 BASE = ["--model", "bert", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4",
         "--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "16", "--vocab-size", "130",
@@ -65,7 +65,7 @@ def test_the_entry_script_plans_a_bert():
     large = ["--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16",
              "--seq-length", "512", "--lr", "1e-4", "--micro-batch-size", "4", "--global-batch-size", "1024",
              "--train-iters", "10", "--vocab-size", "30522", "--world-size", "64", "--dry-run"]
-    command = [sys.executable, str(ROOT / "pretrain_bert.py"), *large]
+    command = [warm_python(), str(ROOT / "pretrain_bert.py"), *large]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     # 24 blocks of 12 h² + 13 h, embeddings of words, positions and segments, two norms, a dense layer each,

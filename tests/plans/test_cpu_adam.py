@@ -224,7 +224,12 @@ def test_zeros_on_huge_pages_are_zeros():
 @compiled
 def test_empty_and_no_tensors_are_no_work():
     adamw_([], **HYPER)
-    adamw_(rows(sizes=(0,)), **HYPER)
+    alone, beside = rows(sizes=(5,)), [*rows(sizes=(5,)), *rows(sizes=(0,))]
+    before = bits(rows(sizes=(5,))[0])
+    adamw_(alone, **HYPER)
+    adamw_(beside, **HYPER)
+    assert all(torch.equal(a, b) for a, b in zip(bits(alone[0]), bits(beside[0]), strict=True))
+    assert not torch.equal(bits(alone[0])[0], before[0]) and beside[1].p.numel() == 0
 
 
 def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch, caplog):

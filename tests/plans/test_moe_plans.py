@@ -82,7 +82,7 @@ def planned(config, mesh, layers: slice) -> int:
     plan = replace(plan, bounds=(0, layers.start, layers.stop, len(plan.layers)),
                    shape=PipelineShape("1f1b", 3, 1))
     with without_memory("cpu") as where:
-        [stage] = StageRunner(config, mesh, plan, where, frozenset()).stages_of(1)
+        [stage] = StageRunner(config, mesh, plan, where, frozenset(), only_forward=True).stages_of(1)
     return stage.run.kept
 
 

@@ -77,13 +77,14 @@ def test_norm_parameters_carry_their_names_and_the_partial_gradient_mark(kind):
 
 @pytest.mark.parametrize("percent", [1.0, 0.5, 0.3])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_rotary_equals_its_reference_and_leaves_the_rest_of_the_channels(percent, per_sample):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_equals_its_reference_and_leaves_the_rest_of_the_channels(percent, per_sample, interleaved):
     s, b, n, d = 5, 3, 2, 12
     positions = torch.arange(s) if not per_sample else torch.randint(0, 50, (b, s))
     channels = rotary_channels(d, percent)
     cos, sin = rotary_tables(positions, channels, base=500.0)
     x = randn(s, b, n, d)
-    y, plain = apply_rotary(x, cos, sin), reference_rotary(x, cos, sin)
+    y, plain = (turn(x, cos, sin, interleaved) for turn in (apply_rotary, reference_rotary))
     torch.testing.assert_close(y, plain)
     torch.testing.assert_close(gradients(y, x), gradients(plain, x))
     assert torch.equal(y[..., channels:], x[..., channels:])

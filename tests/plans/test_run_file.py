@@ -7,8 +7,10 @@ import pytest
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.save import save
+from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
+from megatron_ds.training.run_checkpoint import model_identity
 from tests.harness.checkpoints import NEW, RUN, make_format_1, rewrite_run, save_small, some_pieces
 
 WRONG = {
@@ -114,3 +116,14 @@ def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
     with pytest.raises(CheckpointError, match="saved by an engine .* engine.load_checkpoint"):
         check_same_run({"engine": {"parameters": 3}, **RUN}, DESCRIPTION,
                        CheckpointConfig(load=str(tmp_path)))
+
+
+@pytest.mark.parametrize("feature", [
+    dict(qk_layernorm=True), dict(add_qkv_bias=True), dict(rotary_interleaved=True),
+    dict(rotary_seq_len_interpolation_factor=2.0), dict(use_rope_scaling=True), dict(apply_layernorm_1p=True),
+    dict(use_parallel_residual=True)], ids=str)
+def test_features_of_the_model_are_its_identity_and_others_need_not_be_known(feature):
+    sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=9)
+    plain, other = (model_identity(ModelConfig(**sizes, **more)) for more in ({}, feature))
+    assert plain == {name: value for name, value in other.items() if name not in feature}
+    assert other.keys() - plain.keys() == feature.keys()               # earlier versions saved none of them

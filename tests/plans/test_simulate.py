@@ -88,7 +88,9 @@ def test_an_unknown_kind_of_send_is_refused_with_the_known():
 
 
 def test_reductions_before_every_backward_are_legal():
-    check(add_zero(add_transfers(SCHEDULES["1f1b"](P, M), P), reduce_each=True), P, M)
+    schedule = add_zero(add_transfers(SCHEDULES["1f1b"](P, M), P), reduce_each=True)
+    check(schedule, P, M)
+    assert sum(i.op is Op.REDUCE for program in schedule for i in program) == P * M
 
 
 def test_the_slowest_stage_sets_the_pace():

@@ -163,6 +163,6 @@ def test_flags_that_cannot_be_are_told_with_what_could(flags, words):
 
 
 def test_kept_tokens_need_not_be_shared_without_sequence_parallelism_nor_where_they_never_change():
-    parse([*JOB, *LTD, *SP[:2], "--random-ltd-tokens-per-step", "15"], world_size=2)
-    parse([*JOB, *LTD, *SP, "--random-ltd-tokens-per-step", "15", "--random-ltd-max-tokens", "32"],
-          world_size=2)
+    for flags in (SP[:2], [*SP, "--random-ltd-max-tokens", "32"]):
+        config = parse([*JOB, *LTD, *flags, "--random-ltd-tokens-per-step", "15"], world_size=2)
+        assert config.random_ltd.random_ltd_tokens_per_step == 15

@@ -3,7 +3,6 @@ ran."""
 
 import json
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from megatron_ds.pipeline.timeline import (
     typical_cost,
     write_trace,
 )
+from tests.harness.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 LOWERED = simulate(lower(SCHEDULES["zb-v"](3, 4), 6, tied=(0, 5)), StageCosts(1, 1.5, 0.5, 0.25).of)
@@ -115,7 +115,7 @@ def test_an_svg_is_xml_with_a_box_for_each_computation_and_a_png_is_a_png(tmp_pa
 
 
 def show(*flags, cwd=ROOT):
-    command = [sys.executable, ROOT / "tools/show_schedule.py", *flags]
+    command = [warm_python(), ROOT / "tools/show_schedule.py", *flags]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=None, timeout=120)
 
 

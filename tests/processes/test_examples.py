@@ -172,9 +172,24 @@ def test_the_recipe_with_experts_in_small_continues_with_other_sizes_and_ends_wi
     assert text.strip().startswith("If the file") and len(text) > 80
 
 
+def test_the_recipe_of_llama_fine_tunes_a_folder_of_hugging_face_and_writes_one(tmp_path):
+    texts = [{"text": f"the theory of the thing number {i} and its other words"} for i in range(400)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    done = subprocess.run(["bash", str(ROOT / "examples" / "finetune_llama.sh"), "out"], cwd=tmp_path,
+                          env=warm_environment(environment()) | {"STEPS": "2", "VERIFY": "",
+                                                                 "CORPUS": "texts.jsonl"},
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "loaded out/llama, a folder of Hugging Face, weights only" in done.stdout
+    config = json.loads((tmp_path / "out/finetuned/config.json").read_text())
+    tokenizer = json.loads((tmp_path / "out/finetuned/tokenizer_config.json").read_text())
+    assert config["model_type"] == "llama" and isinstance(config["eos_token_id"], int)
+    assert tokenizer["eos_token"] == "<|endoftext|>"
+
+
 def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
     done = subprocess.run(["bash", str(ROOT / "examples" / "deepseek_v3_dry_run.sh")],
-                          cwd=tmp_path, env=environment() | {"PYTHON": sys.executable}, capture_output=True,
+                          cwd=tmp_path, env=warm_environment(environment()), capture_output=True,
                           text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     h, f, attention = 7168, 2048, 2 * 7168 * (96 + 6) * 128

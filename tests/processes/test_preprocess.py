@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron_ds.data.text.preprocess import PreprocessOptions, preprocess
 from megatron_ds.data.text.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
+from tests.harness.warm import warm_python
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NULL = partial(make_tokenizer, "NullTokenizer", vocab_size=100)
@@ -153,7 +153,7 @@ def test_several_workers_write_the_same_bytes(tmp_path, monkeypatch):
 
 def test_the_three_tools_lead_from_pythons_documentation_to_a_corpus(tmp_path):
     def tool(name, *argv):
-        return subprocess.run([sys.executable, TOOLS / f"{name}.py", *map(str, argv)], cwd=tmp_path,
+        return subprocess.run([warm_python(), TOOLS / f"{name}.py", *map(str, argv)], cwd=tmp_path,
                               text=True, timeout=120, capture_output=True, check=True,
                               env={**os.environ, "PYTHONPATH": str(TOOLS.parent)})
 

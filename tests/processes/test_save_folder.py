@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megatron_ds.checkpoint.load import latest
 from tests.harness.pretraining import MOCK, STEPS, TINY, losses, records, run_file, run_pretrain, train
 from tests.harness.spoilers import signal_at_step
+from tests.harness.warm import warm_python
 
 
 def files_in(folder):
@@ -82,8 +82,7 @@ def test_a_save_interval_without_a_folder_is_a_warning():
 
 
 class second_job:
-    """While the first job is in its third step, a second one of the same command; its end is left in
-    `path`."""
+    """While the first job is in its third step, the command `argv`; its end is left in `path`."""
 
     def __init__(self, rank, *, argv, path):
         self.rank, self.argv, self.path = rank, argv, path
@@ -97,7 +96,7 @@ class second_job:
     def step(self, engine, batch, progress, **options):
         if self.rank == 0 and progress.step == 2:
             environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-            ended = subprocess.run([sys.executable, "pretrain_gpt.py", *self.argv], capture_output=True,
+            ended = subprocess.run(self.argv, capture_output=True,
                                    text=True, env=environment | {"OMP_NUM_THREADS": "1"})
             self.path.write_text(json.dumps([ended.returncode, ended.stderr, os.getpid()]))
         return self.real(engine, batch, progress, **options)
@@ -111,7 +110,7 @@ class second_job:
 def test_a_second_live_job_is_refused_naming_the_first_which_goes_on_undisturbed(tmp_path):
     folder, path = tmp_path / "tw", tmp_path / "second"
     job = [str(word) for word in (*MOCK, "--save", folder, "--load", folder, "--save-interval", "1")]
-    train(1, job, spoil=partial(second_job, argv=job, path=path))
+    train(1, job, spoil=partial(second_job, argv=[warm_python(), "pretrain_gpt.py", *job], path=path))
     code, err, pid = json.loads(path.read_text())
     assert code == 2
     assert re.search(rf"^error: cannot save in {folder}: it is in use by process {pid} on \S+, since "

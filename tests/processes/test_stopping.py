@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from tests.harness.spoilers import (
     signal_in_evaluation,
     signal_outside_the_loop,
 )
+from tests.harness.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
@@ -146,7 +146,7 @@ def script(*argv) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
                     "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, *map(str, argv)], stdout=subprocess.PIPE,
+    return subprocess.Popen([warm_python(), *map(str, argv)], stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT)
 
 

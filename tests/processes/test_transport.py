@@ -3,7 +3,6 @@ getters."""
 
 import os
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import Group
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.processes import run_processes
+from tests.harness.warm import warm_python
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
@@ -259,7 +259,7 @@ def plain_environment():
 def test_ranks_meet_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(script)]
     run = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, timeout=100)
     assert run.returncode == 0 and sorted(run.stdout.split()) == ["0", "1", "done", "done"], run.stderr
@@ -275,7 +275,7 @@ mpu.start(mpu.read_launch(), timedelta(seconds=2))
 def test_a_rank_that_finds_no_other_reports_the_address_without_the_backends_stack():
     env = plain_environment() | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                                  "MASTER_PORT": "1"}
-    run = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=100)
+    run = subprocess.run([warm_python(), "-c", ALONE], env=env, capture_output=True, text=True, timeout=100)
     assert ("CommunicationError: rank 1 of 2 (from torchrun) could not connect to the other ranks "
             "at 127.0.0.1:1") in run.stderr
     assert "no process listens there" in run.stderr and "frame #" not in run.stderr

@@ -8,8 +8,10 @@ import torch
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import make_caches, run_layers
 from tests.harness.gpt_runs import make_batch, make_model
-from tests.harness.plain_gpt import STYLES, logical_weights, plain_gpt
+from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
 from tests.harness.threads import run_ranks
+
+FEATURES = TinyConfig(**LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True)
 
 
 def piece(batch, start, stop):
@@ -19,10 +21,10 @@ def piece(batch, start, stop):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "features"])
 @torch.no_grad()
 def test_a_prompt_then_pieces_then_single_tokens_equal_one_forward(style, tp_size):
-    config = replace(STYLES[style], hidden_dropout=0.5, attention_dropout=0.5)
+    config = replace(STYLES.get(style, FEATURES), hidden_dropout=0.5, attention_dropout=0.5)
     weights, batch = logical_weights(config, seed=1), make_batch(config, b=2, s=11, training=False)
 
     def main(rank, world):

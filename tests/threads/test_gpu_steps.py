@@ -17,8 +17,10 @@ from megatron_ds.config import parse
 from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
-from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda
+from megatron_ds.zero.arrival import Arrivals
+from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda, gpu
 from tests.harness.fake_nccl import FakeNccl, FakeWork
+from tests.harness.stream_order import place
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 from tools.layout_comparison import difference, merge, parse_layout, random_samples, train_layout
@@ -111,6 +113,7 @@ FAULTS = {
     "collectives and messages": (FakeWork, "wait", arrive_only),
     "marks": (Mark, "wait", lambda mark: None),
     "side streams": (SideStream, "behind_current", SideStream.apart),
+    "weights": (Arrivals, "wait", lambda arrivals, layer: None),
     "the host": (Mark, "synchronize", lambda mark: None)}
 # Not every wait is needed in every layout: the next collective of a group may order a stream as well.
 FAULTY = [("collectives and messages", "zero=1,dp=2", "bf16"), ("collectives and messages", "pp=2", "fp32"),
@@ -118,6 +121,7 @@ FAULTY = [("collectives and messages", "zero=1,dp=2", "bf16"), ("collectives and
           ("collectives and messages", "zero=3,dp=2", "fp32"), ("marks", "zero=2,dp=2,comm=fp16", "fp32"),
           ("marks", "zero=1,dp=2,pp=2", "fp32"), ("marks", "zero=3,offload_param=cpu", "bf16"),
           ("side streams", "zero=1,dp=2", "fp32"), ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
+          ("weights", "zero=1,dp=2", "bf16"), ("weights", "zero=2,dp=2,pp=2", "fp32"),
           ("the host", "zero=1,offload=cpu", "bf16")]
 
 
@@ -137,3 +141,24 @@ def test_reductions_gathers_and_copies_run_beside_the_model(layout):
               "zero=3,dp=2": {"all-gather", "reduce-scatter"},
               "zero=3,offload=cpu,offload_param=cpu": {"copy"}}
     assert kinds >= wanted[layout], kinds
+
+
+@pytest.mark.parametrize("layout", ["zero=1,dp=2,bucket=4096", "zero=2,dp=2,pp=2,bucket=4096"])
+def test_the_first_layers_begin_while_weights_of_the_last_are_gathered(layout):
+    """Between the waits for gathers of weights there are products, and no gather begins: all have begun."""
+    wait = FakeWork.wait
+
+    def recorded(work):
+        if "param_store.py" in place():
+            gpu().order.launches.append((DEFAULT, "wait for weights"))
+        wait(work)
+
+    with patch.object(FakeWork, "wait", recorded):
+        run = train(layout, "cuda")
+    assert not run.problems
+    for order in run.orders:
+        names = [what for _, what in order.launches]
+        second_step = names[names.index("wait for weights"):]
+        second_step = second_step[:second_step.index("all-gather")]
+        last = len(second_step) - second_step[::-1].index("wait for weights")
+        assert "aten.addmm" in second_step[:last], second_step[:last]

@@ -1,9 +1,9 @@
 """The heart of the promise: a model trains the same under every layout as in one process.
 
 Twenty steps of the job of tools/compare_layouts.py on up to eight threaded ranks, with masked labels,
-warm-up, weight decay and clipping in force. `make test` takes few cases in which every pair of option values
-appears, all of them in fp32, whose tolerance is that of rounding; `make test-all` takes the whole product.
-Every case also shows that its options are in force.
+warm-up, weight decay and clipping in force. `make test` takes the first eight of them, and few cases in which
+every pair of option values appears, all of them in fp32, whose tolerance is that of rounding; `make test-all`
+takes the whole product. Every case also shows that its options are in force.
 """
 
 import math
@@ -19,7 +19,16 @@ from megatron_ds.models import MODELS
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.planning.run_plan import plan_run, plan_schedule
 from tests.harness.covering import cover_pairs, legal_cases
-from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, run_layout, stray
+from tests.harness.layout_runs import (
+    GLOBAL_BATCH,
+    JOB_STEPS,
+    NUM_LAYERS,
+    STEPS,
+    Run,
+    reference_of,
+    run_layout,
+    stray,
+)
 from tests.harness.model_runs import context_of
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
 from tools.layout_comparison import parse_layout
@@ -34,9 +43,15 @@ OFFLOADS = ("none", "cpu", "nvme")
 SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),
              "zb-auto": (1,)}
 SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1),
-                  "documents": ("joined", "apart"), "ltd": (0, 1)}
-# Blocks but the first and the last: from 4 of the 24 tokens to all of them in 16 of the 20 steps.
-LTD = "--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps 16 --random-ltd-tokens-per-step 2".split()
+                  "documents": ("joined", "apart"), "ltd": (0, 1), "features": ("plain", "heads", "block")}
+# What attention does with its heads, and what a block does with its parts.
+FEATURES = {"plain": [], "heads": ["--qk-layernorm", "--add-qkv-bias"],
+            "block": ["--use-parallel-residual", "--apply-layernorm-1p", "--decoupled-lr", "2e-3"]}
+OF_ROTARY = {"heads": ["--rotary-interleaved", "--rotary-percent", "0.5", "--kv-channels", "12"],
+             "block": ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2"]}
+# Blocks but the first and the last: from 4 of the 24 tokens to all of them in 6 of the steps.
+LTD = "--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps 6 --random-ltd-tokens-per-step 4".split()
+LTD_TOKENS = range(4, SEQ_LENGTH, 4)
 
 
 def ranks(case) -> int:
@@ -68,6 +83,7 @@ def all_cases() -> list[dict]:
         schedule, chunks = turns[i % len(turns)] if case["pp"] > 1 else ("1f1b", 1)
         cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0,
                              "documents": ("joined", "apart")[i % 2], "ltd": i // 2 % 2,
+                             "features": tuple(FEATURES)[i % 3],
                              "offload": OFFLOADS[i // len(turns) % 3] if case["zero"] else "none"})
     return cases
 
@@ -78,6 +94,7 @@ def name_of(case) -> str:
     words += [f"chunks{case['chunks']}"] * (case["chunks"] > 1)
     words += [case["offload"]] * (case["offload"] != "none")
     words += [case["documents"]] * (case["documents"] == "apart") + ["ltd"] * case["ltd"]
+    words += [case["features"]] * (case.get("features", "plain") != "plain")
     return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
 
 
@@ -89,8 +106,11 @@ def layers_of(case) -> int:
 def job_of(case) -> list[str]:
     # test_sample_layouts.py
     reading = {option: case[option] for option in ("samples", "readers") if option in case}
-    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"],
-                    layers_of(case), GLOBAL_BATCH, STEPS, case["documents"], **reading) + LTD * case["ltd"]
+    job = tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"],
+                   layers_of(case), GLOBAL_BATCH, JOB_STEPS, case["documents"], **reading)
+    features = case.get("features", "plain")
+    of_rotary = OF_ROTARY.get(features, []) if case["style"] == "llama" else []
+    return job + LTD * case["ltd"] + FEATURES[features] + of_rotary
 
 
 def layout_of(case) -> str:
@@ -122,8 +142,8 @@ def test_the_sample_holds_every_pair_of_values_in_fp32_and_each_of_them_in_bf16(
     exact = [case for case in sample if case["dtype"] == "fp32"]
     assert len(sample) < 40
     cases = legal_cases(SAMPLED, is_legal)
-    for a in SAMPLED:
-        for b in SAMPLED:
+    for i, a in enumerate(SAMPLED):
+        for b in [*SAMPLED][i:]:
             pairs = {(case[a], case[b]) for case in cases}
             assert pairs == {(case[a], case[b]) for case in sample}
             assert {p for p in pairs if "bf16" not in p} == {(case[a], case[b]) for case in exact}
@@ -139,7 +159,13 @@ def check_in_force(case, run: Run) -> None:
     assert {s.dtypes.pop() for s in seen} == {torch.float32 if case["dtype"] == "fp32" else torch.bfloat16}
     assert ("output_layer.weight" in weights) == (case["embeddings"] == "untied")
     assert ("embedding.position_embeddings.weight" in weights) == (not rotary)
-    rows = (4 + 2 * (2 if rotary else 4)) * HEAD_ROWS   # 4 heads of queries; of keys and values as many, or 2
+    heads, block = (case.get("features") == name for name in ("heads", "block"))
+    assert ("decoder.layers.0.self_attention.q_layernorm.weight" in weights) == heads
+    assert ("decoder.layers.0.self_attention.linear_qkv.bias" in weights) == (heads or not rotary)
+    assert (weights["decoder.final_layernorm.weight"].mean() < 0.5) == block
+    assert set.union(*(s.parallel for s in seen)) == {block}
+    # 4 heads of queries; of keys and values as many, or 2
+    rows = (4 + 2 * (2 if rotary else 4)) * (12 if heads and rotary else HEAD_ROWS)
     assert set.union(*(s.qkv_rows for s in seen)) == {rows // t}
     blocks = [len({name for name in s.layers if name.endswith("linear_qkv")}) for s in seen]
     assert sum(blocks) == layers * t * d and all(0 < n <= layers - p + 1 for n in blocks)
@@ -148,7 +174,7 @@ def check_in_force(case, run: Run) -> None:
     apart = case["documents"] == "apart"
     assert {s.most_documents > 1 for s in seen} == {s.restarts > 0 for s in seen} == {apart}
     length = SEQ_LENGTH // t if case["sp"] else SEQ_LENGTH
-    kept = {tokens * length // SEQ_LENGTH for tokens in range(4, SEQ_LENGTH, 2)} if case["ltd"] else set()
+    kept = {tokens * length // SEQ_LENGTH for tokens in LTD_TOKENS} if case["ltd"] else set()
     assert set.union(*(s.block_inputs for s in seen)) == {(tokens, 1, HIDDEN) for tokens in {length} | kept}
     assert {s.forwards for s in seen} == {STEPS * microbatches * chunks}
     assert {s.weight_halves for s in seen} == {STEPS * microbatches * chunks
@@ -196,7 +222,8 @@ def alive_on(case, m: int, rank: int) -> int:
 
 # What the grid does not hold. What shows in a few steps is given a few.
 
-FEW = 8
+FEW, FP16_STEPS = 4, 10
+
 
 @pytest.mark.parametrize("style, layout, scale", [
     ("gpt2", "tp=2,pp=2,dp=2,zero=1", 2.0**24), ("llama", "tp=1,pp=4,dp=2,zero=0,recompute=full", 2.0**24),
@@ -211,29 +238,29 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     Not with sequence parallelism: a norm's gradient is then summed in two halves, and each half may fit where
     the whole does not, so that the scale sinks once less.
     """
-    job = [*tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, STEPS), "--hysteresis", "1",
-           "--loss-scale-window", "4"]
+    job = [*tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, FP16_STEPS), "--hysteresis", "1",
+           "--loss-scale-window", "2"]
     job[job.index("--initial-loss-scale") + 1] = str(scale)
-    difference, run = stray(job, layout)
+    difference, run = stray(job, layout, FP16_STEPS)
     assert difference.is_within(TOLERANCE["fp16"]), difference
     overflows = [not math.isfinite(norm) for norm in run.merged[0].grad_norms]
-    assert any(overflows[:5]) == any(overflows[10:]) == (scale > 2**20) and not all(overflows[5:])
+    assert any(overflows[:4]) == any(overflows[6:]) == (scale > 2**20) and not all(overflows[6:])
     assert run.seen[0].dtypes == {torch.float16}
 
 
 @pytest.mark.parametrize("growth",
-                         ["--rampup-batch-size 4 4 40",
-                          f"--step-batch-size-schedule 0:4 {40 * SEQ_LENGTH}:8"])
+                         ["--rampup-batch-size 4 4 20",
+                          f"--step-batch-size-schedule 0:4 {20 * SEQ_LENGTH}:8"])
 def test_a_growing_batch_gives_every_layout_the_same_samples(growth):
-    job = tiny_job("gpt2", "fp32", False, 0.1, NUM_LAYERS, 8, STEPS)
+    job = tiny_job("gpt2", "fp32", False, 0.1, NUM_LAYERS, 8, 10)
     for name, samples in (("--train-iters", "--train-samples"), ("--lr-warmup-iters", "--lr-warmup-samples")):
         at = job.index(name)
         job[at:at + 2] = [samples, str(int(job[at + 1]) * 8)]
     growing = [*job, *growth.split()]
-    difference, run = stray(growing, "tp=2,pp=2,dp=2,zero=1,sp=1")
+    difference, run = stray(growing, "tp=2,pp=2,dp=2,zero=1,sp=1", 10)
     assert difference.is_within(TOLERANCE["fp32"]), difference
-    assert {s.forwards for s in run.seen} == {10 * 2 + 10 * 4}
-    assert run.merged[0].losses != reference_of(job, "").merged[0].losses
+    assert {s.forwards for s in run.seen} == {5 * 2 + 5 * 4}
+    assert run.merged[0].losses != reference_of(job, "", 10).merged[0].losses
 
 
 def test_tokens_that_weigh_alike_make_the_micro_batch_size_a_matter_of_layout():

@@ -1,8 +1,8 @@
 """A model with experts trains the same under every layout as in one process, and its experts receive exactly
 the same numbers of rows.
 
-Twenty steps as in test_layout_grid.py. A choice of experts is discrete, so rounding could change it where two
-scores are nearly equal. The router computes in fp64, and each reference run asserts that no choice and no
+The steps are those of test_layout_grid.py. A choice of experts is discrete, so rounding could change it where
+two scores are nearly equal. The router computes in fp64, and each reference run asserts that no choice and no
 drop was closer than `MARGIN`, far above rounding in fp32. In bf16, whose rounding is too large for that, each
 token passes all experts, and those drop by position.
 """
@@ -17,7 +17,7 @@ import torch
 
 from megatron_ds.config import parse
 from tests.harness.covering import cover_pairs, legal_cases
-from tests.harness.layout_runs import GLOBAL_BATCH, STEPS, Run, run_layout
+from tests.harness.layout_runs import GLOBAL_BATCH, JOB_STEPS, STEPS, Run, run_layout
 from tests.harness.moe_runs import MARGIN, ExpertsSeen, watched_experts
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
 from tools.layout_comparison import difference, parse_layout
@@ -108,7 +108,7 @@ def job_of(case) -> list[str]:
     topk = 2 if case["dtype"] == "fp32" else 4
     experts = "4" if topk == 4 else experts
     seed = SEEDS.get((style, case["limit"], case["balance"], layers), 1234)
-    return [*tiny_job(style, case["dtype"], True, 0.0, layers, GLOBAL_BATCH, STEPS), "--num-experts",
+    return [*tiny_job(style, case["dtype"], True, 0.0, layers, GLOBAL_BATCH, JOB_STEPS), "--num-experts",
             *experts.split(), "--moe-router-topk", str(topk), "--moe-router-dtype", "fp64",
             "--moe-ffn-hidden-size", str(WIDTH), "--seed", str(seed),
             *["--init-method-std", "0.1"] * (case["dtype"] == "fp32"),        # wide margins of choices

@@ -1,8 +1,7 @@
 """Our models with experts are those of the transformers library, with the same weights.
 
-Mixtral and Qwen2-MoE are compared whole. Qwen3-MoE normalizes queries and keys, which ours does not do: those
-norms are taken out of the peer. DeepSeek-V3 has latent attention, which ours does not have: its feed-forward
-with experts is compared alone.
+Mixtral, Qwen2-MoE and Qwen3-MoE are compared whole. DeepSeek-V3 has latent attention, which ours does not
+have: its feed-forward with experts is compared alone.
 """
 
 import pytest
@@ -36,11 +35,10 @@ MIXTRAL = ("Mixtral", dict(num_local_experts=E, intermediate_size=F),
 QWEN = ("mlp.gate", "mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj"))
 QWEN2 = ("Qwen2Moe", dict(num_experts=E, moe_intermediate_size=F, shared_expert_intermediate_size=10,
                           norm_topk_prob=False),
-         # Its attention has biases of queries, keys and values; our other biases are 0.
-         dict(add_bias_linear=True, moe_router_pre_softmax=True, moe_shared_expert_intermediate_size=10,
-              moe_shared_expert_gate=True), *QWEN)
+         dict(add_bias_linear=False, add_qkv_bias=True, moe_router_pre_softmax=True,
+              moe_shared_expert_intermediate_size=10, moe_shared_expert_gate=True), *QWEN)
 QWEN3 = ("Qwen3Moe", dict(num_experts=E, moe_intermediate_size=F, head_dim=D, norm_topk_prob=True),
-         dict(add_bias_linear=False), *QWEN)
+         dict(add_bias_linear=False, qk_layernorm=True), *QWEN)
 
 
 def peer(family, options, directory):
@@ -52,9 +50,6 @@ def peer(family, options, directory):
         for name, p in model.named_parameters():
             p.copy_(torch.randn(p.shape, generator=draw) * 1.5 / p.shape[-1] ** 0.5
                     + (0.7 if "norm" in name else 0.0))
-    for module in model.modules():
-        if hasattr(module, "q_norm"):
-            module.q_norm = module.k_norm = torch.nn.Identity()
     model.save_pretrained(directory, safe_serialization=True)
     return model.eval(), load_file(directory / "model.safetensors"), config
 
@@ -74,6 +69,9 @@ def as_ours(theirs, router, expert, names):
             parts = [at(f"self_attn.{part}_proj.{leaf}") for part in "qkv"]
             if parts[0] is not None:
                 ours[f"{name}.self_attention.linear_qkv.{leaf}"] = by_group(*parts)
+        for part in "qk":
+            if at(f"self_attn.{part}_norm.weight") is not None:
+                ours[f"{name}.self_attention.{part}_layernorm.weight"] = at(f"self_attn.{part}_norm.weight")
         ours[f"{name}.mlp.router.weight"] = at(f"{router}.weight")
         gate, up, down = (torch.stack([at(f"{expert.format(e, part)}.weight") for e in range(E)])
                           for part in names)
@@ -101,9 +99,6 @@ def test_logits_are_those_of_transformers(family, options, own, router, expert, 
     config = ModelConfig(**OURS, **own, rotary_base=rope_base(peer_config))
     weights = as_ours(disk, router, expert, names)
     ours = build_stage(MODELS["gpt"](config, context_of()))
-    for p in ours.parameters():
-        if p.spec.name.endswith(".bias"):
-            weights.setdefault(p.spec.name, torch.zeros(p.spec.shape))
     load_logical(ours.parameters(), weights, solo())
     batch = make_batch(config, s=S)
     logits = run_layers(ours, None, batch)[..., :V].transpose(0, 1)

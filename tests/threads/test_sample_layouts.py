@@ -13,7 +13,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.covering import legal_cases
-from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, stray
+from tests.harness.layout_runs import GLOBAL_BATCH, JOB_STEPS, NUM_LAYERS, stray
 from tests.harness.threads import run_ranks
 from tests.threads.test_layout_grid import HIDDEN, SAMPLED, job_of, layout_of, name_of, ranks, sampled_cases
 from tools.compare_layouts import SAMPLES, SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
@@ -105,7 +105,7 @@ def with_values(job, **values):
 
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 def test_truncated_samples_train_as_samples_that_were_never_longer(style):
-    job = tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    job = tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, JOB_STEPS)
     samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
     length = ["--curriculum-min-length", "16", "--curriculum-max-length", "16", "--curriculum-steps", "1"]
     run = trained([*job, *CURRICULA["truncate"], *length], samples)
@@ -117,7 +117,7 @@ def test_truncated_samples_train_as_samples_that_were_never_longer(style):
 def test_folded_samples_train_as_twice_as_many_of_half_the_length(style):
     """22 of the 24 tokens: what fills no row is left out. Each sample's rows stand one after the other in its
     micro-batch."""
-    job = tiny_job(style, "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    job = tiny_job(style, "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, JOB_STEPS)
     samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
     length = ["--curriculum-min-length", "11", "--curriculum-max-length", "11", "--curriculum-steps", "1"]
     run = trained([*job, *CURRICULA["reshape"], *length], samples)

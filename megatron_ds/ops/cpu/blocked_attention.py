@@ -34,7 +34,8 @@ from torch.autograd.function import once_differentiable
 from .widened_products import is_widened
 
 KERNELS = (torch.float32, torch.bfloat16)        # dtypes with fast matrix products and softmax
-BLOCK = 64
+BLOCK = 64                       # rows of a block
+BLOCK_OF_16_BITS = 128           # whose products are faster, so that the overhead of an operation weighs more
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
 
@@ -63,7 +64,7 @@ class _BlockedAttention(torch.autograd.Function):
         result = _query_view(out.view(q.shape), k)
         queries, keys, values = _factors(q, k, v)
         wide_queries, wide_keys = queries.float(), keys.float()                    # the same if fp32
-        work, kept = _Workspace(wide_queries, 2), []
+        work, kept = _Workspace(queries, 2, torch.float32), []
         for heads, rows, seen in _tiles(queries, documents):
             scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
             if documents is not None:
@@ -86,7 +87,7 @@ class _BlockedAttention(torch.autograd.Function):
             queries, keys, values = _factors(queries, keys, values)
         dqueries, dkeys, dvalues = _query_view(dq, dk), _key_view(dk), _key_view(dv)
         dresult = _ready(_query_view(dout.view(ctx.q_shape), dk))
-        work = _Workspace(queries, 2 + is_widened(dout))
+        work = _Workspace(queries, 2 + is_widened(dout), queries.dtype)
         if ctx.documents is not None:
             dk.zero_(), dv.zero_()
         tiles = _tiles(queries, ctx.documents)
@@ -112,9 +113,10 @@ class _Workspace:
     """Reused memory for tiles of scores: it stays in the cache, as new tensors would not. It belongs to one
     call: kept longer (`product.WORKSPACE`) it would be allocated, unused, beside the logits, at the peak."""
 
-    def __init__(self, queries: torch.Tensor, tiles: int):
+    def __init__(self, queries: torch.Tensor, tiles: int, dtype: torch.dtype):
         heads, s, r, _ = queries.shape
-        self.memory = queries.new_empty(tiles, min(heads, _heads_at_once(queries)) * r * BLOCK * s)
+        scores = min(heads, _heads_at_once(queries)) * r * rows_of_block(queries.dtype) * s
+        self.memory = queries.new_empty(tiles, scores, dtype=dtype)
 
     def tile(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         return self.memory[index, :math.prod(shape)].view(shape)
@@ -147,12 +149,12 @@ def _ready(view: torch.Tensor) -> torch.Tensor:
 def _tiles(queries: torch.Tensor, documents) -> list[tuple[slice, slice, slice]]:
     """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions from
     the start of the block's first document to the block's last."""
-    (heads, s, _, _), step = queries.shape, _heads_at_once(queries)
+    (heads, s, _, _), step, block = queries.shape, _heads_at_once(queries), rows_of_block(queries.dtype)
     tiles = []
     for first in range(0, heads, step):
         some = slice(first, min(first + step, heads))
-        for start in range(0, s, BLOCK):
-            rows = slice(start, min(start + BLOCK, s))
+        for start in range(0, s, block):
+            rows = slice(start, min(start + block, s))
             begin = 0
             if documents:
                 begin = int(documents.starts[_samples_of(some, heads, documents), start].amin())
@@ -168,7 +170,12 @@ def _samples_of(some: slice, heads: int, documents) -> slice:
 
 def _heads_at_once(queries: torch.Tensor) -> int:
     _, s, r, _ = queries.shape
-    return max(1, TILE // (r * BLOCK * s))
+    return max(1, TILE // (r * rows_of_block(queries.dtype) * s))
+
+
+def rows_of_block(dtype: torch.dtype) -> int:
+    """Rows of a block of queries. dtype: of the products"""
+    return BLOCK if dtype == torch.float32 else BLOCK_OF_16_BITS
 
 
 def _heads_first(tile: torch.Tensor) -> torch.Tensor:

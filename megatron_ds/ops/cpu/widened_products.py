@@ -60,8 +60,12 @@ _ASK_ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_
 @functools.cache
 def has_products(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies matrices of `dtype` at full speed."""
-    ask = _ASK_ONEDNN.get(dtype)
-    return ask is None or getattr(torch.ops.mkldnn, ask)()
+    return dtype not in _ASK_ONEDNN or has_instructions(dtype)
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has instructions of this processor for products of a 16-bit dtype."""
+    return getattr(torch.ops.mkldnn, _ASK_ONEDNN[dtype])()
 
 
 def is_widened(t: torch.Tensor) -> bool:

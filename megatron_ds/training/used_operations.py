@@ -1,0 +1,98 @@
+"""Which operations of the table of kernels a run calls, for the start-up text.
+
+`CONDITIONS` has those that depend on the configuration; a test compares it with the calls of real steps.
+"""
+
+from collections.abc import Callable
+
+from ..config import RunConfig
+from ..ops.kernel_table import OPERATIONS
+
+Condition = Callable[[RunConfig, str], bool]        # (configuration, type of the device)
+
+
+def _never(config: RunConfig, device: str) -> bool:
+    return False
+
+
+def _has_experts(config: RunConfig, device: str) -> bool:
+    return any(config.model.experts)
+
+
+def _is_padded(config: RunConfig, device: str) -> bool:
+    return _has_experts(config, device) and config.model.moe_pad_expert_input_to_capacity
+
+
+def _is_not_padded(config: RunConfig, device: str) -> bool:
+    return _has_experts(config, device) and not _is_padded(config, device)
+
+
+def _drops_tokens(config: RunConfig, device: str) -> bool:
+    return config.random_ltd.random_ltd
+
+
+def _moves_rows(config: RunConfig, device: str) -> bool:
+    is_part = config.parallel.sequence_parallel             # a rank holds some of the kept tokens only
+    return _is_not_padded(config, device) or _drops_tokens(config, device) and not is_part
+
+
+def _moves_padded_rows(config: RunConfig, device: str) -> bool:
+    is_part = config.parallel.sequence_parallel
+    return _is_padded(config, device) or _drops_tokens(config, device) and is_part
+
+
+def _exchanges_rows(config: RunConfig, device: str) -> bool:
+    return _is_not_padded(config, device) and config.parallel.expert_model_parallel_size > 1
+
+
+def _drops_hidden(config: RunConfig, device: str) -> bool:
+    return config.model.hidden_dropout > 0
+
+
+def _drops_attention(config: RunConfig, device: str) -> bool:
+    return config.model.attention_dropout > 0
+
+
+def _drops(config: RunConfig, device: str) -> bool:
+    return _drops_hidden(config, device) or _drops_attention(config, device)
+
+
+def _is_rotary(config: RunConfig, device: str) -> bool:
+    return config.model.position_embedding_type == "rope"
+
+
+def _is_on_gpu(config: RunConfig, device: str) -> bool:
+    return device != "cpu"              # a CPU keeps probabilities (ops/cpu/kept_probabilities.py)
+
+
+def _has(activation: str) -> Condition:
+    return lambda config, device: config.model.activation == activation
+
+
+def _has_gelu(config: RunConfig, device: str) -> bool:
+    model = config.model                # the head of BERT has no gated activation
+    return model.activation == "gelu" or model.model == "bert" and model.is_gated
+
+
+def _normalizes(by: str) -> Condition:
+    return lambda config, device: config.model.normalization == by
+
+
+CONDITIONS: dict[str, Condition] = {
+    "quantize": _never, "dequantize": _never, "cast_fp8": _never,
+    "permute": _moves_rows, "combine": _is_not_padded, "reorder": _exchanges_rows,
+    "permute_padded": _moves_padded_rows, "combine_padded": _is_padded,
+    "dropout": _drops_hidden, "dropout_add": _drops_hidden, "draw_keep_masks_": _drops,
+    "residual_norm": lambda config, device: not _drops_hidden(config, device),
+    "fill_attention_mask_": _drops_attention, "masked_softmax": _drops_attention,
+    "apply_rotary": _is_rotary, "split_rotary": _is_rotary,
+    "cross_entropy_facts": _is_on_gpu, "cross_entropy_gradient_": _is_on_gpu,
+    "gelu": _has_gelu, "swiglu": _has("swiglu"), "squared_relu": _has("squared_relu"),
+    "layer_norm": _normalizes("LayerNorm"), "rms_norm": _normalizes("RMSNorm"),
+    "adamw": lambda config, device: config.optimizer.optimizer in ("adam", "adamw")}
+
+
+def used_operations(config: RunConfig, device: str) -> list[str]:
+    """The names of the operations that the steps of a run call, in alphabetical order."""
+    always = lambda config, device: True
+    return sorted(name for name in OPERATIONS if CONDITIONS.get(name, always)(config, device))

@@ -1,0 +1,41 @@
+"""The operations that the start-up text lists are those that the steps of a run call."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.ops.kernel_table import OPERATIONS, Operation, kernels_text
+from megatron_ds.training.used_operations import CONDITIONS, used_operations
+from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+from tools.layout_comparison import random_samples, train_layout
+
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01".split()
+LTD = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-tokens-per-step 8 --random-ltd-steps 9".split()
+PADDED = [*MOE, "--moe-expert-capacity-factor", "1", "--moe-pad-expert-input-to-capacity"]
+
+
+@pytest.mark.parametrize("style, dropout, more", [
+    ("gpt2", 0.1, []), ("llama", 0.0, []), ("gpt2", 0.0, MOE), ("llama", 0.0, PADDED), ("llama", 0.0, LTD)])
+def test_listed_operations_are_those_that_run(style, dropout, more):
+    flags = [*tiny_job(style, "fp32", False, dropout, 3, 2, 1), "--micro-batch-size", "2", *more]
+    config, called, call = parse(flags, world_size=1), set(), Operation.__call__
+
+    def recorded(operation, *arguments, **named):
+        called.add(operation.name)
+        return call(operation, *arguments, **named)
+
+    mesh = Mesh(Grid.fit(1), 0, lambda *args: None, torch.device("cpu"))
+    with patch.object(Operation, "__call__", recorded):
+        train_layout(config, mesh, 1, random_samples(4, SEQ_LENGTH, VOCAB, seed=1))
+    used = used_operations(config, "cpu")
+    assert called == set(used)
+    text = kernels_text(torch.device("cpu"), torch.float32, used)
+    assert "affine" in text and "quantize" not in text and ("permute" in text) == bool(more)
+
+
+def test_conditions_are_of_operations_that_exist():
+    assert CONDITIONS.keys() <= OPERATIONS.keys() | {"quantize", "dequantize", "cast_fp8"}
