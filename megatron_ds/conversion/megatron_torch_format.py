@@ -138,4 +138,11 @@ def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
     return progress_of(args, int(iteration), adam_updates(steps), scaler)
 
 
-FORMAT = Format(NAME, "torch checkpoint of Megatron-LM (mp_rank folders)", detect, read)
+def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
+    """Write the weights as a release (`rank_files_writer.py`)."""
+    from .rank_files_writer import write_release
+
+    return write_release(checkpoint, folder, wishes)
+
+
+FORMAT = Format(NAME, "torch checkpoint of Megatron-LM (mp_rank folders)", detect, read, write)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
+from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
 from megatron_ds.conversion.formats import Wishes, detected
 from megatron_ds.conversion.megatron_names import Part, part_of
@@ -228,6 +229,23 @@ def test_a_state_that_this_package_wrote_for_megatron_is_refused_when_it_is_dama
     file.unlink()
     with pytest.raises(CheckpointError, match="All ranks' files belong into one folder"):
         megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 4), (4, 1)])
+def test_a_release_that_is_written_is_what_was_read(tp, pp, tmp_path):
+    tensors = logical_gpt()
+    source = write_legacy(tmp_path / "a", tensors, tp=2, pp=1).parent
+    found = megatron_torch_format.read(source, Wishes(vocab_size=21))
+    wishes = Wishes(tensor_parallel=tp, pipeline_parallel=pp)
+    megatron_torch_format.write(found, tmp_path / "b", wishes)
+    assert len(list((tmp_path / "b/release").iterdir())) == tp * pp
+    again = megatron_torch_format.read(tmp_path / "b", Wishes())
+    check_equal(again, tensors, rows=21)
+    assert model_of(again.model, "").ffn_size == model_of(found.model, "").ffn_size
+    assert again.model.items() >= found.model.items()
+    with pytest.raises(CheckpointError, match="do not divide over 3 ranks"):
+        megatron_torch_format.write(found, tmp_path / "c", Wishes(tensor_parallel=3))
+    assert not (tmp_path / "c").exists()
 
 
 def test_common_values_with_code_are_refused(tmp_path, monkeypatch):
