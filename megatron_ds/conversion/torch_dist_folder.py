@@ -187,10 +187,14 @@ def _dtype_of(properties: Any) -> torch.dtype:
 
 
 def _check_files(path: Path, places: Iterable[_Place]) -> None:
-    """Raises CheckpointError for a file that is missing or ends before its last part."""
+    """Raises CheckpointError for a file that is missing or ends before its last part, and for parts that
+    share bytes: a small file could otherwise describe tensors of any size.
+    """
     ends: dict[str, int] = {}
-    for name, start, length in places:
-        ends[name] = max(ends.get(name, 0), start + length)
+    for name, start, length in sorted(places):
+        if start < ends.get(name, 0):
+            raise CheckpointError(f"{path / INDEX_FILE}: two parts share byte {start} of {name}.")
+        ends[name] = start + length
     for name, end in sorted(ends.items()):
         try:
             size = os.stat(path / name).st_size

@@ -2,6 +2,7 @@
 refused."""
 
 import os
+import pickle
 import shutil
 from dataclasses import replace
 
@@ -246,6 +247,18 @@ def test_a_release_that_is_written_is_what_was_read(tp, pp, tmp_path):
     with pytest.raises(CheckpointError, match="do not divide over 3 ranks"):
         megatron_torch_format.write(found, tmp_path / "c", Wishes(tensor_parallel=3))
     assert not (tmp_path / "c").exists()
+
+
+def test_an_index_whose_parts_share_bytes_is_refused(tmp_path):
+    source = write_legacy(tmp_path / "a", logical_gpt(), tp=1, pp=1).parent
+    megatron_torch_dist_format.write(megatron_torch_format.read(source, KEEP), tmp_path / "b", Wishes())
+    path = tmp_path / "b/iter_0000005/.metadata"
+    index = pickle.loads(path.read_bytes())
+    one, other, *_ = (info for key, info in index.storage_data.items() if key.fqn.endswith("linear_fc1.bias"))
+    other.offset = one.offset
+    path.write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=f"two parts share byte {one.offset}"):
+        megatron_torch_dist_format.read(tmp_path / "b", Wishes())
 
 
 def test_common_values_with_code_are_refused(tmp_path, monkeypatch):
