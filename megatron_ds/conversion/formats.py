@@ -68,8 +68,11 @@ FORMATS: dict[str, str] = {
     "huggingface": "huggingface_format",
     "deepspeed-universal": "universal_format",
     "deepspeed": "deepspeed_format",
+    "megatron_torch_dist": "megatron_torch_dist_format",
+    "megatron_torch": "megatron_torch_format",
 }
-ALIASES = {"hf": "huggingface", "ours": "megatron_ds"}
+ALIASES = {"hf": "huggingface", "ours": "megatron_ds", "torch_dist": "megatron_torch_dist",
+           "torch": "megatron_torch"}
 
 
 def format_of(name: str) -> Format:

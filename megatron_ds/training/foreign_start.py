@@ -63,7 +63,8 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     name = foreign_format(load, given.get("checkpoint.load_format"))
     if name is None:
         return {}
-    checkpoint = format_of(name).read(Path(load), Wishes(vocab_size=given.get("model.vocab_size")))
+    wishes = Wishes(vocab_size=given.get("model.vocab_size"), weights_only=True)
+    checkpoint = format_of(name).read(Path(load), wishes)
     options, data = dict(checkpoint.model), {}
     rows = options.pop("vocab_size", None)
     options.pop("seq_length", None)
@@ -84,7 +85,9 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
     """
     if name is None:
         return None
-    found = format_of(name).read(Path(config.checkpoint.load), Wishes(vocab_size=config.model.vocab_size))
+    without_state = config.checkpoint.finetune or config.checkpoint.no_load_optim
+    wishes = Wishes(vocab_size=config.model.vocab_size, weights_only=without_state)
+    found = format_of(name).read(Path(config.checkpoint.load), wishes)
     check_foreign(found, config.model)
     return found
 
@@ -118,7 +121,7 @@ def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piec
     if not weights_only:
         engine.optimizer.load_extra_state(_numbers(found, engine.optimizer.extra_state()))
     engine.optimizer.after_load()
-    starts_anew = checkpoint.finetune or found.optimizer is None
+    starts_anew = checkpoint.finetune or found.progress.iteration is None
     progress = Progress() if starts_anew else progress_in(found.progress)
     if mesh.rank == 0:
         what = "weights only" if weights_only else "weights and optimizer"

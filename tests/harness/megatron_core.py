@@ -1,0 +1,90 @@
+"""megatron-core as a server of the tests (`megatron_core_program.py`), and the tiny models that it trains."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SEQUENCE, ROWS = 16, 128
+LLAMA = dict(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+             normalization="RMSNorm", swiglu=True, add_bias_linear=False, position_embedding_type="rope",
+             share_embeddings_and_output_weights=False, vocab_size=ROWS, max_sequence_length=SEQUENCE)
+GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64,
+            position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True,
+            vocab_size=ROWS, max_sequence_length=SEQUENCE)
+MOE = {**LLAMA, "num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_router_topk": 2,
+       "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none",
+       "moe_token_dispatcher_type": "allgather"}
+LR, STEPS = 1e-2, 2
+
+
+def skip_reason() -> str:
+    """Why there is no megatron-core; empty where there is."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        return "megatron-core is not installed"
+    return ""
+
+
+def make_batches(path: Path) -> torch.Tensor:
+    """int64 [4, 4, SEQUENCE + 1] of ids that the mock data of layout runs leave as they are."""
+    tokens = torch.randint(ROWS - 2, (4, 4, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    tokens += (tokens % 11 == 0).long()
+    torch.save(tokens, path)
+    return tokens
+
+
+class MegatronCore:
+    """Runs jobs one after the other. folder: of all files of the jobs."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._count = folder, 0
+        self.batches = make_batches(folder / "batches.pt")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._errors = open(folder / "errors.txt", "w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.megatron_core_program"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+            cwd=Path(__file__).parents[2])
+
+    def run(self, name: str, model: dict, *, ranks: int = 2, tp: int = 1, pp: int = 1, **job) -> list[dict]:
+        """What each rank has after one more step than was saved. Raises AssertionError with its errors."""
+        self._count += 1
+        after = self.folder / name / "after"
+        defaults = dict(dtype="float32", distributed=False, load=None, steps=STEPS, saves=[])
+        job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "lr": LR,
+               "batches": str(self.folder / "batches.pt"), "after": str(after), "timeout": 300,
+               "store": str(self.folder / f"store{self._count}")}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        self._errors.seek(0)
+        assert answer == "done", f"{name}: {answer!r}\n{self._errors.read()[-5000:]}"
+        return [torch.load(after / f"rank{rank}.pt") for rank in range(ranks)]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+
+def logical_weights(ranks: list[dict], model: dict) -> dict[str, torch.Tensor]:
+    """Weights of tensor-parallel ranks as one process would hold them, by megatron-core's rules."""
+    found = {}
+    for name in ranks[0]["weights"]:
+        parts = [rank["weights"][name] for rank in ranks]
+        if "linear_fc1" in name and model.get("swiglu"):
+            halves = [part.chunk(2) for part in parts]
+            parts = [half[i] for i in range(2) for half in halves]
+            found[name] = torch.cat(parts)
+        elif "linear_proj.weight" in name or "linear_fc2.weight" in name:
+            found[name] = torch.cat(parts, 1)
+        elif any(leaf in name for leaf in ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")):
+            found[name] = torch.cat(parts)
+        else:
+            found[name] = parts[0]
+    return found

@@ -1,0 +1,226 @@
+"""Checkpoints that megatron-core wrote train on here as they do there, and ours train on there."""
+
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
+from megatron_ds.conversion.formats import Wishes, detected
+from megatron_ds.conversion.stored_tensor import WEIGHT
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.training.foreign_start import load_foreign
+from megatron_ds.training.run_checkpoint import all_pieces
+from tests.harness import megatron_core
+from tests.harness.megatron_core import (
+    GPT2,
+    LLAMA,
+    LR,
+    MOE,
+    ROWS,
+    SEQUENCE,
+    STEPS,
+    MegatronCore,
+    logical_weights,
+)
+from tests.harness.threads import run_ranks
+from tools.layout_comparison import merge, parse_layout, train_layout
+
+pytestmark = pytest.mark.skipif(bool(megatron_core.skip_reason()), reason=megatron_core.skip_reason())
+READERS = {"torch_dist": megatron_torch_dist_format, "torch": megatron_torch_format}
+ALL_ROWS = Wishes(vocab_size=ROWS)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    server = MegatronCore(tmp_path_factory.mktemp("megatron_core"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def llama(core):
+    """Two tensor-parallel ranks, fp32, without the distributed optimizer, in both formats."""
+    folder = core.folder / "llama"
+    saves = [[name, str(folder / name), None] for name in READERS]
+    return folder, core.run("llama", LLAMA, tp=2, saves=saves)
+
+
+@pytest.fixture(scope="module")
+def gpt2(core):
+    """Two data-parallel ranks, fp32, distributed optimizer, in all its kinds."""
+    folder = core.folder / "gpt2"
+    saves = [["torch_dist", str(folder / kind), kind] for kind in ("fully_reshardable", "dp_reshardable")]
+    saves.append(["torch", str(folder / "torch"), None])
+    return folder, core.run("gpt2", GPT2, distributed=True, saves=saves)
+
+
+def read(folder: Path, wishes: Wishes = ALL_ROWS):
+    return detected(folder).read(folder, wishes)
+
+
+def same(one, other) -> bool:
+    return one.tensors.keys() == other.tensors.keys() and all(
+        one.tensors[kind].keys() == other.tensors[kind].keys()
+        and all(torch.equal(tensor.read().float(), other.tensors[kind][name].read().float())
+                for name, tensor in of_kind.items()) for kind, of_kind in one.tensors.items())
+
+
+def flags_of(found) -> list[str]:
+    """The run of megatron_core_program.py as our flags; the model comes from the files."""
+    values = {"--vocab-size": ROWS, "--seq-length": SEQUENCE, "--lr": LR, "--min-lr": LR,
+              "--weight-decay": 0.1, "--adam-beta2": 0.95, "--global-batch-size": 4, "--train-iters": 9,
+              "--lr-decay-style": "constant", "--tokenizer-type": "NullTokenizer"}
+    flags = ["--mock-data", *(str(part) for pair in values.items() for part in pair)]
+    for name, value in found.model.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("vocab_size", "seq_length"):
+            continue
+        if name == "activation" and value == "swiglu":
+            flags.append("--swiglu")
+        elif name == "add_bias_linear":
+            flags.append("--disable-bias-linear")
+        elif isinstance(value, tuple):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag] if value is True else [flag, str(value)]
+    return flags
+
+
+def next_step(found, batch: torch.Tensor, layout: str):
+    """(loss, logical weights) of one step of ours on the batch, from the state that was read."""
+    request = parse_layout(layout, mbs="2")
+    config = parse([*flags_of(found), *request.flags], world_size=request.world_size)
+    grid = config.grid(request.world_size)
+
+    def rank_trains(rank, world):
+        mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
+        return train_layout(config, mesh, 1, batch,
+                            watch=lambda engine: load_foreign(engine, found, all_pieces(engine)))
+
+    trace, weights = merge(run_ranks(request.world_size, rank_trains))
+    return trace.losses[0], weights
+
+
+def difference(ours: dict, theirs: dict) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name].float()).abs().max()) for name in theirs)
+
+
+@pytest.mark.parametrize("layout, source", [("tp=1", "torch_dist"), ("pp=2,dp=2,zero=1", "torch"),
+                                            ("tp=2,zero=2,dp=2", "torch_dist")])
+def test_the_next_step_of_a_llama_is_that_of_megatron_core(layout, source, core, llama):
+    folder, ranks = llama
+    found = read(folder / source)
+    assert (found.progress.iteration, found.progress.num_updates, found.progress.samples) == (STEPS, STEPS, 8)
+    loss, weights = next_step(found, core.batches[STEPS], layout)
+    theirs = logical_weights(ranks, LLAMA)
+    moved = difference({name: found.tensors[WEIGHT][name].read() for name in theirs}, theirs)
+    assert moved > 1e-3, "the step changes too little to compare"
+    assert abs(loss - float(ranks[0]["loss"])) < 1e-5
+    assert difference(weights, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=2,zero=3"])
+def test_the_next_step_of_a_gpt_with_the_distributed_optimizer_is_that_of_megatron_core(layout, core, gpt2):
+    folder, ranks = gpt2
+    found = read(folder / "fully_reshardable")
+    loss, weights = next_step(found, core.batches[STEPS], layout)
+    assert abs(loss - sum(float(rank["loss"]) for rank in ranks) / 2) < 1e-5
+    assert difference(weights, logical_weights(ranks[:1], GPT2)) < 1e-5
+
+
+def test_the_next_step_of_a_model_with_experts_is_that_of_megatron_core(core, tmp_path):
+    folder = core.folder / "moe"
+    ranks = core.run("moe", MOE, ranks=1, saves=[[name, str(folder / name), None] for name in READERS])
+    found = read(folder / "torch_dist")
+    assert same(found, read(folder / "torch"))
+    loss, weights = next_step(found, core.batches[STEPS], "ep=2,dp=2")
+    assert abs(loss - float(ranks[0]["loss"])) < 1e-5
+    experts = {name: value for name, value in ranks[0]["weights"].items() if ".local_experts." in name}
+    assert len(experts) == 8
+    for name, value in experts.items():
+        layer, _, rest = name.partition(".local_experts.")
+        number, _, leaf = rest.partition(".")
+        assert (weights[f"{layer}.{leaf}"][int(number)] - value).abs().max() < 1e-5, name
+    others = {name: value for name, value in ranks[0]["weights"].items() if name not in experts}
+    assert difference({name: weights[name] for name in others}, others) < 1e-5
+    megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes(weights_only=True))
+    assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
+    again = read(tmp_path / "ours")
+    assert again.model == found.model
+    assert all(torch.equal(again.tensors[WEIGHT][name].read(), tensor.read())
+               for name, tensor in found.tensors[WEIGHT].items())
+
+
+def keys_of(folder: Path) -> set[str]:
+    """Keys of the model in the index, read by torch."""
+    index = pickle.loads((folder / f"iter_{STEPS:07d}/.metadata").read_bytes())
+    return {key for key in index.state_dict_metadata if not key.startswith("optimizer.")}
+
+
+def test_without_the_moments_the_next_step_is_another(core, llama):
+    folder, ranks = llama
+    found = read(folder / "torch_dist", Wishes(vocab_size=ROWS, weights_only=True))
+    _, weights = next_step(found, core.batches[STEPS], "tp=1")
+    assert difference(weights, logical_weights(ranks, LLAMA)) > 1e-3
+
+
+def test_all_formats_of_a_run_hold_the_same_state(llama, gpt2):
+    assert same(read(llama[0] / "torch"), read(llama[0] / "torch_dist"))
+    reference = read(gpt2[0] / "fully_reshardable")
+    assert same(reference, read(gpt2[0] / "dp_reshardable"))
+    assert same(reference, read(gpt2[0] / "torch"))
+    assert {kind: len(tensors) for kind, tensors in reference.tensors.items()} == {
+        "weight": 28, "exp_avg": 28, "exp_avg_sq": 28}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_pipeline_stages_in_bfloat16_are_merged_with_their_masters(distributed, core):
+    name = f"stages{distributed}"
+    folder = core.folder / name
+    saves = [["torch", str(folder / "torch"), None],
+             ["torch_dist", str(folder / "dist"), "dp_reshardable" if distributed else None]]
+    ranks = core.run(name, GPT2, pp=2, dtype="bfloat16", distributed=distributed, saves=saves)
+    one, other = read(folder / "torch"), read(folder / "dist")
+    assert same(one, other)
+    for stage, rank in enumerate(ranks):
+        for theirs, weight in rank["saved"].items():
+            if theirs == "output_layer.weight":         # the last stage's copy of the embedding
+                assert torch.equal(weight, ranks[0]["saved"]["embedding.word_embeddings.weight"])
+                continue
+            ours = theirs.replace("layers.0", f"layers.{stage}")
+            master = one.tensors[WEIGHT][ours].read()
+            assert master.dtype == torch.float32
+            assert torch.equal(master.bfloat16(), weight), ours
+
+
+def test_ours_trains_on_in_megatron_core(core, llama, tmp_path):
+    folder, ranks = llama
+    found = read(folder / "torch_dist")
+    lines = megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes())
+    assert any("--use-checkpoint-args" in line for line in lines)
+    assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
+    after = core.run("back", LLAMA, distributed=True, steps=0, first_batch=STEPS,
+                     load=[str(tmp_path / "ours"), "fully_reshardable"])
+    logits = torch.cat([rank["logits"] for rank in ranks], -1)          # [b, s, v], cut over the vocabulary
+    back = torch.empty_like(logits)
+    back[0::2], back[1::2] = after[0]["logits"], after[1]["logits"]     # two data-parallel ranks
+    assert (back - logits).abs().max() < 1e-5
+    assert abs(sum(float(rank["loss"]) for rank in after) / 2 - float(ranks[0]["loss"])) < 1e-5
+    assert difference(logical_weights(after[:1], LLAMA), logical_weights(ranks, LLAMA)) < 1e-5
+
+
+def test_what_is_written_is_what_was_read(gpt2, tmp_path):
+    found = read(gpt2[0] / "torch", Wishes(vocab_size=100))
+    assert found.model["vocab_size"] == 100
+    megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes(shard_bytes=10_000))
+    again = read(tmp_path / "ours", Wishes())
+    assert same(found, again)
+    assert again.model == found.model
+    assert (again.progress.iteration, again.progress.num_updates) == (STEPS, STEPS)
+    assert len(list((tmp_path / "ours/iter_0000002").glob("*.distcp"))) > 1
+    assert math.isclose(again.training["optimizer.lr"], LR)
