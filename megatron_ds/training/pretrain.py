@@ -86,7 +86,7 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
-                   defaults={**options_of_checkpoint(argv), **defaults})
+                   defaults=defaults, settings=options_of_checkpoint(argv))
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
