@@ -33,7 +33,7 @@ from .training_rules import TRAINING_RULES
 
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
           known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
-          env: Mapping[str, str] | None = None) -> RunConfig:
+          env: Mapping[str, str] | None = None, settings: Sequence[Setting] = ()) -> RunConfig:
     """The configuration that `argv` describes, for `world_size` ranks.
 
     defaults  field name → value: the defaults of an entry script. Files and flags override them
@@ -43,10 +43,11 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
               other problem was found
     env       the launcher's environment. Rank 0 prints the text of --help, --version and --print-config, and
               all ranks exit with code 0
+    settings  of another source, such as a checkpoint; they override `defaults` alone
 
     Raises one ConfigError with all problems.
     """
-    config, line, readings, problems = _read_all(argv, world_size, defaults, env)
+    config, line, readings, problems = _read_all(argv, world_size, defaults, env, settings)
     if not all(reading.is_complete for reading in readings):
         reject(problems)                     # what seems to be missing may be in the file that cannot be read
     check(config, known, rules, problems, unread=set().union(*(reading.unread for reading in readings)))
@@ -74,7 +75,8 @@ def version_text() -> str:
 
 
 def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] | None,
-              env: Mapping[str, str] | None) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
+              env: Mapping[str, str] | None, settings: Sequence[Setting] = (),
+              ) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
     """(the configuration, the command line, one reading for it and for each file, their problems)."""
     line = read_flags(argv)
     if line.asks_for == "help":
@@ -82,7 +84,7 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
     readings = [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
-    config, problems = assembled(line, readings[1:], world_size, defaults)
+    config, problems = assembled(line, readings[1:], world_size, defaults, settings)
     if line.is_strict:
         problems += [f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."
                      for name, why in config.without_effect.items()]
@@ -91,12 +93,16 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
 
 
 def assembled(line: CommandLine, files: Sequence[Reading], world_size: int,
-              defaults: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[str]]:
-    """(the configuration that a command line and its files describe, the problems of reading them)."""
+              defaults: Mapping[str, Any] | None = None, settings: Sequence[Setting] = (),
+              ) -> tuple[RunConfig, list[str]]:
+    """(the configuration that a command line and its files describe, the problems of reading them).
+
+    defaults, settings: as of `parse`
+    """
     of_files = [setting for reading in files for setting in reading.settings]
     source = Source("script", "the script")
     scripted = [Setting(names()[name].path, value, source) for name, value in (defaults or {}).items()]
-    config = combined(of_files, line.settings, world_size, scripted)
+    config = combined(of_files, line.settings, world_size, [*scripted, *settings])
     notes = {name: why for reading in (line, *files) for name, why in reading.without_effect.items()}
     problems = [problem for reading in (line, *files) for problem in reading.problems]
     return config.with_notes(notes), [*problems, *contradictions(of_files, line.settings)]

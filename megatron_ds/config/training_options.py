@@ -157,6 +157,8 @@ class TrainConfig:
              "--train-samples, if also given, is an upper bound. Shortened and dropped tokens do not count.")
     eval_iters: int = option(
         100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 turns evaluation off.")
+    eval_global_batch_size: int | None = option(None, at_least=1, unit="samples",
+        help="Samples of a batch of an evaluation. Only the global batch size, the default, is accepted.")
     eval_interval: int = option(1000, at_least=1, unit="iterations", help="Steps between evaluations.")
     exit_interval: int | None = option(None, at_least=1, unit="iterations",
         help="Save and exit at the next step that is a multiple of this.")

@@ -95,6 +95,14 @@ def batch_schedule(config: RunConfig) -> Iterator[str]:
                    + (", or add --decrease-batch-size-if-needed." if size > unit else "."))
 
 
+def evaluation_batch(config: RunConfig) -> Iterator[str]:
+    """Evaluations use the global batch size."""
+    train = config.train
+    if train.eval_global_batch_size not in (None, train.global_batch_size) and train.global_batch_size:
+        yield ("[eval_global_batch_size] differs from [global_batch_size], whose batches evaluations use. "
+               "Remove it; --eval-iters sets the number of batches.")
+
+
 def length(config: RunConfig) -> Iterator[str]:
     """The training has one length, of at least a step; the learning rate is given in the same unit."""
     train = config.train
@@ -292,5 +300,5 @@ def traces(config: RunConfig) -> Iterator[str]:
         yield "[trace_steps] ends before it begins. Give the first step, then the last."
 
 
-TRAINING_RULES = (batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay, number_format,
-                  checkpoints, recomputation, traces, planning)
+TRAINING_RULES = (batch, evaluation_batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay,
+                  number_format, checkpoints, recomputation, traces, planning)

@@ -83,7 +83,6 @@ MEGATRON_FLAGS = table(
             "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
         "write --finetune, which loads weights only and starts at the first step.":
             "--no-load-lr-state --reset-iteration",
-        "evaluation uses the global batch size. Remove it.": "--eval-global-batch-size",
         "fp8 is not available. Use --bf16, and remove it.":
             "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
     },

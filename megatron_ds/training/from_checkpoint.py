@@ -3,12 +3,12 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..checkpoint.load import latest, read_run
 from ..config import RunConfig, Source
 from ..config.config_text import from_dict
 from ..config.flags import read_flags
+from ..config.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
 
@@ -22,20 +22,21 @@ SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", 
             "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
 
 
-def options_of_checkpoint(argv: Sequence[str]) -> dict[str, Any]:
-    """Option name → value of the model and the tokenizer in the checkpoint of --load, if the command line has
-    --use-checkpoint-args. {} without the flag, or where --load has no checkpoint yet. Raises CheckpointError.
+def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
+    """The options of the model and the tokenizer in the checkpoint of --load, if the command line has
+    --use-checkpoint-args. [] without the flag, or where --load has no checkpoint yet. Raises CheckpointError.
     """
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     folder = given.get(LOAD)
     if not given.get(WANTED) or folder is None or (step := latest(folder)) is None:
-        return {}
+        return []
     config = saved_config(read_run(folder, step), folder)
     values = {f"model.{name}": value for name, value in vars(config.model).items()}
     values |= {f"data.{name}": getattr(config.data, name) for name in TOKENIZER}
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
-    return {path.partition(".")[2]: value for path, value in values.items() if not config.is_default(path)}
+    source = Source("script", "the checkpoint")
+    return [Setting(path, value, source) for path, value in values.items() if not config.is_default(path)]
 
 
 def with_saved_schedule(config: RunConfig, run: Mapping, folder: str | None) -> RunConfig:

@@ -87,8 +87,10 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
     launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
     _set_up_logging(launch.rank)
+    foreign = foreign_defaults(argv)
+    saved = () if foreign else options_of_checkpoint(argv)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
-                   defaults={**(foreign_defaults(argv) or options_of_checkpoint(argv)), **defaults})
+                   defaults={**foreign, **defaults}, settings=saved)
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # if one rank exited alone, the others would wait for it

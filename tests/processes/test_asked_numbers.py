@@ -126,7 +126,8 @@ def test_only_checkpoints_of_the_interval_are_kept_and_a_run_takes_options_from_
     few = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4",
            "--lr", "0.5", "--train-iters", "6", "--eval-iters", "0", "--log-interval", "1",
            "--load", tmp_path / "a", "--use-checkpoint-args", "--use-checkpoint-opt_param-scheduler"]
-    train(1, [*few, "--save", tmp_path / "b"])
+    ended, = train(1, [*few, "--save", tmp_path / "b"])
+    assert "  the checkpoint  num_layers 2" in ended.out
     steps = records(tmp_path / "b")
     # cosine from 1e-3 to 1e-4 that ended with the first run, at step 4
     assert [record["step"] for record in steps] == [5, 6]
