@@ -63,7 +63,8 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     name = foreign_format(load, given.get("checkpoint.load_format"))
     if name is None:
         return {}
-    checkpoint = format_of(name).read(Path(load), Wishes(vocab_size=given.get("model.vocab_size")))
+    checkpoint = format_of(name).read(Path(load), Wishes(
+        vocab_size=given.get("model.vocab_size"), qkv_packing=given.get("checkpoint.qkv_packing")))
     options, data = dict(checkpoint.model), {}
     rows = options.pop("vocab_size", None)
     options.pop("seq_length", None)
@@ -84,7 +85,8 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
     """
     if name is None:
         return None
-    found = format_of(name).read(Path(config.checkpoint.load), Wishes(vocab_size=config.model.vocab_size))
+    found = format_of(name).read(Path(config.checkpoint.load), Wishes(
+        vocab_size=config.model.vocab_size, qkv_packing=config.checkpoint.qkv_packing))
     check_foreign(found, config.model)
     return found
 
