@@ -219,6 +219,10 @@ class CheckpointConfig:
              "from scratch; otherwise a directory without a checkpoint is an error.")
     load_format: str | None = option(None,
         help="Format of the checkpoint in --load, such as huggingface. Default: detected.")
+    qkv_packing: str | None = option(None, choices=("heads", "thirds"),
+        help="Order of the rows of query_key_value in a checkpoint of Megatron-DeepSpeed in --load, which "
+             "does not "
+             "record it.")
     overwrite_save: bool = option(False,
         help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start "
              "here.",

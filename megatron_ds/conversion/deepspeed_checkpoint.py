@@ -18,7 +18,7 @@ from .deepspeed_folder import EngineFiles, count, entry, files_of, open_file, sc
 from .deepspeed_stage0 import stage0_state
 from .foreign_pickle import ForeignObject, fields_of
 from .stored_tensor import MASTER, WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
-from .tensor_parallel_merge import merged_over_tp
+from .tensor_parallel_merge import RankPacking, merged_over_tp
 from .zero_shards import (
     Shard,
     merged_fragments,
@@ -59,19 +59,22 @@ def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | 
     """The checkpoint in a folder global_stepN. Raises CheckpointError.
 
     weights_only  files of optimizer shards may be missing, except at stage 3
-    thirds        packing of query_key_value, see `merged_over_tp`; needed if tensor-parallel ranks are merged
+    thirds        packing of query_key_value, see `RankPacking`; needed if tensor-parallel ranks are merged
     """
     files = files_of(folder)
     opened = {place: open_file(path) for place, path in files.models.items()}
     contents = {place: file.content for place, file in opened.items()}
     _check_same_save(files, contents)
     ignored = {name for file in opened.values() for name in file.ignored}
+    if thirds is None and not contents[0, 0].get("global_steps") and not files.optimizers:
+        thirds = False          # written by a converter, before any training
+    packing = RankPacking(thirds, bool(fields_of(contents[0, 0].get("args")).get("swiglu")))
     states = [_state_of_rank(files, contents, rank, weights_only, ignored)
               for rank in range(files.model_ranks)]
     if files.layers:
-        tensors = _of_pipeline(files, states, thirds)
+        tensors = _of_pipeline(files, states, packing)
     else:
-        tensors = _merged([state.tensors for state in states], thirds)
+        tensors = _merged([state.tensors for state in states], packing)
     first, common = contents[0, 0], states[0].common
     tensors[BUFFER] = {name: tensor for content in contents.values()
                        for name, tensor in _buffers(content).items()}
@@ -267,12 +270,12 @@ def _layer_weights(layer: int, path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _of_pipeline(files: EngineFiles, states: Sequence[RankState], thirds: bool | None) -> Named:
+def _of_pipeline(files: EngineFiles, states: Sequence[RankState], packing: RankPacking) -> Named:
     """Weights of the layer files, and masters and moments of all stages under the names of those."""
     tp_size = 1 + max(t for _, t in files.layers)
     by_rank = [{name: tensor for (layer, t), path in sorted(files.layers.items()) if t == rank
                 for name, tensor in _layer_weights(layer, path).items()} for rank in range(tp_size)]
-    weights = _merged([{WEIGHT: named} for named in by_rank], thirds)[WEIGHT]
+    weights = _merged([{WEIGHT: named} for named in by_rank], packing)[WEIGHT]
     # Model-parallel ranks with the same parameters of their own are the tensor-parallel ranks of a stage.
     stages: dict[frozenset, list[Named]] = {}
     for state in states:
@@ -285,7 +288,7 @@ def _of_pipeline(files: EngineFiles, states: Sequence[RankState], thirds: bool |
             raise CheckpointError(f"{files.folder}: {len(held)} optim_states hold the same parameters, and "
                                   "the "
                                   f"layer files are of {tp_size} tensor-parallel ranks. Files are mixed up.")
-        for kind, named in _merged(held, thirds).items():
+        for kind, named in _merged(held, packing).items():
             found.setdefault(kind, {}).update(_untied(named, weights))
     return found
 
@@ -307,7 +310,7 @@ def _untied(named: Mapping[str, StoredTensor], weights: Mapping[str, StoredTenso
     return found
 
 
-def _merged(ranks: Sequence[Named], thirds: bool | None) -> Named:
+def _merged(ranks: Sequence[Named], packing: RankPacking) -> Named:
     """Tensors merged over tensor-parallel ranks."""
     if len(ranks) == 1:
         return dict(ranks[0])
@@ -317,7 +320,7 @@ def _merged(ranks: Sequence[Named], thirds: bool | None) -> Named:
             if odd := other.get(kind, {}).keys() ^ named.keys():
                 raise CheckpointError(f"tensor-parallel rank {rank} and rank 0 do not hold the same tensors: "
                                       f"{sorted(odd)[0]} ({kind}). Files are mixed up.")
-        result[kind] = {name: merged_over_tp(name, [other[kind][name] for other in ranks], thirds)
+        result[kind] = {name: merged_over_tp(name, [other[kind][name] for other in ranks], packing)
                         for name in named}
     return result
 

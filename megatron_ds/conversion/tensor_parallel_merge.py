@@ -9,6 +9,7 @@ With a gated feed-forward dense_h_to_4h is [gate; up] on each rank, and so is th
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,22 +23,33 @@ EQUAL = re.compile(r".*(?:layernorm|norm|position_embeddings|tokentype_embedding
                    r"\.(?:weight|bias)|\d+\.(?:weight|bias)|.*\.rotary_emb\.inv_freq")
 
 
-def merged_over_tp(name: str, ranks: Sequence[StoredTensor], thirds: bool | None, gated: bool = False
-                   ) -> StoredTensor:
-    """The whole tensor. Raises CheckpointError for a name that is not known, and for shapes that do not fit.
+@dataclass(frozen=True)
+class RankPacking:
+    """How tensors of several parts lie on a tensor-parallel rank.
 
-    thirds  query_key_value is [Q; K; V] on each rank; False: whole heads on each. None: not known, an error
-    gated   dense_h_to_4h is [gate; up]
+    thirds  query_key_value is [Q; K; V] on each rank; False: whole heads on each. None: not known
+    gated   dense_h_to_4h is [gate; up] on each rank
     """
+
+    thirds: bool | None = None
+    gated: bool = False
+
+
+def merged_over_tp(name: str, ranks: Sequence[StoredTensor], packing: RankPacking) -> StoredTensor:
+    """The whole tensor. Raises CheckpointError for names that are not known and shapes that differ."""
     shapes = {rank.shape for rank in ranks}
     if len(shapes) > 1:
         raise CheckpointError(f"{name} has the shapes {sorted(shapes)} on the tensor-parallel ranks. Files "
                               "are "
                               "mixed up.")
     shape = list(ranks[0].shape)
-    if "query_key_value" in name and thirds is None:
+    if "query_key_value" in name and packing.thirds is None:
         raise CheckpointError(unknown_packing(ranks[0].place))
-    parts = 3 if "query_key_value" in name and thirds else 2 if "dense_h_to_4h" in name and gated else 1
+    parts = 1
+    if "query_key_value" in name and packing.thirds:
+        parts = 3
+    elif "dense_h_to_4h" in name and packing.gated:
+        parts = 2
     if COLUMNS.fullmatch(name):
         dim = 1
     elif ROWS.fullmatch(name):

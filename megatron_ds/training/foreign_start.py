@@ -63,7 +63,8 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     name = foreign_format(load, given.get("checkpoint.load_format"))
     if name is None:
         return {}
-    wishes = Wishes(vocab_size=given.get("model.vocab_size"), weights_only=True)
+    wishes = Wishes(vocab_size=given.get("model.vocab_size"), weights_only=True,
+                    qkv_packing=given.get("checkpoint.qkv_packing"))
     checkpoint = format_of(name).read(Path(load), wishes)
     options, data = dict(checkpoint.model), {}
     rows = options.pop("vocab_size", None)
@@ -86,7 +87,8 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
     if name is None:
         return None
     without_state = config.checkpoint.finetune or config.checkpoint.no_load_optim
-    wishes = Wishes(vocab_size=config.model.vocab_size, weights_only=without_state)
+    wishes = Wishes(vocab_size=config.model.vocab_size, weights_only=without_state,
+                    qkv_packing=config.checkpoint.qkv_packing)
     found = format_of(name).read(Path(config.checkpoint.load), wishes)
     check_foreign(found, config.model)
     return found

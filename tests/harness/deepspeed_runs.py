@@ -24,7 +24,7 @@ FP16, BF16 = ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {"bf16": {"
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
 # name → (module, ZeRO stage, precision)
 CASES = {
-    **{f"small{stage}": (modules.Small, stage, {}) for stage in range(4)},
+    **{f"small{stage}": (modules.Small, stage, {}) for stage in (0, 2, 3)},
     "small0_fp16": (modules.Small, 0, FP16), "small1_fp16": (modules.Small, 1, FP16),
     "small3_bf16": (modules.Small, 3, BF16), "small1_bf16_fp32": (modules.Small, 1, BF16 | FP32_GRADS),
     "llama1": (modules.HfLlama, 1, {}), "llama3": (modules.HfLlama, 3, {}),

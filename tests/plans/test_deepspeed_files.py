@@ -1,0 +1,137 @@
+"""Merging and assigning tensors of DeepSpeed's files, on small files that DeepSpeed did not write."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_ds.conversion import deepspeed_format, mds_family
+from megatron_ds.conversion.deepspeed_folder import files_of, tag_folder
+from megatron_ds.conversion.deepspeed_stage0 import stage0_state
+from megatron_ds.conversion.family import entries_of, model_of, to_theirs
+from megatron_ds.conversion.foreign_names import save_with_names, scaler_object
+from megatron_ds.conversion.formats import Wishes
+from megatron_ds.conversion.stored_tensor import StoredTensor
+from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.conversion.zero_shards import Shard, merged_parts, merged_slices, replayed_slices
+from megatron_ds.errors import CheckpointError
+
+ARGUMENTS = dict(num_layers=1, hidden_size=8, num_attention_heads=4, max_position_embeddings=6,
+                 swiglu=True, ffn_hidden_size=6, add_bias_linear=False, normalization="rmsnorm",
+                 seq_length=6, vocab_size=11,
+                 use_rotary_position_embeddings=True, untie_embeddings_and_output_weights=True)
+
+
+def stored(tensor, place="file"):
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor, place)
+
+
+def whole_model():
+    """(model, tensors of Megatron-DeepSpeed, ours)."""
+    model = model_of(mds_family.model_options(ARGUMENTS) | {"vocab_size": 11}, "test")
+    family, draw = mds_family.family("thirds"), torch.Generator().manual_seed(1)
+    entries = entries_of(family, model)
+    ours = {entry.ours: torch.randn(entry.spec.shape, generator=draw) for entry in entries}
+    theirs = to_theirs(entries, {name: stored(tensor) for name, tensor in ours.items()}, model)
+    return model, {name: tensor.read() for name, tensor in theirs.items()}, ours
+
+
+def on_rank(name, tensor, rank, ranks):
+    """What a tensor-parallel rank of Megatron-DeepSpeed holds."""
+    dim = 1 if name.endswith((".dense.weight", "4h_to_h.weight")) else 0
+    parts = 3 if "query_key_value" in name else 2 if "h_to_4h" in name else 1
+    if "norm" in name:
+        return tensor
+    if "word_embeddings" in name or "output_layer" in name:
+        tensor = torch.cat([tensor, torch.full((1, 8), 99.0)])               # padding to 12 rows
+    return torch.cat([part.chunk(ranks, dim)[rank] for part in tensor.chunk(parts, dim)], dim).clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_parallel_ranks_of_megatron_deepspeed_are_merged(tmp_path, ranks):
+    _, theirs, ours = whole_model()
+    folder = tmp_path / "global_step5"
+    folder.mkdir()
+    for rank in range(ranks):
+        module = {name: on_rank(name, tensor, rank, ranks) for name, tensor in theirs.items()}
+        torch.save({"module": module, "args": Namespace(**ARGUMENTS), "global_steps": 5, "param_shapes": None,
+                    "dp_world_size": 1}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    (tmp_path / "latest").write_text("global_step5")
+    found = deepspeed_format.read(tmp_path, Wishes(qkv_packing="thirds", weights_only=True))
+    assert found.tensors["weight"].keys() == ours.keys() and found.progress.iteration == 5
+    for name, tensor in ours.items():
+        assert torch.equal(found.tensors["weight"][name].read(), tensor), name
+    with pytest.raises(CheckpointError, match="--qkv-packing thirds.*--qkv-packing heads"):
+        deepspeed_format.read(tmp_path, Wishes(weights_only=True))
+    if ranks == 2:
+        (folder / "mp_rank_00_model_states.pt").unlink()
+        with pytest.raises(CheckpointError, match="1 of 2 model_states files are missing, first that of"):
+            files_of(folder)
+
+
+def test_a_pointer_that_leaves_the_folder_is_refused(tmp_path):
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match="not the name of a folder"):
+        tag_folder(tmp_path)
+
+
+def shards_of(shapes, ranks, stage3=False):
+    """(tensors, shards) of one group, cut as DeepSpeed does."""
+    draw = torch.Generator().manual_seed(2)
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    if stage3:
+        padded = [torch.cat([t.flatten(), t.new_full((-t.numel() % ranks,), 7.0)]) for t in tensors.values()]
+        vectors = [torch.cat([p.chunk(ranks)[rank] for p in padded]) for rank in range(ranks)]
+    else:
+        flat = torch.cat([t.flatten() for t in tensors.values()])
+        vectors = torch.cat([flat, flat.new_full((-len(flat) % ranks,), 7.0)]).chunk(ranks)
+    return tensors, [Shard(f"rank {r}", {"master": [stored(vector)]}) for r, vector in enumerate(vectors)]
+
+
+SHAPES = {"a": (5, 3), "b": (4,), "c": (), "d": (7, 2)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_shards_of_any_number_of_ranks_are_the_whole_tensors(ranks):
+    tensors, shards = shards_of(SHAPES, ranks)
+    found = merged_slices(SHAPES, shards, replayed_slices(SHAPES, shards))
+    tensors3, shards3 = shards_of(SHAPES, ranks, stage3=True)
+    for expected, named in ((tensors, found["master"]), (tensors3, merged_parts(SHAPES, shards3)["master"])):
+        assert all(torch.equal(named[name].read(), tensor) for name, tensor in expected.items())
+
+
+def test_shards_that_do_not_fit_are_refused():
+    _, shards = shards_of(SHAPES, 3)
+    slices = replayed_slices(SHAPES, shards)
+    for wrong in (slices[::-1], slices[:2] + [{}], [slices[0], slices[0], slices[2]]):
+        with pytest.raises(CheckpointError, match="mixed up"):
+            merged_slices(SHAPES, shards, wrong)
+    with pytest.raises(CheckpointError, match="a rank of 2 holds"):
+        merged_parts(SHAPES, shards_of(SHAPES, 3, stage3=True)[1][:2])
+
+
+def state_of(*shapes):
+    return {"state": {i: {"exp_avg": stored(torch.full(shape, float(i)))} for i, shape in enumerate(shapes)},
+            "param_groups": [{"params": list(range(len(shapes)))}]}
+
+
+def test_state_without_names_is_assigned_only_in_one_way():
+    weights = {name: stored(torch.zeros(shape)) for name, shape in
+               {"a": (2, 3), "frozen": (4, 4), "b": (2,), "c": (2, 3)}.items()}
+    found = stage0_state(state_of((2, 3), (2,), (2, 3)), None, weights, "file")["exp_avg"]
+    assert {name: float(tensor.read().mean()) for name, tensor in found.items()} == {"a": 0, "b": 1, "c": 2}
+    for shapes, ways in (((2, 3),), "several ways"), (((3, 2),), "no way"):
+        with pytest.raises(CheckpointError, match=ways):
+            stage0_state(state_of(*shapes), None, weights, "file")
+    many = {f"w{i}": stored(torch.zeros(2)) for i in range(3000)}
+    assert len(stage0_state(state_of(*[(2,)] * 3000), None, many, "file")["exp_avg"]) == 3000
+
+
+def test_the_loss_scaler_is_written_under_the_name_of_deepspeed_without_it(tmp_path):
+    numbers = {"loss_scale": 512.0, "loss_scale_lives": 1, "loss_scale_last_overflow": 3,
+               "loss_scale_iteration": 9}
+    save_with_names({"loss_scaler": scaler_object(numbers)}, tmp_path / "state.pt")
+    file = read_torch_file(tmp_path / "state.pt")
+    assert file.ignored == ("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",)
+    from megatron_ds.conversion.deepspeed_checkpoint import scaler_numbers
+    assert scaler_numbers(file.content["loss_scaler"]) == numbers
