@@ -51,6 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="tensors that the source may lack; they get the values of a new model")
     add("--allow-unused", action="append", default=[], metavar="PATTERN",
         help="tensors of the source that may be left out")
+    add("--qkv-packing", choices=("heads", "thirds"),
+        help="order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record "
+             "it")
     add("--no-optim", action="store_true", help="convert weights only")
     add("--verify", action="store_true",
         help="compare the outputs of both checkpoints; needs the memory of both models in float32")
@@ -77,7 +80,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
     wishes = Wishes(args.iteration, args.vocab_size, args.dtype, args.max_shard_size, args.family,
                     args.target_tensor_parallel_size, args.target_pipeline_parallel_size,
-                    tuple(args.allow_missing), tuple(args.allow_unused), args.no_optim)
+                    tuple(args.allow_missing), tuple(args.allow_unused), args.no_optim,
+                    args.qkv_packing)
     checkpoint = source.read(args.load, wishes)
     print(f"read {args.load}: {source.noun}{described(checkpoint)}", flush=True)
     total = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())

@@ -202,25 +202,26 @@ def _move_aside(target: Path, replaced: Path) -> None:
     logger.warning("%s was not written by this program, or is damaged: kept as %s", target, kept.name)
 
 
-def to_delete(steps: Iterable[int], saved: int, limit: int | None) -> list[int]:
+def to_delete(steps: Iterable[int], saved: int, limit: int | None, retain: int | None = None) -> list[int]:
     """Which of the complete checkpoints `steps` to delete after `saved` was written, to keep `limit` of them.
+    retain: of those before `saved`, keep only the multiples of this.
 
     Steps later than `saved` belong to training that the user discarded by editing the tracker. They are
     neither counted nor deleted: counting them as the newest would delete the checkpoints of the current run.
     """
-    if limit is None:
-        return []
-    assert limit >= 1, f"keeping {limit} checkpoints would delete the one just written"
-    return sorted(step for step in set(steps) if step <= saved)[:-limit]
+    assert limit is None or limit >= 1, f"keeping {limit} checkpoints would delete the one just written"
+    own = sorted(step for step in set(steps) if step <= saved)
+    beyond = own[:-limit] if limit is not None else []
+    return sorted({*beyond, *(step for step in own if retain and step < saved and step % retain)})
 
 
-def prune(folder: Path, saved: int, limit: int | None) -> None:
+def prune(folder: Path, saved: int, limit: int | None, retain: int | None = None) -> None:
     """Delete the checkpoints in `to_delete`, except directories that another program wrote.
 
     The new checkpoint is already durable, so a failed deletion is a warning and training continues.
     """
     ours = [step for step in steps_in(folder) if is_ours(folder / name_of(step))]
-    for step in to_delete(ours, saved, limit):
+    for step in to_delete(ours, saved, limit, retain):
         try:
             delete(folder, step)
         except OSError as error:

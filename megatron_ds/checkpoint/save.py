@@ -30,12 +30,13 @@ T = TypeVar("T")
 
 
 def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
-         world: Group, run: Mapping, limit: int | None = None) -> Path:
+         world: Group, run: Mapping, limit: int | None = None, retain: int | None = None) -> Path:
     """Write the checkpoint of `step`. Returns its path when it is complete, durable and named by the tracker.
 
     pieces   all state of this rank; one rank writes content that several hold
     run      plain JSON values for run.json, from rank 0; `load.read_run` returns them
     limit    how many checkpoints to keep in `directory`; None keeps all
+    retain   of earlier checkpoints keep only steps that are multiples of this; None keeps all
 
     Collective over `world`. Raises CheckpointError on all ranks when any rank failed, or when another live
     job saves into the folder; the previous checkpoint is then unchanged.
@@ -61,7 +62,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
             write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
             lock.check()
             folders.publish(folder, step, writing)
-            prune(folder, step, limit)
+            prune(folder, step, limit, retain)
 
         begun = gather_from_all_ranks(world, prepare, **failing)
         needed, (_, free, writing) = sum(share for share, *_ in begun), begun[0]

@@ -27,14 +27,14 @@ class Answer:
         if self.values is None:
             return True
         if isinstance(value, dict):
-            return _is_off(value)
+            return asks_for_nothing(value)
         return any(type(value) is type(known) and value == known for known in self.values)
 
 
-def _is_off(value: Any) -> bool:
+def asks_for_nothing(value: Any) -> bool:
     """Whether a value switches a feature off; a block does by its "enabled", or else by all its values."""
     if isinstance(value, dict):
-        return value["enabled"] in OFF if "enabled" in value else all(map(_is_off, value.values()))
+        return value["enabled"] in OFF if "enabled" in value else all(map(asks_for_nothing, value.values()))
     return value in OFF or value in (0, "", [])
 
 

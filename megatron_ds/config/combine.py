@@ -105,6 +105,14 @@ def _last_of_schedule(config: RunConfig) -> int | None:
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
+UNEVEN = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers",
+          "parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split")
+SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
+          "checkpoint.no_save_optim")
+DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",
+        "zero.offload_param_nvme_path")
+TO_TENSORBOARD = ("logging.log_memory_to_tensorboard", "logging.log_world_size_to_tensorboard",
+                  "logging.log_timers_to_tensorboard", "logging.log_optimizer_states_to_tensorboard")
 GPT2_TOKENS = 50_256                  # plus the end-of-document token, which NullTokenizer adds
 
 
@@ -114,9 +122,14 @@ CAPACITY = ("model.moe_expert_capacity_factor", "model.moe_eval_capacity_factor"
 
 def without_useless_options(config: RunConfig) -> RunConfig:
     """The config without options that have no effect beside others."""
-    config = _with_experts(config)
+    config = _with_tokenizer(_with_experts(config))
     if config.data.mock_data:
         config = _with_mock_data(config)
+    config = _without_experts(config)
+    source = config.sources.get("train.recompute_method")
+    if source is not None and source.name == "--activations-checkpoint-method" and (
+            config.train.recompute_granularity is None):
+        config = _derived(config, "train.recompute_granularity", "full", source.name)
     train = config.train
     if train.recompute_method == "uniform" and train.recompute_num_layers == 1:    # the default
         config = replace(config, train=replace(train, recompute_num_layers=None))
@@ -124,9 +137,80 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     if dtype != "fp16":
         config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
                           f"gradients are summed in {dtype}, which cannot overflow as fp16 does")
+    config = _with_layout(config)
+    if not config.optimizer.fp16:
+        config = _without(config, ("optimizer.loss_scale",), "only fp16 scales the loss")
+    if not config.zero.disk_folders():
+        config = _without(config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk")
+    if config.zero.offload_optimizer == config.zero.offload_param == "none":
+        config = _without(config, _of_deepspeed(config, ("zero.sub_group_size",)), "nothing is offloaded")
+    if config.checkpoint.load is None:
+        config = _without(config, ("optimizer.use_checkpoint_opt_param_scheduler",
+                                   "checkpoint.use_checkpoint_args"), "there is no --load DIR")
+    if config.logging.tensorboard_dir is None:
+        config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir DIR")
     if config.checkpoint.save is None:
-        config = _without(config, ("checkpoint.save_interval", "checkpoint.save_total_limit",
-                                   "checkpoint.no_save_optim"), "no checkpoint is written without --save DIR")
+        config = _without(config, SAVING, "no checkpoint is written without --save DIR")
+    return config
+
+
+def _with_layout(config: RunConfig) -> RunConfig:
+    """The layers of each stage, where options other than --pipeline-layout state them."""
+    parallel, layers = config.parallel, config.model.num_layers
+    if not any(not config.is_default(path) for path in UNEVEN) or not layers or parallel.pipeline_layout:
+        return config
+    ranks, chunks = parallel.pipeline_model_parallel_size, config.pipeline_chunks or 1
+    asks = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+    counts = None if asks and chunks > 1 else _stage_layers(config, layers, ranks * chunks)
+    if ranks == 1 or counts is None:                        # reported by `layout_rules`
+        return config
+    text = "|".join("t" * count for count in counts)
+    return _derived(config, "parallel.pipeline_layout", f"E{text}L", "the layers of the stages")
+
+
+def _stage_layers(config: RunConfig, layers: int, stages: int) -> list[int] | None:
+    """Decoder layers of each stage; None if they cannot be divided as asked, or there is one stage."""
+    parallel = config.parallel
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if stages < 2:
+        return None
+    if first is not None or last is not None:
+        middle = layers - (first or 0) - (last or 0)
+        others = stages - (first is not None) - (last is not None)
+        if middle < 0 or (middle % others if others else middle):
+            return None
+        each = middle // others if others else 0
+        return [first] * (first is not None) + [each] * others + [last] * (last is not None)
+    with_first = parallel.account_for_embedding_in_pipeline_split
+    with_last = parallel.account_for_loss_in_pipeline_split
+    each, rest = divmod(layers + with_first + with_last, stages)
+    if rest:
+        return None
+    return [each - with_first, *[each] * (stages - 2), each - with_last]
+
+
+def _of_deepspeed(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths that a DeepSpeed JSON gave: its blocks list keys of features that other keys turn off."""
+    sources = {path: config.sources.get(path) for path in paths}
+    return tuple(path for path, source in sources.items() if source and source.kind == "deepspeed")
+
+
+def _with_tokenizer(config: RunConfig) -> RunConfig:
+    """The tokenizer of Megatron's entry scripts, if files of it are given without its type."""
+    data = config.data
+    if data.tokenizer_type is not None or data.mock_data or not data.vocab_file:
+        return config
+    if config.model.model == "bert":
+        return _derived(config, "data.tokenizer_type", "BertWordPieceLowerCase", "--vocab-file")
+    if data.merge_file:
+        return _derived(config, "data.tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file")
+    return config
+
+
+def _without_experts(config: RunConfig) -> RunConfig:
+    """Without experts, the number of ranks that would split an expert has no meaning."""
+    if config.model.num_experts is None:
+        return _without(config, ("parallel.expert_tensor_parallel_size",), "there are no experts")
     return config
 
 

@@ -26,6 +26,8 @@ COMMANDS = (
     ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
     ("--print-config", "Print the complete configuration as YAML for --config, with the source of each "
                        "value, and exit."),
+    ("--strict-flags", "Make it an error to give a flag or key that changes nothing here; otherwise startup "
+                       "lists them."),
     ("--local-rank N", "Accepted because some launchers append it; the rank follows from the launcher's "
                        "environment."))
 WIDEST = 48                                                 # widest column; longer values are not aligned
@@ -77,7 +79,8 @@ def _metavar(option: Option) -> str:
 
 def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     for left, right in pairs:
-        head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+        head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ",
+                             break_on_hyphens=False)
         body = textwrap.wrap(right, WIDTH, initial_indent=" " * COLUMN, subsequent_indent=" " * COLUMN,
                              break_long_words=False, break_on_hyphens=False)
         if len(head) == 1 and len(head[0]) < COLUMN - 1 and body:

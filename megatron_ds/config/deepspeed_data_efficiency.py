@@ -48,7 +48,7 @@ RANDOM_LTD_KEYS: Mapping[str, Option] = {
     f"{LTD}.model_mask_name": json_key(
         str, "attention_mask, the only one there is", choices=("attention_mask",)),
     f"{LTD}.hidden_state_order": json_key(
-        str, "seq_batch_dim, the only one there is", choices=("seq_batch_dim",)),
+        str, "either order: the model knows its own", choices=("seq_batch_dim", "batch_seq_dim")),
     f"{LTD}.random_ltd_schedule.schedule_type": json_key(
         str, "fixed_linear, the only one there is", choices=("fixed_linear",)),
     f"{LTD}.layer_token_lr_schedule.enabled": json_key(bool, "must be false, as in DeepSpeed")}
@@ -77,7 +77,7 @@ def _legacy(document: JsonDocument, block: Any) -> None:
             document.refuse(f'{document.path}: "{LEGACY}.curriculum_type" is {shown(kind)}; it must be '
                             '"seqlen".')
         _lengths(document, LEGACY, TRUNCATE, block)
-    elif block.get("enabled") not in (None, False):
+    elif block.get("enabled") not in (None, False, "auto"):
         document.refuse(f'{document.path}: "{LEGACY}.enabled": {shown(block["enabled"])} is not true '
                         'or false.')
 

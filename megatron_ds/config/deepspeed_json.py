@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
+from .answers import asks_for_nothing
 from .config_files import JsonDocument, declared_keys, names, paths_of, text_of
 from .deepspeed_data_efficiency import (
     CURRICULUM_KEYS,
@@ -34,6 +35,11 @@ TRANSLATED: Mapping[str, Option] = {
     "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power"),
     "optimizer.type": json_key(str, "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD"),
     "optimizer.params.betas": json_key(float, "`--adam-beta1`, `--adam-beta2`", is_list=True, count=2),
+    "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0),
+    "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
+    "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
+    "aio.thread_count": json_key(int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1),
+    "wandb.enabled": json_key(bool, "whether the block is used; the project is deepspeed unless given"),
     "tensorboard.enabled": json_key(bool, "whether the block is used"),
     "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
@@ -51,7 +57,8 @@ TRANSLATED: Mapping[str, Option] = {
     **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-OPTIMIZER_PARAMS = {"adam": {"lr", "betas", "eps", "weight_decay"}, "sgd": {"lr", "momentum", "weight_decay"}}
+_ADAM = {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "max_grad_norm"}
+OPTIMIZER_PARAMS = {"adam": _ADAM, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
 _WARMUP = {"warmup_num_steps", "warmup_type"}
 SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
                     "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
@@ -73,7 +80,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, translate_curriculum,
+    for translate in (_declared, _fp16, _optimizer, _scheduler, _offload, _tensorboard, translate_curriculum,
                       translate_random_ltd):
         translate(document)
     return document
@@ -105,7 +112,8 @@ def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any]) -> N
     is_off = block.get("enabled") is False
     for name, value in block.items():
         key = prefix + name
-        is_block = any(known.startswith(key + ".") for known in document.known)
+        is_block = any(known.startswith(key + ".") for known in document.known) or key not in KEYS and any(
+            known.startswith(key + ".") for known in KEYS)
         if is_block and isinstance(value, dict):
             _collect(document, key + ".", value)
         elif is_block:
@@ -125,8 +133,8 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
         document.unread |= {option.path for known, option in declared_keys().items()
                             if repr(known) in near or repr(known.rpartition(".")[2]) in near}
     elif is_off or covered[1].accepts(value):
-        note = "its block is off" if is_off else covered[1].note
-        document.without_effect[f"{document.path} {key}"] = note
+        if not is_off and not asks_for_nothing(value):
+            document.without_effect[f"{document.path} {key}"] = covered[1].note
     else:
         document.refuse(f'{document.path}: "{key}" is not supported: {covered[1].refusal}')
 
@@ -135,6 +143,7 @@ def _declared(document: JsonDocument) -> None:
     """Keys that an option declares."""
     off = {block + "." for block in ("fp16", "bf16") if document.values.get(block + ".enabled",
                                                                             False) is False}
+    off |= {"wandb."} if document.values.get("wandb.enabled", False) is not True else set()
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
@@ -158,6 +167,7 @@ def _optimizer(document: JsonDocument) -> None:
         name = OPTIMIZERS[kind.lower()]
         document.give("optimizer.optimizer", name, "optimizer.type")
         document.refuse_params("optimizer", kind, OPTIMIZER_PARAMS[name])
+    document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
     for number, beta in enumerate(document.take("optimizer.params.betas") or (), 1):
         document.give(f"optimizer.adam_beta{number}", beta, "optimizer.params.betas")
 
@@ -189,7 +199,18 @@ def _scheduler(document: JsonDocument) -> None:
             document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
 
 
+def _offload(document: JsonDocument) -> None:
+    """Older names."""
+    for key, path in (("cpu_offload", "zero.offload_optimizer"),
+                      ("cpu_offload_params", "zero.offload_param")):
+        if document.take(f"zero_optimization.{key}"):
+            document.give(path, "cpu", f"zero_optimization.{key}")
+    document.copy("aio.thread_count", "zero.nvme_threads")
+
+
 def _tensorboard(document: JsonDocument) -> None:
+    if document.take("wandb.enabled") and "wandb.project" not in document.values:
+        document.give("logging.wandb_project", "deepspeed", "wandb.enabled")
     if not document.take("tensorboard.enabled"):
         return
     folder = document.take("tensorboard.output_path")

@@ -18,11 +18,12 @@ from .suggest import near_flag
 from .unsupported import answer_to_flag
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
+STRICT_FLAG = "--strict-flags"           # what changes nothing is an error
 LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
 # Flags that print a text and exit → the text.
 ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
 # Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
-OVERRIDDEN = {"--no-position-embedding": ("rope",)}
+OVERRIDDEN = {"--no-position-embedding": ("rope",), "--use-distributed-optimizer": (2, 3)}
 
 
 @dataclass
@@ -36,6 +37,7 @@ class CommandLine(Reading):
     deepspeed_files: list[str] = field(default_factory=list)
     asks_for: str | None = None
     local_rank: int | None = None
+    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,12 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
     """The settings and problems of a command line. If a flag occurs twice, the later one wins."""
     line = CommandLine()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
-    for typed, words in _flags_with_words(argv, line):
+    for typed, words in flags_with_words(argv, line):
         flag = canonical(typed)
         try:
-            if flag in ASKING:
+            if flag == STRICT_FLAG:
+                line.is_strict = True
+            elif flag in ASKING:
                 line.asks_for = line.asks_for or ASKING[flag]
             elif flag == LOCAL_RANK_FLAG:
                 line.local_rank = coerce(_LOCAL_RANK, _one_word(flag, words, _LOCAL_RANK), flag)
@@ -104,7 +108,7 @@ def canonical(flag: str) -> str:
 _LOCAL_RANK = Option(None, "", kind=int, flag=LOCAL_RANK_FLAG)
 
 
-def _flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, list[str]]]:
+def flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, list[str]]]:
     """(flag, the words after it): `--lr 1 --bf16 --x=2` → ("--lr", ["1"]), ("--bf16", []), ("--x", ["2"])."""
     flag, words, is_misspelt = None, [], False
     for word in argv:
@@ -170,7 +174,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     flag, value = canonical(typed), " ".join(words)
     answer = answer_to_flag(flag)
     if answer is None:
-        near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, *ASKING])
+        near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING])
         _refuse(line, f"unknown flag {typed}{near or '.'} All flags: --help.", near)
     elif answer.accepts(value):
         line.without_effect[flag] = answer.note

@@ -53,14 +53,14 @@ def positions(config: RunConfig) -> Iterator[str]:
                f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
 
 
-ROTARY = ("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-
-
 def rotary(config: RunConfig) -> Iterator[str]:
     """Options of rotary embeddings need them."""
     model = config.model
     if model.position_embedding_type != "rope":
-        yield from given(config, [f"model.{name}" for name in ROTARY],
+        names = ["rotary_interleaved", "use_rope_scaling"]
+        if model.rotary_seq_len_interpolation_factor != 1:                  # 1 changes nothing
+            names.append("rotary_seq_len_interpolation_factor")
+        yield from given(config, [f"model.{name}" for name in names],
                          "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
                          "--position-embedding-type rope.")
     if not model.use_rope_scaling:
@@ -203,6 +203,20 @@ def pipeline(config: RunConfig) -> Iterator[str]:
                    f"--pipeline-layout {example}.")
 
 
+def uneven_pipeline(config: RunConfig) -> Iterator[str]:
+    """First and last stages of another number of layers leave the same number to all others."""
+    parallel = config.parallel
+    paths = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers")
+    if config.model.num_layers and parallel.pipeline_layout is None:
+        if parallel.pipeline_model_parallel_size == 1:
+            yield from given(config, paths, "without --pipeline-model-parallel-size: there is one stage. "
+                                            "Remove it.")
+        else:
+            yield from given(config, paths, "cannot be the layers of a stage: the other stages cannot share "
+                             "the rest of [num_layers] evenly. Use --pipeline-layout, which states the "
+                             "layers of each stage.")
+
+
 def virtual_stages(config: RunConfig) -> Iterator[str]:
     """Options that put several stages on each pipeline rank."""
     parallel, layers = config.parallel, config.model.num_layers
@@ -254,4 +268,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
 
 
 LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, not_available_yet, zero_options, communication,
-                offloading, world, tensor_parallel, pipeline, virtual_stages, pipeline_tuning, rank_order)
+                offloading, world, tensor_parallel, pipeline, uneven_pipeline, virtual_stages,
+                pipeline_tuning, rank_order)

@@ -137,6 +137,8 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
 def _one(option: Option, raw: Any, where: str) -> Any:
     if isinstance(raw, bool) and shown(raw) in option.values:       # YAML reads the choice `on` as true
         raw = shown(raw)
+    if option.kind is not str and isinstance(raw, str) and raw in option.values:     # "optim" for stage 1
+        return option.values[raw]
     value = _CONVERT[option.kind](raw)
     if value is None:
         raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")

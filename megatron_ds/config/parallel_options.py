@@ -50,6 +50,16 @@ class ParallelConfig:
         help="Decoder layers of each pipeline stage, such as 3,2,3; or one letter per layer, such as "
              "Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). With several stages on a rank, "
              "one entry per stage. Default: see --pipeline-cut.")
+    decoder_first_pipeline_num_layers: int | None = option(None, at_least=1,
+        help="Decoder layers of the first pipeline rank; the others share the rest evenly.")
+    decoder_last_pipeline_num_layers: int | None = option(None, at_least=1,
+        help="Decoder layers of the last pipeline rank; the others share the rest evenly.")
+    account_for_embedding_in_pipeline_split: bool = option(False,
+        help="Count the embedding as a layer when layers are divided among the stages.",
+        avoid="--pipeline-cut flops counts it by its cost.")
+    account_for_loss_in_pipeline_split: bool = option(False,
+        help="Count the output head as a layer when layers are divided among the stages.",
+        avoid="--pipeline-cut flops counts it by its cost.")
     pipeline_cut: str = option("flops", choices=("flops", "parameters", "uniform", "measured"),
         json="pipeline.partition", values={"best": "flops"},
         help="How layers are assigned to stages: the cost of the most expensive stage is minimal. The cost "
@@ -79,7 +89,9 @@ class ZeroConfig:
     """Training state that data-parallel ranks split instead of replicating it."""
 
     stage: int = option(0, choices=(0, 1, 2, 3), flag="--zero-stage",
-        switches={"--use-distributed-optimizer": 1}, json="zero_optimization.stage",
+        flags=["--data-parallel-sharding-strategy"],
+        switches={"--use-distributed-optimizer": 1, "--use-torch-fsdp2": 3}, json="zero_optimization.stage",
+        values={"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3},
         help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights.",
         avoid="At data-parallel size 1 there is nothing to split. Stage 3 communicates 1.5 times as much as "
               "the others: use it if the weights do not fit.")

@@ -82,15 +82,24 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
     readings = [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
-    of_files = [setting for reading in readings[1:] for setting in reading.settings]
+    config, problems = assembled(line, readings[1:], world_size, defaults)
+    if line.is_strict:
+        problems += [f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."
+                     for name, why in config.without_effect.items()]
+    problems += problems_of_local_rank(os.environ if env is None else env, line.local_rank)
+    return config, line, readings, problems
+
+
+def assembled(line: CommandLine, files: Sequence[Reading], world_size: int,
+              defaults: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[str]]:
+    """(the configuration that a command line and its files describe, the problems of reading them)."""
+    of_files = [setting for reading in files for setting in reading.settings]
     source = Source("script", "the script")
     scripted = [Setting(names()[name].path, value, source) for name, value in (defaults or {}).items()]
     config = combined(of_files, line.settings, world_size, scripted)
-    notes = {name: why for reading in readings for name, why in reading.without_effect.items()}
-    problems = [problem for reading in readings for problem in reading.problems]
-    problems += [*contradictions(of_files, line.settings),
-                 *problems_of_local_rank(os.environ if env is None else env, line.local_rank)]
-    return config.with_notes(notes), line, readings, problems
+    notes = {name: why for reading in (line, *files) for name, why in reading.without_effect.items()}
+    problems = [problem for reading in (line, *files) for problem in reading.problems]
+    return config.with_notes(notes), [*problems, *contradictions(of_files, line.settings)]
 
 
 def _print_and_exit(text: str, env: Mapping[str, str] | None) -> None:

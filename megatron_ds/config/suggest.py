@@ -28,7 +28,7 @@ _FLAGS = {
     "--tensor-model-parallel-size": "tp tp-size tensor-parallel tensor-parallel-size",
     "--pipeline-model-parallel-size":
         "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
-    "--context-parallel-size": "cp cp-size sequence-parallel-size ds-sequence-parallel-size",
+    "--context-parallel-size": "cp cp-size sequence-parallel-size",
     "--num-experts":
         "moe experts n-experts num-moe-experts num-local-experts n-routed-experts num-routed-experts",
     "--moe-router-topk": "top-k num-experts-per-tok num-experts-per-token experts-per-token moe-topk moe-k",
@@ -82,7 +82,7 @@ _SENTENCES = {
     "--dry-run --world-size N":
         "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
     "there is no profiler yet; --trace DIR records the timeline of the pipeline":
-        "profile profiler profile-step-start profile-step-end use-pytorch-profiler",
+        "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
     "metrics go to the log, to --tensorboard-dir and to --metrics-jsonl": "wandb report-to mlflow",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files":

@@ -42,11 +42,23 @@ class OptimizerConfig:
         avoid="Large language models usually train with 0.95.")
     adam_eps: float = option(
         1e-8, above=0, json="optimizer.params.eps", help="Added to the square root of the second moment.")
+    adam_bias_correction: bool = option(True, json="optimizer.params.bias_correction",
+        help="Divide Adam's moments by 1 - beta^step, so that the first ones are not too small.",
+        avoid="Without it, the first steps are larger: a warm-up of thousands of steps must hide them.")
+    decoupled_weight_decay: bool = option(True, json="optimizer.params.adam_w_mode",
+        help="Weight decay lowers the weights by themselves (AdamW). Off: it is added to the gradient, and "
+             "passes through Adam's moments.",
+        avoid="AdamW generalises better.")
     sgd_momentum: float = option(
         0.9, at_least=0, below=1, json="optimizer.params.momentum", help="Momentum (sgd only).")
     clip_grad: float = option(1.0, at_least=0, json="gradient_clipping",
         help="Gradients are scaled down to this global norm; 0: no clipping.")
 
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, flag="--use-checkpoint-opt-param-scheduler",
+        help="Take the schedules of learning rate and weight decay from the checkpoint of --load, not from "
+             "the flags.",
+        avoid="Flags of the schedules then have no effect after the first start.")
     lr_decay_style: str = option("linear", choices=LR_STYLES,
         help="How the learning rate decays after the warm-up. The three Warmup… styles are DeepSpeed's "
              "schedulers: WarmupDecayLR decays to --lr-warmup-init, WarmupCosineLR to --min-lr.")
@@ -88,8 +100,12 @@ class OptimizerConfig:
     hysteresis: int = option(
         2, at_least=1, json="fp16.hysteresis", help="Overflows after which the scale is halved (fp16 only).")
 
+    fp16_auto_cast: bool = option(False, json="fp16.auto_cast",
+        help="An engine casts floating-point inputs of its module to fp16 (fp16 only). Training scripts have "
+             "none.")
     main_grads_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"),
-        json="data_types.grad_accum_dtype", switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+        json="data_types.grad_accum_dtype", switches={
+            "--accumulate-allreduce-grads-in-fp32": "fp32", "--grad-reduce-in-bf16": "bf16"},
         help="Dtype in which gradients accumulate, and in which they are reduced unless "
              "--communication-data-type is given. It is fp32 or the dtype of the weights.",
         avoid="16 bits lose small contributions when many micro-batches or ranks are added up.")
@@ -148,15 +164,18 @@ class TrainConfig:
         None, above=0, unit="minutes", help="Save and exit after this many minutes.")
     seed: int = option(1234, at_least=0, help="Seed of initial weights, data order and dropout.")
     recompute_granularity: str | None = option(None, choices=("full", "selective"),
+        flags=["--activations-checkpoint-granularity"],
         switches={"--recompute-activations": "selective", "--checkpoint-activations": "full"},
         help="Recompute activations in the backward pass instead of keeping them: of whole layers (full), "
              "or only of core attention (selective).",
         avoid="full takes about a third more time; use it only when memory runs out.")
-    recompute_method: str | None = option(None, choices=("uniform", "block"),
+    recompute_method: str | None = option(
+        None, choices=("uniform", "block"), flags=["--activations-checkpoint-method"],
         help="Which layers are fully recomputed: all (uniform) or the first --recompute-num-layers of each "
              "stage (block). Default: block if that number is given.")
     recompute_num_layers: int | None = option(
-        None, at_least=1, help="Layers of each stage that are recomputed. Default: all.")
+        None, at_least=1, flags=["--activations-checkpoint-num-layers"],
+        help="Layers of each stage that are recomputed. Default: all.")
     cross_entropy_chunks: int = option(1, at_least=1,
         help="Compute the output head and the loss for this many parts of a micro-batch, one after another, "
              "so that the logits of all its tokens never exist at once.",
@@ -174,6 +193,14 @@ class TrainConfig:
     calculate_per_token_loss: bool = option(
         False, help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",
         avoid="It only matters if micro-batches have different numbers of unmasked tokens.")
+    check_weight_hash_across_dp_replicas_interval: int | None = option(None, at_least=1, unit="iterations",
+        help="Compare the weights of data-parallel ranks at steps that are a multiple of this, and stop if "
+             "they differ. With ZeRO stage 3 only those that are whole on every rank.",
+        avoid="It copies all weights to the host.")
+    deterministic_mode: bool = option(False,
+        help="Use only operations whose result is the same in every run, on the same layout; an operation "
+             "that has none raises an error.",
+        avoid="On GPUs some operations are then slower; CPUs are deterministic anyway.")
     kernels: str = option("auto", choices=("auto", "torch"),
         help="Implementations of the operations of a layer: the fastest that takes the arguments, or those "
              "in torch's operations alone.",
@@ -198,11 +225,17 @@ class CheckpointConfig:
         help="Steps between checkpoints. Default: one checkpoint at the end of training.")
     save_total_limit: int | None = option(
         None, at_least=1, help="Keep only the newest N checkpoints. Default: all.")
+    save_retain_interval: int | None = option(None, at_least=1, unit="iterations",
+        help="Delete each checkpoint when the next one is complete, unless its step is a multiple of this. "
+             "Default: keep all.")
     no_save_optim: bool = option(False, help="Write weights only.",
         avoid="Training cannot resume from such a checkpoint.")
     no_load_optim: bool = option(False, help="Load weights only; the optimizer starts with empty state.")
     finetune: bool = option(
         False, help="Load weights only, and start at the first step and the first sample.")
+    use_checkpoint_args: bool = option(False,
+        help="Take the options of the model and the tokenizer from the checkpoint of --load where no flag or "
+             "file gives them.")
     exit_on_missing_checkpoint: bool = option(
         False, help="Exit with an error if --load holds no checkpoint, also when it is --save.",
         avoid="Leave it off in a script that starts and resumes with the same command.")
@@ -216,9 +249,37 @@ class LoggingConfig:
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
         None, help="Directory for TensorBoard events. Default: none are written.")
+    wandb_project: str | None = option(None, json="wandb.project",
+        help="Project of Weights & Biases, which then receives the values of TensorBoard. Needs the package "
+             "wandb.")
+    wandb_exp_name: str | None = option(None, help="Name of the run in --wandb-project.")
+    wandb_entity: str | None = option(None, json="wandb.team", help="Team or user of --wandb-project.")
+    wandb_save_dir: str | None = option(None, help="Folder for the files of W&B.")
     metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
         help="File to which the record of each log line is appended as JSON. Default: metrics.jsonl in the "
              "--save directory, if there is one.")
+    log_params_norm: bool = option(
+        False, help="Log the norm of all weights, as params norm.",
+        avoid="It reads all weights at each log line.")
+    log_num_zeros_in_grad: bool = option(
+        False, help="Log the number of elements of the gradient that are exactly zero.",
+        avoid="It reads the gradients once more in each step.")
+    log_memory_to_tensorboard: bool = option(False, help="Write the memory of rank 0 to TensorBoard.")
+    log_world_size_to_tensorboard: bool = option(
+        False, help="Write the number of ranks to TensorBoard.")
+    log_timers_to_tensorboard: bool = option(False,
+        help="Write the times of --timing-log-level to TensorBoard: of each, the largest of all ranks.")
+    log_optimizer_states_to_tensorboard: bool = option(False,
+        help="Write norms and largest values of Adam's moments and of the weights to TensorBoard.",
+        avoid="It reads the whole state at each log line.")
+    timing_log_level: int = option(0, choices=(0, 1, 2), json="wall_clock_breakdown",
+        values={"true": 2, "false": 0},
+        help="Times that are logged beside that of a step. 1: forward-backward and optimizer; 2: also "
+             "computations, transfers and the wait for data.",
+        avoid="At 2, transfers of the pipeline overlap less with computations.")
+    timing_log_option: str = option("minmax", choices=("max", "minmax", "all"),
+        help="Which times of --timing-log-level are printed: the largest of all ranks, the smallest and the "
+             "largest, or those of all ranks.")
     progress_bar: bool = option(
         True, help="Show a progress bar while stdout is a terminal. Log files never contain one.",
         avoid="Turn it off where a recording of the terminal must hold plain lines.")

@@ -241,8 +241,6 @@ def number_format(config: RunConfig) -> Iterator[str]:
     """Weights have one dtype, and only fp16 scales the loss."""
     if config.optimizer.fp16 and config.optimizer.bf16:
         yield "[fp16] and [bf16]: weights have one dtype. Give only one; bf16 needs no loss scaling."
-    elif not config.optimizer.fp16 and config.optimizer.loss_scale is not None:
-        yield "[loss_scale] has no effect without --fp16: only fp16 scales the loss. Remove it."
     if config.optimizer.min_loss_scale > config.optimizer.initial_loss_scale:
         yield "[min_loss_scale] is above [initial_loss_scale], the first scale. Lower the minimum."
 

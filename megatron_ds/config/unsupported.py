@@ -5,10 +5,11 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
-from .answers import Answer, table
+from .answers import OFF, Answer, table
+from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
 
-FLAGS = MOE_FLAGS | table(
+FLAGS = MOE_FLAGS | MEGATRON_FLAGS | table(
     accepted={
         "attention scores are computed in fp32 and need no second scaling": "--apply-query-key-layer-scaling",
         "the tensor-parallel all-reduce always overlaps with the weight gradient":
@@ -24,9 +25,6 @@ FLAGS = MOE_FLAGS | table(
         "gradients are reduced from flat buffers; --zero-stage chooses what is sharded":
             "--DDP-impl --ddp-backend",
         "DeepSpeed's features are always available; --deepspeed_config names the JSON": "--deepspeed",
-        "recomputation has one implementation; --checkpoint-activations or --recompute-granularity turns it "
-        "on":
-            "--deepspeed-activation-checkpointing",
         "the launcher is recognised from the environment": "--deepspeed-mpi",
         "it is NCCL on CUDA devices and gloo on CPUs": "--distributed-backend",
         "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C": "--exit-signal-handler",
@@ -53,21 +51,10 @@ FLAGS = MOE_FLAGS | table(
         "write --distributed-timeout-minutes.": "--distributed-timeout",
         "documents end with the tokenizer's end-of-document token. Remove it.": "--fim-eod-token",
         "residuals are added in the dtype of the weights. Remove it.": "--fp32-residual-connection",
-        "memory is in the log line and in metrics.jsonl, but not in TensorBoard. Remove it.":
-            "--log-memory-to-tensorboard",
-        "it is planned for a later version. Remove it.": "--log-optimizer-states-to-tensorboard",
-        "TensorBoard gets iteration-time and batch-generator-time; other phases are not timed. Remove it.":
-            "--log-timers-to-tensorboard",
-        "the world size is printed at startup, but not written to TensorBoard. Remove it.":
-            "--log-world-size-to-tensorboard",
         "write --pipeline-layout, such as 3,2,3.": "--num-layers-per-stage",
         "encoder-decoder models are not available. Remove it.": "--pipeline-model-parallel-split-rank",
         "TensorBoard gets a point at each --log-interval. Set that instead, and remove this flag.":
             "--tensorboard-log-interval",
-        "the learning rate always follows from the flags, never from the checkpoint. Give the schedule with "
-        "flags, and remove it.":
-            "--use-checkpoint-opt-param-scheduler",
-        "write --zero-stage 3.": "--use-torch-fsdp2",
         "write --num-virtual-stages-per-pipeline-rank.": "--virtual-pipeline-model-parallel-size",
     },
     only={
@@ -89,7 +76,7 @@ FLAGS = MOE_FLAGS | table(
 
 # Whole families of flags, by how they begin.
 FAMILIES = table({}, {
-    "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.": "--wandb-",
+    "metrics go to the log, to TensorBoard, to W&B and to --metrics-jsonl. Remove it.": "--wandb-",
     "fp8 is not available. Use --bf16, and remove it.": "--fp8-"}, {})
 
 # Keys of DeepSpeed's JSON. A key covers the block under it.
@@ -101,6 +88,16 @@ KEYS = table(
             "zero_optimization.offload_optimizer.pipeline_write "
             "zero_optimization.offload_optimizer.fast_init",
         "blocks are submitted together": "aio.single_submit",
+        "files are read into host memory, from where they are copied to the device": "aio.use_gds",
+        "it does not turn recomputation on (--recompute-granularity does), and how recomputed layers keep "
+        "their input changes no number":
+            "activation_checkpointing.contiguous_memory_optimization "
+            "activation_checkpointing.cpu_checkpointing activation_checkpointing.number_checkpoints "
+            "activation_checkpointing.partition_activations "
+            "activation_checkpointing.synchronize_checkpoint_boundary",
+        "torch.compile is not used; it would change no number": "compile",
+        "DeepSpeed has no such key: CUDA_VISIBLE_DEVICES is a variable of the environment":
+            "cuda_visible_devices",
         "gradients are added to their buffer as soon as they are computed": "bf16.immediate_grad_update",
         "host memory is page-locked where there is a GPU":
             "data_efficiency.data_sampling.pin_memory zero_optimization.cpu_offload_use_pin_memory "
@@ -132,32 +129,40 @@ KEYS = table(
             "zero_optimization.stage3_model_persistence_threshold "
             "zero_optimization.stage3_module_granularity_threshold "
             "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-        "exported weights are always gathered": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "exported weights are always gathered":
+            "zero_optimization.gather_16bit_weights_on_model_save "
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save "
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     },
     refused={
-        "a training script takes --recompute-granularity full or selective; a module of an engine calls "
-        "megatron_ds.checkpointing.checkpoint(). Remove it.":
-            "activation_checkpointing",
+        "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
-            "aio.use_gds autotuning comms_logger compression_training elasticity memory_breakdown "
-            "optimizer.params.amsgrad wall_clock_breakdown zero_optimization.zero_quantized_gradients "
+            "autotuning comms_logger compression_training eigenvalue elasticity memory_breakdown "
+            "optimizer.params.amsgrad progressive_layer_drop quantize_training sparse_attention "
+            "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
+            "zero_optimization.zero_quantized_nontrainable_weights "
             "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",
+        "its gradients are not compressed. Use the optimizer Adam, and remove it.":
+            "optimizer.params.coeff_beta optimizer.params.comm_backend_name optimizer.params.cuda_aware "
+            "optimizer.params.factor_max optimizer.params.factor_min optimizer.params.factor_threshold "
+            "optimizer.params.freeze_step optimizer.params.local_step_clipper "
+            "optimizer.params.local_step_scaler optimizer.params.max_coeff optimizer.params.min_coeff "
+            "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
+        "write --tensor-model-parallel-size, or give an engine a module that is split.": "tensor_parallel",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.":
-            "csv_monitor comet monitor_config wandb",
+            "csv_monitor comet monitor_config wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it.":
             "flops_profiler",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",
-        "floating-point inputs are not cast: pass them in fp16. Remove it.": "fp16.auto_cast",
         "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
-        "master weights and gradients are in fp32. Remove it.": "fp16.fp16_master_weights_and_grads",
-        'write "gradient_clipping" at the top level.': "optimizer.params.max_grad_norm",
+        "master weights and gradients are in fp32. Remove it.":
+            "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
+            "fp16.fp16_master_weights_and_grads",
         "initial weights follow from --seed and each weight's name. Remove it.": "pipeline.seed_layers",
         "activations are sent in their own dtype. Remove it.": "seq_parallel_communication_data_type",
-        'write "offload_optimizer": {"device": "cpu"}.': "zero_optimization.cpu_offload",
-        'write "offload_param": {"device": "cpu"}.': "zero_optimization.cpu_offload_params",
     },
     only={
         "bf16.check_grad_overflow": Answer(
@@ -167,15 +172,12 @@ KEYS = table(
             "the length of training is --train-iters, --train-samples or --train-tokens",
             "the length of training is --train-iters, --train-samples or --train-tokens. Set that, and "
             "remove it.", (1000, None, "auto")),
+        "sequence_parallel_size": Answer(
+            "sequences are not split",
+            "splitting sequences over ranks (Ulysses) is not available. Remove it.", (1, *OFF)),
         "gradient_allreduce_op": Answer(
             "gradients are averaged",
             "gradients are averaged. Remove it.", ("mean", None, "auto")),
-        "optimizer.params.adam_w_mode": Answer(
-            "weight decay is always decoupled",
-            "weight decay is always decoupled (AdamW). Remove it.", (True, None, "auto")),
-        "optimizer.params.bias_correction": Answer(
-            "Adam always corrects its bias",
-            "Adam always corrects its bias. Remove it.", (True, None, "auto")),
         "pipeline.activation_checkpoint_interval": Answer(
             "it is off",
             "write --recompute-granularity full instead. Remove it.", (0, None, "auto")),

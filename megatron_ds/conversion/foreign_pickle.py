@@ -179,7 +179,8 @@ def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) 
     def read() -> torch.Tensor:
         return read_bytes().view(dtype).as_strided(size, stride, offset)
 
-    return FileTensor(size, dtype, read, place)
+    # The place is unique, so that tensors which share their memory are recognised.
+    return FileTensor(size, dtype, read, f"{place}, element {offset}" if offset else place)
 
 
 def _from_type(function: Callable, _: Any, args: tuple, *__: Any) -> FileTensor:

@@ -25,6 +25,7 @@ class Wishes:
     tensor_parallel, pipeline_parallel    sizes of a written layout, for formats whose files have one
     allow_missing, allow_unused           names of tensors that are not errors; patterns of fnmatch
     weights_only   without optimizer state and progress
+    qkv_packing    of Megatron-DeepSpeed's query_key_value: "heads" or "thirds"; None: not known
     done           called with the bytes of each tensor that was converted
     """
 
@@ -38,6 +39,7 @@ class Wishes:
     allow_missing: tuple[str, ...] = ()
     allow_unused: tuple[str, ...] = ()
     weights_only: bool = False
+    qkv_packing: str | None = None
     done: Callable[[int], object] = lambda count: None
 
 
@@ -64,6 +66,8 @@ class Format:
 FORMATS: dict[str, str] = {
     "megatron_ds": "own_format",
     "huggingface": "huggingface_format",
+    "deepspeed-universal": "universal_format",
+    "deepspeed": "deepspeed_format",
     "megatron_torch_dist": "megatron_torch_dist_format",
     "megatron_torch": "megatron_torch_format",
 }

@@ -78,8 +78,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     except CheckpointError as error:
         raise CheckpointError(f"{folder / CONFIG}, model_type {family.name}: {error}.") from error
     model = model_of(options, folder / CONFIG)
-    tensors = _with_prefix(raw.tensors[WEIGHT], family)
-    options, tensors = _check_tied(options, tensors, model, family)
+    tensors = with_prefix(raw.tensors[WEIGHT], family)
+    options, tensors = check_tied(options, tensors, model, family)
     model = model_of(options, folder / CONFIG)
     entries = entries_of(family, model)
     absent = missing(entries, tensors, wishes.allow_missing)
@@ -94,7 +94,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                              ignored=tuple(f"{name} (missing)" for name in absent), unused=tuple(left))
 
 
-def _with_prefix(tensors: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
+def with_prefix(tensors: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
     """Names of a model with a head, also where the files hold the bare model."""
     if not family.prefix or any(name.startswith(family.prefix) for name in tensors):
         return tensors
@@ -102,7 +102,7 @@ def _with_prefix(tensors: Mapping[str, StoredTensor], family: Family) -> Mapping
     return {name if name in heads else family.prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _check_tied(options: dict, tensors: Mapping[str, StoredTensor], model: ModelConfig, family: Family
+def check_tied(options: dict, tensors: Mapping[str, StoredTensor], model: ModelConfig, family: Family
                 ) -> tuple[dict, Mapping[str, StoredTensor]]:
     """Without heads that equal embeddings. Raises CheckpointError if a tied head differs from them."""
     if model.untie_embeddings_and_output_weights:

@@ -40,6 +40,8 @@ class Engine(EngineStatus):
     # ------------------------------------------------------------------ training
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
+        if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
+            args, kwargs = _in_fp16(args), _in_fp16(kwargs)
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False,
@@ -233,3 +235,14 @@ def show(line: str) -> None:
     else:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _in_fp16(value: Any) -> Any:
+    """The value with all floating-point tensors in its tuples, lists and dicts cast to fp16."""
+    if isinstance(value, torch.Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _in_fp16(inner) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_in_fp16, value))
+    return value

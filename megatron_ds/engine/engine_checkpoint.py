@@ -30,6 +30,7 @@ from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import on_one_rank
 from ..mpu.param_spec import ParamSpec
+from .deepspeed_loading import client_state, deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
 from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names
@@ -75,7 +76,8 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
                     load_module_strict: bool = True, load_optimizer_states: bool = True,
                     load_lr_scheduler_states: bool = True,
                     load_module_only: bool = False) -> tuple[str | None, dict[str, Any]]:
-    """Load a checkpoint saved at any stage on any number of ranks. Collective over all ranks.
+    """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective over all
+    ranks.
 
     Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved it,
     training continues with the same bits.
@@ -89,6 +91,9 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
                           "before initialize.")
     world, with_optimizer = engine.world.world, load_optimizer_states and not load_module_only
     tag = None if tag is None else str(tag)
+    foreign = on_one_rank(world, lambda: deepspeed_folder(load_dir, tag))
+    if foreign is not None:
+        return _load_foreign(engine, foreign, with_optimizer, load_lr_scheduler_states)
 
     def look() -> tuple[str, int, dict] | None:
         folder = folder_of(load_dir, last_tag(load_dir) if tag is None else tag)
@@ -116,6 +121,18 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
     engine.optimizer.after_load()
     engine.zero_grad()
     return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
+
+
+def _load_foreign(engine: EngineStatus, path: Path, with_optimizer: bool, with_scheduler: bool
+                  ) -> tuple[str, dict[str, Any]]:
+    """`load_checkpoint` of a folder that DeepSpeed wrote."""
+    raw = fill_from_deepspeed(engine, path, [*engine.optimizer.pieces(), *_buffers(engine)], with_optimizer)
+    if with_optimizer:
+        state = restore_counters(engine, raw)
+        load_loop_state(engine, {"lr_scheduler": plain(state["lr_scheduler"])}, with_scheduler)
+    engine.optimizer.after_load()
+    engine.zero_grad()
+    return str(path), client_state(raw)
 
 
 def _description(engine: EngineStatus) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     block = {key: value for key, value in block.items() if key != DROP_LAST}
     reading = reading_of(name, block)
     settings = reading.settings_or_error()
-    strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)]
+    strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)
+               and not (s.path.startswith("logging.") and s.value == all_options()[s.path].default)]
     reject([*_autos(name, block), *(
         f"{s.source} is refused here: it is for pretrain_gpt.py, which has its own loop and log. Remove it."
         for s in strange)])

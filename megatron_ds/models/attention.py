@@ -127,7 +127,7 @@ def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
     """How the frequencies of the model's rotary embedding are scaled."""
     llama3 = (Llama3Scaling(config.rope_scaling_factor),) if config.use_rope_scaling else ()
     factor = config.rotary_seq_len_interpolation_factor
-    return llama3 if factor is None else (*llama3, LinearScaling(factor))
+    return llama3 if factor in (None, 1) else (*llama3, LinearScaling(factor))
 
 
 class SelfAttention(nn.Module):

@@ -30,6 +30,7 @@ from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
 from .row_adamw import RowAdamW, has_kernel
+from .variant_adam import VariantAdam
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,10 @@ def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer
     fp32 masters are updated by a kernel of this package where the device has one, else by torch's fused one.
     """
     options = dict(lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
+    corrects = getattr(settings, "adam_bias_correction", True)
+    decoupled = getattr(settings, "decoupled_weight_decay", True)
+    if not (corrects and decoupled):
+        return VariantAdam(groups, **options, bias_correction=corrects, decoupled=decoupled)
     if has_kernel(groups):
         return RowAdamW(groups, **options)
     return _fused(torch.optim.AdamW, groups, **options)

@@ -25,6 +25,7 @@ from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
 from .sink import Sink, Tolerant, check_folder
 from .tensorboard import TensorBoard
+from .wandb_log import WandbLog, check_wandb
 
 logger = logging.getLogger(__name__)
 FORMAT = "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
@@ -155,6 +156,8 @@ def check_log(config: RunConfig) -> None:
         check_metrics_file(path)
     if folder := config.logging.tensorboard_dir:
         check_folder("--tensorboard-dir", Path(folder))
+    if config.logging.wandb_project:
+        check_wandb()
 
 
 def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -> Log:
@@ -167,6 +170,8 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     if path := metrics_path(config):
         sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
     if folder := config.logging.tensorboard_dir:
-        sinks.append(TensorBoard(Path(folder), progress))
+        sinks.append(TensorBoard(Path(folder), progress, config.logging.log_timers_to_tensorboard))
+    if config.logging.wandb_project:
+        sinks.append(WandbLog(config, run_id or secrets.token_hex(8)))
     draws = config.logging.progress_bar and _is_terminal() and os.environ.get("TERM") != "dumb"
     return Log(sinks, sys.stdout if draws else None)

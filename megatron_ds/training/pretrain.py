@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ from ..ramps import Progress
 from .build import Engine, build_engine
 from .distributed import joined
 from .foreign_start import foreign_defaults, load_foreign, read_foreign
+from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .log import Log, check_log, open_log
 from .prepared_kernels import prepare_kernels
 from .run_checkpoint import (
@@ -86,12 +88,12 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
-                   defaults={**foreign_defaults(argv), **defaults})
+                   defaults={**(foreign_defaults(argv) or options_of_checkpoint(argv)), **defaults})
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
         stop.defer()
-    with joined(config, launch) as mesh:
+    with deterministic_operations(config.train.deterministic_mode), joined(config, launch) as mesh:
         try:
             reason = train(config, mesh, launch.source, started, stop)
         except torch.OutOfMemoryError as error:
@@ -113,6 +115,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
     with save_folder(checkpoint, world):
         start = find_start(checkpoint, world)
+        as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
         config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
         description = describe_run(config, as_given, tokenizer, start.run_id)
         if start.step is not None:
@@ -199,6 +202,19 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
         check_folder("--trace", Path(config.logging.trace))
     if rank == 0:
         check_log(config)
+
+
+@contextmanager
+def deterministic_operations(wanted: bool) -> Iterator[None]:
+    """Inside, if wanted, torch uses deterministic algorithms; cuBLAS needs a fixed workspace for them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _set_up_logging(rank: int) -> None:

@@ -27,6 +27,10 @@ class TrainRecord:
     actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
     metrics            loss terms and metrics that layers added, by name
+    num_zeros          elements of the gradient that are zero; None unless they are counted
+    params_norm        of all weights; None unless it is computed
+    times              phase → seconds per step of each rank that had it, with --timing-log-level
+    tags               values for TensorBoard alone, by tag
     decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     """
 
@@ -54,6 +58,10 @@ class TrainRecord:
     layer_tokens: int = 0
     actual_seq_length: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    times: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    tags: Mapping[str, float] = field(default_factory=dict)
     decoupled_learning_rate: float | None = None
 
     kind = "train"
@@ -78,6 +86,8 @@ class TrainRecord:
             *(f"{name}: {mean:.6E}" for name, mean in over_layers(self.metrics).items()),
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
+            *([] if self.num_zeros is None else [f"num zeros: {self.num_zeros}"]),
+            *([] if self.params_norm is None else [f"params norm: {self.params_norm:.3f}"]),
             f"number of skipped iterations: {self.skipped_steps:3d}",
             f"number of nan iterations: {self.nan_steps:3d}",
             f"seq length: {self.seq_length:5d}",
@@ -180,4 +190,10 @@ def rate(tokens_per_second: float) -> str:
 def _flat(record: Record) -> dict[str, Any]:
     """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
+    fields.pop("tags", None)
+    for name in ("num_zeros", "params_norm"):
+        if fields.get(name, 0) is None:
+            del fields[name]
+    fields |= {f"{name.replace('-', '_')}_seconds": max(seconds)
+               for name, seconds in fields.pop("times", {}).items()}
     return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()}

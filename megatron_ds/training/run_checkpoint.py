@@ -185,7 +185,7 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
     path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine),
                 coordinates=mesh.coordinates, world=mesh.group("world"), run=run,
-                limit=config.checkpoint.save_total_limit)
+                limit=config.checkpoint.save_total_limit, retain=config.checkpoint.save_retain_interval)
     if mesh.rank == 0:
         logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
 

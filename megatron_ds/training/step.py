@@ -21,6 +21,7 @@ from ..ramps import Progress
 from .batches import BatchSource
 from .build import Engine
 from .nan_locator import locate_nonfinite
+from .phase_times import PhaseTimes
 from .sink import reason_of
 from .step_metrics import StepMetrics, StepReport
 
@@ -35,9 +36,11 @@ class NonFiniteLossError(MegatronDSError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome(StepReport):
-    """Result of one step. grad_norm: unscaled, before clipping; NaN where it is not finite.
+    """Result of one step.
 
-    decoupled_learning_rate: of word embeddings and output layers; None without --decoupled-lr
+    grad_norm                unscaled, before clipping; NaN where it is not finite
+    decoupled_learning_rate  of word embeddings and output layers; None without --decoupled-lr
+    num_zeros                elements of the gradient that are zero, with --log-num-zeros-in-grad
     """
 
     grad_norm: float
@@ -47,15 +50,17 @@ class StepOutcome(StepReport):
     decoupled_learning_rate: float | None
     weight_decay: float
     seconds: float
+    num_zeros: int | None = None
 
 
 def train_step(engine: Engine, batch: Batch, progress: Progress, *,
                learning_rate: float | Mapping[str, float], weight_decay: float,
-               stop: bool = False) -> StepOutcome:
+               stop: bool = False, times: PhaseTimes | None = None) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
     learning_rate: of all parameters, or by name as of `make_learning_rates`
-    stop: whether this rank asks to end the run after this step; the outcome has whether any rank did.
+    stop: whether this rank asks to end the run after this step; the outcome has whether any rank did
+    times: receives the times of the phases
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
@@ -69,24 +74,29 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *,
     optimizer.begin_step()
     # Ranks along other axes than dp work on the same micro-batches.
     global_microbatches = len(microbatches) * engine.mesh.samples.size
-    losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
+    times = times or PhaseTimes(0, engine.mesh.device)
+    with times.phase("forward-backward"), times.instructions(executor):
+        losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
 
     # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
     # step. While the update runs, the host prepares the next step.
-    sums, measured = engine.metrics.queue(losses, executor.entries, stop), optimizer.measure()
+    counts = config.logging.log_num_zeros_in_grad
+    sums, measured = engine.metrics.queue(losses, executor.entries, stop), optimizer.measure(counts)
     numbers = torch.cat([sums, measured]).tolist()
     report = engine.metrics.report(numbers[:len(sums)], losses, executor.entries)
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
 
     rates = learning_rate if isinstance(learning_rate, Mapping) else {MAIN_RATE: learning_rate}
-    result = optimizer.update(numbers[len(sums):], learning_rate, weight_decay,
-                              max(report.tokens, 1) if per_token else 1.0)
+    with times.phase("optimizer"):
+        result = optimizer.update(numbers[len(sums):], learning_rate, weight_decay,
+                                  max(report.tokens, 1) if per_token else 1.0)
     engine.step_state.after_step(applied=not result.skipped)
     return StepOutcome(**vars(report), grad_norm=result.grad_norm, skipped=result.skipped,
                        loss_scale=loss_scale, weight_decay=weight_decay,
                        seconds=time.perf_counter() - start, learning_rate=rates[MAIN_RATE],
-                       decoupled_learning_rate=rates.get(DECOUPLED_RATE))
+                       decoupled_learning_rate=rates.get(DECOUPLED_RATE),
+                       num_zeros=int(numbers[len(sums) + 2]) if counts else None)
 
 
 def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport,

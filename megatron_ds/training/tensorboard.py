@@ -26,7 +26,8 @@ from .sink import AppendedFile
 TAGS = {"learning-rate": "learning_rate", "decoupled-learning-rate": "decoupled_learning_rate",
         "batch-size": "global_batch_size", "loss-scale": "loss_scale",
         "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
-        "batch-generator-time": "data_seconds", "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
+        "batch-generator-time": "data_seconds", "num-zeros": "num_zeros", "params-norm": "params_norm",
+        "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
 TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",
               "seqlen/actual_seq_length": "actual_seq_length",
               "consumed-layer-tokens": "layer_tokens"}
@@ -35,25 +36,34 @@ TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",
 class TensorBoard:
     """The sink for TensorBoard. Each record becomes one event in each of the two folders."""
 
-    def __init__(self, directory: Path, progress: Progress):
-        self.place = directory
+    def __init__(self, directory: Path, progress: Progress, timers: bool = False):
+        """timers: whether to write the times of phases."""
+        self.place, self._timers = directory, timers
         self._steps = EventFile(directory, progress.step + 1)
         self._samples = EventFile(directory / "samples", progress.samples + 1)
 
     def write(self, record: Record) -> None:
         """Write the values of the record, or raise OSError."""
         # Losses and metrics are drawn against steps and against samples, other values against steps only.
-        if isinstance(record, EvalRecord):
-            split, others = record.split, {}
-            losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
-                      **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
-        else:
-            losses = {"lm loss": record.loss, **record.metrics}
-            tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
-            values = ((tag, getattr(record, name)) for tag, name in tags.items())
-            others = {tag: value for tag, value in values if value is not None}
+        losses, others = scalars_of(record, self._timers)
         self._steps.write(losses | others, record.step)
         self._samples.write({f"{tag} vs samples": value for tag, value in losses.items()}, record.samples)
+
+
+def scalars_of(record: Record, timers: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """(losses and metrics, other values) of a record by tag. timers: with the times of phases."""
+    if isinstance(record, EvalRecord):
+        split, others = record.split, {}
+        losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
+                  **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
+    else:
+        losses = {"lm loss": record.loss, **record.metrics}
+        tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
+        values = ((tag, getattr(record, name)) for tag, name in tags.items())
+        times = record.times if timers else {}
+        others = {tag: value for tag, value in values if value is not None} | dict(record.tags) | {
+            f"{name}-time": max(seconds) for name, seconds in times.items() if name != "batch-generator"}
+    return losses, others
 
 
 class EventFile:

@@ -6,8 +6,9 @@ Only `Trainer.progress` changes; learning rate, batch size and data position are
 import logging
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -25,8 +26,11 @@ from ..ramps import Progress
 from .batches import BatchSource
 from .build import Engine
 from .log import Log
+from .phase_times import PhaseTimes, times_text
 from .records import EvalRecord, TrainRecord
+from .replica_check import check_replicas
 from .run_checkpoint import save_run
+from .state_statistics import memory_tags, optimizer_states, params_norm
 from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
 
@@ -71,6 +75,7 @@ class Trainer:
         self.started = started or time.monotonic()
         self.stop = stop or StopRequest()
         self.tracer = Tracer(engine)
+        self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
         self._has_warned_of_stall = False
@@ -105,6 +110,8 @@ class Trainer:
             if train.eval_iters and self.loaders.valid and _due(train.eval_interval, step):
                 if self.evaluate("validation"):
                     return self._stop_reason()
+            if _due(train.check_weight_hash_across_dp_replicas_interval, step):
+                check_replicas(self.engine.optimizer, self.engine.mesh, step)
             if self.config.checkpoint.save and _due(self.config.checkpoint.save_interval, step):
                 self.save()
             if _due(train.exit_interval, step) and not self._is_finished():
@@ -138,7 +145,9 @@ class Trainer:
         with self.tracer.step():
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(self.engine, batch, before, learning_rate=rates,
-                                 weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
+                                 weight_decay=self.weight_decay(before), stop=self._wants_to_stop(),
+                                 times=self.times)
+        self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs
         rows, length = size * batch.rows_per_sample, batch.whole_length
         tokens, kept = rows * length, self.drop.kept_at(before.step, length) if self.drop else None
@@ -149,14 +158,33 @@ class Trainer:
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
         # Log
         self.log.advance(self.progress.step, outcome.loss, tokens / (outcome.seconds + data_seconds))
-        if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
-                               or self._is_finished()):
-            record = self._record(size, length, kept)
-            self.log.write(record)
-            self._warn_of_stall(record)
+        if _due(self.config.logging.log_interval, self.progress.step) or outcome.stop or self._is_finished():
+            asked = self._asked_numbers()
+            if mesh.rank == 0:
+                record = replace(self._record(size, length, kept), **asked)
+                self.log.write(record)
+                if record.times:
+                    logger.info("%s", times_text(record.times, self.config.logging.timing_log_option))
+                self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
+
+    def _asked_numbers(self) -> dict[str, Any]:
+        """Fields of the record that options ask for. Collective over the world if there are any."""
+        logging, mesh, optimizer = self.config.logging, self.engine.mesh, self.engine.optimizer
+        fields: dict[str, Any] = {"num_zeros": self._window[-1].outcome.num_zeros,
+                                  "times": self.times.read(len(self._window), mesh.group("world"))}
+        if logging.log_params_norm:
+            fields["params_norm"] = params_norm(optimizer, mesh)
+        tags: dict[str, float] = {}
+        if logging.log_optimizer_states_to_tensorboard:
+            tags |= optimizer_states(optimizer, mesh)
+        if logging.log_memory_to_tensorboard:
+            tags |= memory_tags(mesh.device)
+        if logging.log_world_size_to_tensorboard:
+            tags["world-size"] = mesh.grid.world_size
+        return fields | {"tags": tags}
 
     def _layer_tokens(self, step: int, seq_length: int) -> int:
         """Tokens of one sequence, counted once for each block that sees them."""

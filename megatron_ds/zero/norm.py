@@ -88,19 +88,32 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     return rows.double().square().sum()
 
 
-def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> torch.Tensor:
+def count_zeros(views: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Number of elements that are exactly zero, a float64 scalar."""
+    zeros = torch.zeros((), dtype=torch.float64, device=device)
+    for view in views:
+        zeros += view.numel() - torch.count_nonzero(view)
+    return zeros
+
+
+def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups,
+                   zeros: torch.Tensor | None = None) -> torch.Tensor:
     """float64 [2] on the device: the sum of `squares` over all ranks, and a number that is 0 if data-parallel
-    ranks `received` gradients of the same parameters; otherwise `report_divergence` is due.
+    ranks `received` gradients of the same parameters; otherwise `report_divergence` is due. With `zeros` [3]:
+    their sum, too.
 
     Collective over the data and the model group; the host does not wait.
     """
     f = zlib.crc32(bytes(received.values())) & 0xFFFF
-    local = column([squares, f, f * f], squares.device)
+    local = column([squares, f, f * f, *([] if zeros is None else [zeros])], squares.device)
     all_reduce_(local, groups.data)
     # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
     local[1] = groups.data.size * local[2] - local[1].square()
-    all_reduce_(local[:2], groups.model)
-    return local[:2]
+    if zeros is not None:
+        local[2] = local[3]
+    local = local[:2 if zeros is None else 3]
+    all_reduce_(local, groups.model)
+    return local
 
 
 def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:

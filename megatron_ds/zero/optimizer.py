@@ -28,7 +28,14 @@ from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
 from .gathering import LayerGathering
-from .norm import NormEntry, ParameterNorms, report_divergence, squared_norm, sum_over_ranks
+from .norm import (
+    NormEntry,
+    ParameterNorms,
+    count_zeros,
+    report_divergence,
+    squared_norm,
+    sum_over_ranks,
+)
 from .offload import OffloadedUpdate
 from .param_store import Draw
 from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
@@ -192,9 +199,10 @@ class ZeroOptimizer:
         return self.update(self.measure().tolist(), lr, weight_decay, grad_divisor)
 
     @torch.no_grad()
-    def measure(self) -> torch.Tensor:
+    def measure(self, zeros: bool = False) -> torch.Tensor:
         """Finish the reductions; two numbers about the gradients of all ranks, for `update`: float64 [2] on
-        the device. Afterwards no rank reads weights until the update is complete. Collective over the world;
+        the device; with `zeros` a third, the number of elements that are zero. Afterwards no rank reads
+        weights until the update is complete. Collective over the world;
         the host does not wait for the device.
         """
         self.reduce_tied()
@@ -204,7 +212,9 @@ class ZeroOptimizer:
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for s in self.trained:
             squares += squared_norm(s.norm_views, self.device)
-        return sum_over_ranks(squares, self._received(), self.groups)
+        counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
+                      torch.zeros_like(squares)) if zeros else None
+        return sum_over_ranks(squares, self._received(), self.groups, counted)
 
     @torch.no_grad()
     def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,
@@ -218,7 +228,7 @@ class ZeroOptimizer:
         Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
         data-parallel ranks have gradients of different parameters.
         """
-        squares, spread = measured
+        squares, spread = measured[:2]
         if spread:
             report_divergence(self._received(), self.groups.data, self.groups.model)
         scale = self.loss_scale

@@ -39,6 +39,7 @@ class ParameterSet:
     resident    leaves that are updated on the device
     sub_groups  offloaded leaves
     norm_views  the gradients of this rank's shard that count in the norm
+    padding     elements of norm_views that belong to no parameter, and are always zero
     """
 
     plan: SetPlan
@@ -49,6 +50,7 @@ class ParameterSet:
     resident: list[Leaf]
     sub_groups: list[SubGroup]
     norm_views: list[torch.Tensor]
+    padding: int = 0
 
     @property
     def leaves(self) -> Iterator[Leaf]:
@@ -99,7 +101,8 @@ class SetMaker:
         counted = [p for p in plan.layout.slot_intersections(ranks.shard)
                    if is_counted(parameters[p.slot].spec, self.groups.tp.rank)]
         views = norm_views(buckets.flat, counted, buckets.start_of)
-        return ParameterSet(plan, parameters, store, buckets, masters, resident, sub_groups, views)
+        padding = sum(p.padded_numel - (p.stop - p.start) for p in counted)
+        return ParameterSet(plan, parameters, store, buckets, masters, resident, sub_groups, views, padding)
 
     def _store(self, plan: SetPlan, parameters: list[nn.Parameter]) -> ParameterStore:
         ranks = self.groups.ranks_of(plan.reduced_over)

@@ -87,7 +87,6 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--use-rope-scaling --rotary-interleaved --apply-wd-to-qk-layernorm"),
     (1, "--position-embedding-type rope --rope-scaling-factor 4"),
     (1, "--fp16 --bf16 --loss-scale 1024"),
-    (1, "--loss-scale 1024"),
     (1, "--zero-accumulate full --main-grads-dtype bf16"),
     (1, "--start-weight-decay 0"),
     (1, "--weight-decay-incr-style linear"),

@@ -58,10 +58,11 @@ def test_hugging_faces_standard_file_is_accepted_and_its_autos_are_the_flags(tmp
     assert (config.zero.stage, config.logging.log_interval,
             config.zero.prescale_gradients) == (3, 2000, False)
     listed = report_without_effect(config)
-    for key in ("pin_memory", "contiguous_gradients", "stage3_max_live_parameters", "wall_clock_breakdown",
-                "autotuning", "stage3_gather_16bit_weights_on_model_save", "prescale_gradients",
-                "compression_training"):
+    for key in ("pin_memory", "contiguous_gradients", "stage3_gather_16bit_weights_on_model_save",
+                "prescale_gradients"):
         assert key in listed, key
+    for key in ("wall_clock_breakdown", "autotuning", "compression_training"):      # false: asks for nothing
+        assert key not in listed, key
     assert listed.count("\n") < 12 and "prescale" not in values_text(config)
 
 
@@ -82,23 +83,21 @@ def nested(key: str, value) -> dict:
 @pytest.mark.parametrize("off", [False, None, "auto", {"enabled": False, "more": 1}])
 def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off):
     reading = reading_of("ds.json", nested(key, off))
-    always_on = key.rpartition(".")[2] in ("bias_correction", "adam_w_mode", "check_grad_overflow",
-                                           "load_from_fp32_weights", "gradient_allreduce_op", "num_epochs",
+    always_on = key.rpartition(".")[2] in ("check_grad_overflow", "load_from_fp32_weights",
+                                           "gradient_allreduce_op", "num_epochs",
                                            "activation_checkpoint_interval")
     if any(known.startswith(key + ".") for known in known_keys()):
         return
     assert bool(reading.problems) == (always_on and off is False), reading.problems
-    assert always_on or f"ds.json {key}" in reading.without_effect
+    assert not reading.without_effect
 
 
 @pytest.mark.parametrize("key, value", [
-    ("optimizer.params.bias_correction", False), ("optimizer.params.adam_w_mode", False),
     ("optimizer.params.amsgrad", True),
-    ("gradient_allreduce_op", "sum"), ("wall_clock_breakdown", True), ("autotuning", {"enabled": True}),
-    ("activation_checkpointing", {"partition_activations": True}),
+    ("gradient_allreduce_op", "sum"), ("autotuning", {"enabled": True}),
+    ("activation_checkpointing.profile", True),
     ("zero_optimization.zero_quantized_weights", True),
-    ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False), ("wandb", {"enabled": True}),
-    ("zero_optimization.cpu_offload", True),
+    ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False),
     ("compression_training", {"layer_reduction": {"enabled": True}})])
 def test_a_key_that_would_change_numbers_or_is_missing_here_is_refused(key, value):
     problems = reading_of("ds.json", nested(key, value)).problems
@@ -122,8 +121,7 @@ def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
 @pytest.mark.parametrize("words, says", [
     ("--data-impl lazy", "preprocess_data"), ("--moe-latent-size 64", "width of the model"),
     ("--fp32-residual-connection", "dtype of the weights"), ("--exit-signal SIGHUP", "SIGTERM"),
-    ("--log-timers-to-tensorboard", "iteration-time"),
-    ("--use-checkpoint-opt-param-scheduler", "from the flags"),
+    ("--rerun-mode report_stats", "faults of the hardware"), ("--window-size 8", "earlier tokens"),
     ("--accumulate-allreduce-grads-in-fp32 --main-grads-dtype bf16", "contradict"),
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradict")])
 def test_flags_that_ask_for_something_else_are_refused(words, says):

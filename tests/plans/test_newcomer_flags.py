@@ -89,12 +89,12 @@ def test_files_get_the_same_suggestions(tmp_path):
 # ------------------------------------------------------------------ one round
 def test_flags_files_and_rules_report_their_problems_in_one_round(tmp_path):
     (tmp_path / "a.yaml").write_text("sed: 1\nclip_grad: much\n")
-    (tmp_path / "b.json").write_text('{"stps_per_print": 1, "wall_clock_breakdown": true}')
+    (tmp_path / "b.json").write_text('{"stps_per_print": 1, "memory_breakdown": true}')
     wrong = ("--frobnicate --fp32-residual-connection --eval-iters x --num-attention-heads 7 --fp16 --bf16 "
              f"--config {tmp_path}/a.yaml --deepspeed_config {tmp_path}/b.json --local-rank 4")
     found = problems_of(*NEEDED, *wrong.split())
     for says in ("--frobnicate", "--fp32-residual", "--eval-iters: 'x'", "unknown key 'sed'",
-                 "clip_grad: 'much'", '"stps_per_print"', '"wall_clock_breakdown"', "--local-rank 4",
+                 "clip_grad: 'much'", '"stps_per_print"', '"memory_breakdown"', "--local-rank 4",
                  "--num-attention-heads 7", "--fp16 and"):
         assert sum(says in problem for problem in found) == 1, (says, found)
     assert len(found) == 10

@@ -300,3 +300,20 @@ def test_partial_gradients_under_megatrons_mark_are_summed_and_all_buffers_saved
     for found, scale, buffer in run_ranks(4, main):
         assert found == pytest.approx(norm, rel=1e-6) and (buffer == 0.5).all()
         torch.testing.assert_close(scale, plain.scale.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_floating_point_inputs_are_cast_to_fp16_where_the_json_asks_for_it(casts):
+    seen = []
+
+    class Looking(nn.Linear):
+        def forward(self, x, more):
+            seen.append((x.dtype, more["scale"][0].dtype, more["ids"].dtype))
+            return super().forward(x.half()) * more["scale"][0].half()
+
+    config = {"train_batch_size": 2, "fp16": {"enabled": True, "auto_cast": casts},
+              "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "wall_clock_breakdown": False}
+    on_ranks(1, lambda engine, rank: engine(torch.ones(2, 3), {"scale": [torch.ones(1)], "ids": torch.ones(
+        2, dtype=torch.long)}), lambda: Looking(3, 3), config)
+    wide = torch.float16 if casts else torch.float32
+    assert seen == [(wide, wide, torch.long)]

@@ -1,0 +1,113 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed that choose an implementation or are not available.
+
+`unsupported.py` states when a flag is accepted and when it is refused; layers with experts are in
+`unsupported_moe.py`.
+"""
+
+from .answers import OFF, Answer, table
+
+MEGATRON_FLAGS = table(
+    accepted={
+        "a checkpoint is complete before the next step begins; what it holds is the same":
+            "--async-ckpt-use-cached-structure --async-ckpt-use-cpu-shm --async-save --async-strategy "
+            "--use-persistent-ckpt-worker",
+        "every rank writes and reads its own part of a checkpoint, which loads at any layout":
+            "--auto-detect-ckpt-format --ckpt-assume-constant-structure --ckpt-fully-parallel-load "
+            "--ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-save --dist-ckpt-workers "
+            "--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient "
+            "--no-ckpt-fully-parallel-save --universal-checkpoint",
+        "a missing or an unexpected tensor of a checkpoint is always an error": "--dist-ckpt-strictness",
+        "files of a checkpoint have checksums, which loading compares": "--verify-integrity",
+        "transfers are overlapped with computation automatically":
+            "--defer-embedding-wgrad-compute --delay-wgrad-compute --no-align-param-gather "
+            "--overlap-p2p-communication-warmup-flush --overlap-param-gather-with-optimizer-step "
+            "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --wgrad-deferral-limit",
+        "kernels are chosen by what the device supports":
+            "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
+            "--enable-cuda-graph --external-cuda-graph "
+            "--te-rng-tracker --use-te-rng-tracker --use-transformer-engine-op-fuser",
+        "memory of the device is managed by torch's allocator":
+            "--empty-unused-memory-level --fsdp-double-buffer --fsdp-manual-registration --use-nccl-ub",
+        "groups of ranks are created when they are first used":
+            "--disable-gloo-process-groups --enable-gloo-process-groups --use-ring-exchange-p2p",
+        "recomputation has one implementation; --checkpoint-activations or --recompute-granularity turns it "
+        "on":
+            "--deepspeed-activation-checkpointing",
+        "with --sequence-parallel every rank keeps a slice of each activation":
+            "--distribute-checkpointed-activations --distribute-saved-activations",
+        "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
+        "weights are drawn where they are kept": "--init-model-with-meta-device",
+        "gradients are averaged over the ranks": "--ddp-average-in-collective",
+        "it changes which ranks keep a copy of the state, not the numbers; --zero-stage splits it over all "
+        "data-parallel ranks":
+            "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
+        "selective recomputation is that of core attention; what is recomputed changes no number":
+            "--recompute-modules",
+        "rank 0 logs progress, other ranks warnings": "--logging-level",
+        "no feature needs it": "--enable-experimental",
+        "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
+    },
+    refused={
+        "context parallelism is not available. Remove it.":
+            "--cp-comm-type --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
+            "--ds-sequence-parallel-fpdt-offloading --hierarchical-context-parallel-sizes",
+        "multi-latent attention is not available. Remove it.":
+            "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
+            "--qk-pos-emb-head-dim --rotary-scaling-factor --v-head-dim",
+        "attention is softmax attention over all earlier tokens. Remove it.":
+            "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
+            "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
+            "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
+            "--linear-num-value-heads --linear-value-head-dim --softmax-type --window-attn-skip-freq "
+            "--window-size",
+        "predicting more than the next token is not available. Remove it.":
+            "--mtp-loss-scaling-factor --mtp-num-layers",
+        "distillation is not available. Remove it.":
+            "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
+            "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
+        "the optimizer muon is not available. Remove it.":
+            "--muon-extra-scale-factor --muon-fp32-matmul-prec --muon-momentum --muon-num-ns-steps "
+            "--muon-scale-mode --muon-split-qkv --muon-tp-mode --muon-use-nesterov",
+        "the widths of the model do not scale the learning rate. Remove it.":
+            "--mup-base-hidden-size --use-mup",
+        "this activation is not available. Remove it.":
+            "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
+        "the layers of a model are chosen by its options. Remove it.": "--export-force-local-attention",
+        "errors are not injected. Remove it.": "--error-injection-type",
+        "torch's default decides how matrix products of bf16 are summed. Remove it.":
+            "--disable-bf16-reduced-precision-matmul",
+        "activations stay on the device. Write --recompute-granularity full if they do not fit.":
+            "--checkpoint-in-cpu --cpu-offloading-num-layers --fine-grained-activation-offloading "
+            "--offload-modules",
+        "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.":
+            "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
+        "write --finetune, which loads weights only and starts at the first step.":
+            "--no-load-lr-state --reset-iteration",
+        "evaluation uses the global batch size. Remove it.": "--eval-global-batch-size",
+        "fp8 is not available. Use --bf16, and remove it.":
+            "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
+    },
+    only={
+        "--rerun-mode": Answer(
+            "a loss that is not finite is located, and ends the run unless --check-for-nan continue is given",
+            "steps are not computed twice to find faults of the hardware. Remove it.",
+            ("disabled", "validate_results", *OFF)),
+        "--spec": Answer(
+            "there is one implementation of each layer",
+            "the layers of a model are chosen by its options. Remove it.", ("local", *OFF)),
+        "--error-injection-rate": Answer(
+            "errors are not injected", "errors are not injected. Remove it.", ("0", *OFF)),
+        "--ds-sequence-parallel-size": Answer(
+            "sequences are not split",
+            "splitting sequences over ranks (Ulysses) is not available. Remove it.", ("1", *OFF)),
+        "--megatron-fsdp-main-params-dtype": Answer(
+            "master weights are in fp32", "master weights are in fp32. Remove it.", ("fp32", *OFF)),
+        "--megatron-fsdp-main-grads-dtype": Answer(
+            "gradients accumulate in fp32", "write --main-grads-dtype.", ("fp32", "auto", *OFF)),
+        "--megatron-fsdp-grad-comm-dtype": Answer(
+            "gradients are sent in fp32, in which they accumulate", "write --communication-data-type.",
+            ("fp32", "auto", *OFF)),
+        "--outer-dp-sharding-strategy": Answer(
+            "ZeRO splits state over all data-parallel ranks",
+            "ZeRO splits state over all data-parallel ranks. Remove it.", ("no_shard", *OFF)),
+    })

@@ -1,0 +1,150 @@
+"""A recipe file → its trainings: a shell script, a YAML of Megatron, or a JSON of DeepSpeed.
+
+    train.sh    the training commands that it would start (`shell_script`)
+    *.yaml      `MODEL_ARGS` of Megatron's functional tests, or a file for Megatron's --yaml-cfg
+    *.json      a configuration of DeepSpeed
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .shell_script import Script, read_script
+from .shell_tokens import ShellError
+from .shell_values import IS_OPEN, Scope, fields_of, opened
+
+MODEL_ARGS = re.compile(r"MODEL_ARGS(_\d+)?")
+# Names of Megatron's --yaml-cfg that are not a flag's name → the flag for true, the flag for false.
+YAML_SWITCHES = {"add-bias-linear": ("", "--disable-bias-linear"), "fp16": ("--fp16", ""),
+                 "bf16": ("--bf16", ""), "gated-linear-unit": ("", ""),
+                 "bias-activation-fusion": ("", "--no-bias-gelu-fusion"),
+                 "bias-dropout-fusion": ("", "--no-bias-dropout-fusion"),
+                 "masked-softmax-fusion": ("", "--no-masked-softmax-fusion"),
+                 "gradient-accumulation-fusion": ("", "--no-gradient-accumulation-fusion"),
+                 "apply-rope-fusion": ("", "--no-rope-fusion"), "perform-initialization": ("", ""),
+                 "overlap-p2p-comm": ("", "--no-overlap-p2p-communication"),
+                 "tp-comm-overlap": ("--tp-comm-overlap", "")}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of a recipe.
+
+    script   the Python file that it starts; "" for a JSON alone
+    words    its command line, with open values (`shell_values`)
+    ranks    how many processes; None if the recipe does not state it
+    files    name → text of the files that the recipe would write: the JSON for --deepspeed_config
+    """
+
+    script: str
+    words: tuple[str, ...]
+    ranks: int | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()) -> list[Training]:
+    """The trainings of a file. Raises ConfigError.
+
+    variables  of the environment of a script; arguments: of a script, $1 first
+    """
+    try:
+        if path.suffix == ".json":
+            text = path.read_text(encoding="utf-8-sig")
+            return [Training("", ("--deepspeed_config", str(path)), files={str(path): text})]
+        if path.suffix in (".yaml", ".yml"):
+            return _of_yaml(path, Scope(dict(variables), list(arguments)))
+        return _of_script(read_script(path, variables, arguments), path)
+    except ShellError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: this is not a text file.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
+
+
+def _of_script(script: Script, path: Path) -> list[Training]:
+    """The trainings of a script; each has the files that its command line names."""
+    found = [Training(launch.script, launch.words, launch.ranks, _files(script, launch.words))
+             for launch in script.launches if _is_training(launch.script, launch.words)]
+    if not found:
+        raise ConfigError(f"{path}: no training command in it: no Python file is started with flags such as "
+                          "--num-layers. If another script sets the variables, give that one.")
+    return found
+
+
+def _is_training(script: str, words: Sequence[str]) -> bool:
+    """Whether the command trains: other Python programs prepare data or convert checkpoints."""
+    flags = {word.partition("=")[0].replace("_", "-") for word in words}
+    return bool(flags & {"--num-layers", "--train-iters", "--train-samples", "--micro-batch-size",
+                         "--deepspeed-config", "--yaml-cfg"})
+
+
+def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
+    files = {}
+    for name, value in zip(words, [*words[1:], ""]):
+        flag, equals, inner = name.partition("=")
+        if flag.replace("_", "-") in ("--deepspeed-config", "--yaml-cfg", "--config"):
+            target = inner if equals else value
+            text = script.text_of(target)
+            if text is not None:
+                files[target] = text
+    return files
+
+
+def _of_yaml(path: Path, scope: Scope) -> list[Training]:
+    import yaml
+    try:
+        root = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: this is not YAML: {' '.join(str(error).split())[:200]}.") from None
+    if not isinstance(root, dict):
+        raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
+    blocks = [value for name, value in root.items() if MODEL_ARGS.fullmatch(str(name))]
+    if blocks:
+        return [Training(_script_of(path), _words_of_args(block or {}, scope)) for block in blocks]
+    return [Training("pretrain_gpt.py", _words_of_cfg(root))]
+
+
+def _script_of(path: Path) -> str:
+    return "pretrain_bert.py" if "bert" in path.parent.name + path.parent.parent.name else "pretrain_gpt.py"
+
+
+def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
+    """`--flag: value` lines, as Megatron's test runner reads them: true is a flag alone, a list its words."""
+    words: list[str] = []
+    for flag, value in block.items():
+        words.append(str(flag))
+        if value is True or value is None or value == "":
+            continue
+        if isinstance(value, list):
+            words += " ".join(map(str, value)).split()
+            continue
+        text = str(value).strip()
+        if re.fullmatch(r"\[[^\]]+\]", text):
+            words += text[1:-1].split()
+        elif "$" in text:
+            words += fields_of(f'"{text}"', scope) or [opened(text)]
+        else:
+            words.append(text)
+    return tuple(words)
+
+
+def _words_of_cfg(root: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of a --yaml-cfg file as flags: `hidden_size: 64` in any of its blocks."""
+    words: list[str] = []
+    for name, value in root.items():
+        if isinstance(value, dict):
+            words += _words_of_cfg(value)
+            continue
+        flag = str(name).replace("_", "-")
+        if isinstance(value, bool):
+            on, off = YAML_SWITCHES.get(flag, (f"--{flag}", ""))
+            words += [word for word in [on if value else off] if word]
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{flag}", IS_OPEN.sub("", str(value))]
+    return tuple(words)

@@ -1,0 +1,279 @@
+"""A shell script → the training commands that it would start, and the files that it would write for them.
+
+Assignments, arrays, conditions, `case`, functions, here-documents and `sed` over templates are followed;
+commands are not run. A `for` is read once, with its first value; scripts that are sourced or started with
+`bash` are read, too, where they lie next to the script.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, Statement, statements_of
+from .shell_tokens import ShellError
+from .shell_values import Scope, array_of, closed, fields_of, is_true, opened, shown, value_of
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.S)
+DECLARING = {"export", "local", "readonly", "declare", "typeset"}
+SHELLS = {"bash", "sh", "source", ".", "sbatch", "srun", "exec"}
+COUNTS = {"nproc-per-node": "per_node", "num-gpus": "per_node", "nnodes": "nodes", "num-nodes": "nodes",
+          "ntasks-per-node": "per_node", "nodes": "nodes", "np": "world", "n": "world", "ntasks": "world"}
+WORLD_NAMES = ("WORLD_SIZE", "NUM_GPUS", "num_gpus")
+DEEPEST = 5                              # scripts that start scripts
+MOST = 20_000                            # statements that are read
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A training command. script: the Python file; words: after it; ranks: None if it does not state them.
+
+    Values that only a run of the script could know are open (`shell_values`).
+    """
+
+    script: str
+    words: tuple[str, ...]
+    ranks: int | None
+    line: int = 0
+
+
+@dataclass
+class Script:
+    """Reads a script. files: what it would write, by name as written; folder: where its neighbours lie."""
+
+    folder: Path
+    scope: Scope = field(default_factory=Scope)
+    files: dict[str, str] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+    functions: dict[str, tuple] = field(default_factory=dict)
+    depth: int = 0
+    read: int = 0
+
+    def run(self, text: str) -> None:
+        """Follow the statements of the text. Raises ShellError."""
+        self._all(statements_of(text))
+
+    def _all(self, statements: Sequence[Statement]) -> bool:
+        status = True
+        for statement in statements:
+            status = self._one(statement)
+        return status
+
+    def _one(self, statement: Statement) -> bool:
+        """Follow a statement; returns whether it is true, where it is a test."""
+        self.read += 1
+        if self.read > MOST:
+            raise ShellError(f"more than {MOST} statements: this is not a recipe.")
+        match statement:
+            case Command():
+                return self._command(statement)
+            case Pipe(commands):
+                return self._pipe(commands)
+            case AndOr(parts):
+                status = True
+                for operator, part in parts:
+                    if operator == "" or (operator == "&&") == status:
+                        status = self._one(part)
+                return status
+            case If(branches):
+                for condition, body in branches:
+                    if not condition or self._all(condition):
+                        return self._all(body)
+            case For(name, words, body):
+                values = [value for word in words for value in fields_of(word, self.scope)]
+                if name and values:
+                    self.scope.variables[name] = values[0]
+                if values:
+                    self._all(body)
+            case Case(word, branches):
+                self._case(value_of(word, self.scope), branches)
+            case Function(name, body):
+                self.functions[name] = body
+        return True
+
+    def _case(self, value: str, branches: Sequence[tuple]) -> None:
+        import fnmatch
+        for patterns, body in branches:
+            if any(fnmatch.fnmatchcase(closed(value), value_of(p, self.scope)) for p in patterns):
+                self._all(body)
+                return
+
+    # ---------------------------------------------------------------------------------------- commands
+    def _command(self, command: Command) -> bool:
+        words = list(command.words)
+        if words[:1] == ["!"]:
+            return not self._command(Command(tuple(words[1:]), command.line))
+        if words and (words[0] in ("[", "[[", "test") or words[0].startswith("((")):
+            return is_true(words, self.scope)
+        if words and words[0] in DECLARING:
+            words = [word for word in words[1:] if not word.startswith("-")]
+        while words and (match := ASSIGNMENT.match(words[0])):
+            self._assign(match, words.pop(0))
+        if command.document is not None and command.writes:
+            self._write(command, command.document if command.is_literal else self._expanded(command.document))
+        if not words or words[0] in ("exit", "return", "set", "unset", "mkdir", "cd", "shift", "wait"):
+            return True
+        expanded = [value for word in words for value in fields_of(word, self.scope)]
+        if expanded:
+            self._start(expanded, command)
+        return True
+
+    def _assign(self, match: re.Match, word: str) -> None:
+        name, index, adds = match.groups()
+        text, variables = word[match.end():], self.scope.variables
+        before = variables.get(name)
+        if text.startswith("("):
+            values = array_of(text, self.scope)
+            old = [before] if isinstance(before, str) else before or []
+            variables[name] = [*old, *values] if adds else values
+        elif index:
+            variables[name] = opened(f"${name}")
+        else:
+            value = value_of(text, self.scope)
+            if adds and isinstance(before, list):
+                before, value = "", [(before[0] if before else "") + value, *before[1:]]
+            variables[name] = (before or "") + value if adds and isinstance(value, str) else value
+
+    def _expanded(self, document: str) -> str:
+        return value_of('"' + document.replace('"', '\\"') + '"', self.scope)
+
+    def _write(self, command: Command, text: str) -> None:
+        self.files[value_of(command.writes, self.scope)] = text
+
+    def _pipe(self, commands: Sequence[Command]) -> bool:
+        """Texts that `sed` edits into a file; otherwise each command by itself."""
+        text = self._source(commands[0])
+        if text is None:
+            for command in commands:
+                self._command(command)
+            return True
+        for command in commands:
+            text = edited(text, [value for word in command.words for value in fields_of(word, self.scope)])
+        if commands[-1].writes:
+            self._write(commands[-1], text)
+        return True
+
+    def _source(self, command: Command) -> str | None:
+        """The text that `cat FILE` or `sed … FILE` reads, if it is known; None for other commands."""
+        words = [value for word in command.words for value in fields_of(word, self.scope)]
+        if not words or words[0] not in ("sed", "cat"):
+            return None
+        if command.document is not None:
+            return command.document if command.is_literal else self._expanded(command.document)
+        for word in words[1:]:
+            if word in self.files or not word.startswith(("s/", "s#", "s|", "s@", "s,", "-")):
+                return self.text_of(word)
+        return None
+
+    def text_of(self, name: str) -> str | None:
+        """The text of a file that the script writes, or that lies in its folder."""
+        if name in self.files:
+            return self.files[name]
+        path = neighbour(self.folder, name)
+        try:
+            return path.read_text(encoding="utf-8") if path else None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def _start(self, words: list[str], command: Command) -> None:
+        """A command that would be run: a training, another script, a function, or nothing of interest."""
+        name = words[0].rpartition("/")[2]
+        if words[0] in self.functions and self.depth < DEEPEST:
+            return self._inner(lambda: self._all(self.functions[words[0]]), words[1:])
+        if name == "eval":
+            return self._nested(" ".join(words[1:]))
+        if name == "sed" and command.writes or name == "cat" and command.writes and command.document is None:
+            text = self._source(command)
+            return None if text is None else self._write(command, edited(text, words))
+        if name == "sed" and any(word.startswith("-i") for word in words):
+            target = words[-1]
+            text = self.text_of(target)
+            if text is not None:
+                self.files[target] = edited(text, words)
+            return None
+        if name == "echo":
+            return self._write(command, " ".join(words[1:])) if command.writes else None
+        texts = [word for word in words if ".py" in word and re.search(r"\s--", word)]
+        if texts:
+            return self._nested(texts[0])
+        script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+        if script is not None:
+            return self._launch(words, script, command.line)
+        other = next((at for at, word in enumerate(words) if word.endswith(".sh")), None)
+        if other is not None and (other == 0 or name in SHELLS):
+            self._follow(words[other], words[other + 1:], keeps=name in ("source", "."))
+        return None
+
+    def _nested(self, text: str) -> None:
+        """A command in a string."""
+        if self.depth < DEEPEST:
+            self.depth += 1
+            self._all(statements_of(text))
+            self.depth -= 1
+
+    def _inner(self, action, arguments: Sequence[str]) -> None:
+        outer, self.scope.arguments = self.scope.arguments, list(arguments)
+        self.depth += 1
+        action()
+        self.depth -= 1
+        self.scope.arguments = outer
+
+    def _follow(self, name: str, arguments: Sequence[str], keeps: bool) -> None:
+        path = neighbour(self.folder, name)
+        if path is None or self.depth >= DEEPEST:
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        self._inner(lambda: self._all(statements_of(text)), self.scope.arguments if keeps else arguments)
+
+    def _launch(self, words: Sequence[str], at: int, line: int) -> None:
+        flags = [word for word in words[at + 1:] if re.match(r"--?[A-Za-z]", word)]
+        if flags:
+            self.launches.append(Launch(words[at], tuple(words[at + 1:]), self._ranks(words[:at]), line))
+
+    def _ranks(self, launcher: Sequence[str]) -> int | None:
+        """The number of processes that the launcher would start."""
+        counts: dict[str, int] = {}
+        for number, word in enumerate(launcher):
+            name, equals, value = word.lstrip("-").partition("=")
+            value = value if equals else launcher[number + 1] if number + 1 < len(launcher) else ""
+            if word.startswith("-") and name.replace("_", "-") in COUNTS and value.isdigit():
+                counts[COUNTS[name.replace("_", "-")]] = int(value)
+        if "world" in counts:
+            return counts["world"]
+        if "per_node" in counts:
+            return counts["per_node"] * counts.get("nodes", 1)
+        known = (self.scope.get(name) for name in WORLD_NAMES)
+        return next((int(value) for value in known if isinstance(value, str) and value.isdigit()), None)
+
+
+def neighbour(folder: Path, name: str) -> Path | None:
+    """The file of this name next to the script; None if there is none. Names that leave the folder's tree by
+    an absolute path or an open value are looked up by their last part."""
+    last = closed(name).rpartition("/")[2]
+    for candidate in (closed(name).lstrip("./"), last):
+        path = folder / candidate if candidate else None
+        if path and not Path(candidate).is_absolute() and path.is_file():
+            return path
+    return None
+
+
+def edited(text: str, words: Sequence[str]) -> str:
+    """The text after the `s/old/new/` of a `sed` command; other commands of sed are not followed."""
+    for word in words[1:]:
+        match = re.fullmatch(r"s(\W)(.*?)\1(.*?)\1(g?)", word, re.S)
+        if match:
+            _, old, new, everywhere = match.groups()
+            lines = [line.replace(old, new, -1 if everywhere else 1) for line in text.split("\n")]
+            text = "\n".join(lines)
+    return text
+
+
+def read_script(path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
+    """The script with all that it would start. variables: of the environment. Raises ShellError."""
+    script = Script(path.parent, Scope(dict(variables), list(arguments)))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    script.run(text)
+    return script
+
+
+__all__ = ["Launch", "Script", "read_script", "shown"]

@@ -1,0 +1,264 @@
+"""The text of a shell script → its statements, as far as training recipes need them. Nothing is executed.
+
+    Command   words as written, with quotes and `$`; the texts that redirections read and the files they write
+    Pipe      commands joined by `|`
+    AndOr     statements joined by `&&` and `||`
+    If, For, Case, Function   with their bodies; a `while` is a For without words, whose body is not read
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .shell_tokens import ShellError, Token, tokens_of
+
+ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ";;", ")"}
+DEEPEST = 60                             # nested blocks of a script; more is not a recipe
+
+
+@dataclass(frozen=True)
+class Command:
+    """words as written; writes: the target of `>`; document: its here-document."""
+
+    words: tuple[str, ...]
+    line: int
+    writes: str | None = None
+    document: str | None = None
+    is_literal: bool = False
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """Commands joined by `|`."""
+
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True)
+class AndOr:
+    """(operator before it, statement), the first with ""."""
+
+    parts: tuple[tuple[str, "Statement"], ...]
+
+
+@dataclass(frozen=True)
+class If:
+    """branches: (statements of the condition, body); the last condition is () for `else`."""
+
+    branches: tuple[tuple[tuple, tuple], ...]
+
+
+@dataclass(frozen=True)
+class For:
+    """name takes the values of the words; () for a `while`."""
+
+    name: str
+    words: tuple[str, ...]
+    body: tuple
+
+
+@dataclass(frozen=True)
+class Case:
+    """branches: (patterns, body)."""
+
+    word: str
+    branches: tuple[tuple[tuple[str, ...], tuple], ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A definition."""
+
+    name: str
+    body: tuple
+
+
+Statement = Command | Pipe | AndOr | If | For | Case | Function
+
+
+def statements_of(text: str) -> tuple[Statement, ...]:
+    """The statements of a script. Raises ShellError."""
+    return Parser(list(tokens_of(text))).script()
+
+
+# --------------------------------------------------------------------------------------------- statements
+@dataclass
+class Parser:
+    """Reads the tokens of a script from the left to the right."""
+
+    tokens: Sequence[Token]
+    at: int = 0
+    depth: int = 0
+
+    def script(self) -> tuple[Statement, ...]:
+        """All statements. Raises ShellError for a word that closes nothing."""
+        body = self._body(set())
+        if self._word() is not None:
+            raise ShellError(f"line {self._line()}: {self._word()!r} closes no block.")
+        return body
+
+    def _line(self) -> int:
+        return self.tokens[min(self.at, len(self.tokens) - 1)].line if self.tokens else 1
+
+    def _word(self) -> str | None:
+        return self.tokens[self.at].text if self.at < len(self.tokens) else None
+
+    def _is_operator(self) -> bool:
+        return self.at < len(self.tokens) and self.tokens[self.at].is_operator
+
+    def _expect(self, word: str) -> None:
+        self._skip("\n", ";")
+        if self._word() != word:
+            raise ShellError(f"line {self._line()}: {word!r} is missing.")
+        self.at += 1
+
+    def _skip(self, *operators: str) -> None:
+        while self._is_operator() and self._word() in operators:
+            self.at += 1
+
+    def _body(self, ends: set[str]) -> tuple[Statement, ...]:
+        """The statements up to one of the words, which is not consumed."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise ShellError(f"line {self._line()}: blocks are nested more than {DEEPEST} deep.")
+        found: list[Statement] = []
+        while True:
+            self._skip("\n", ";", "&", "(")
+            if self._is_operator() and self._word() == ")" and ")" not in ends:
+                self.at += 1                                          # of a subshell
+                continue
+            if self._word() is None or self._word() in ends or self._word() in ENDS:
+                self.depth -= 1
+                return tuple(found)
+            found.append(self._and_or())
+
+    def _and_or(self) -> Statement:
+        parts = [("", self._statement())]
+        while self._is_operator() and self._word() in ("&&", "||"):
+            operator = self._word()
+            self.at += 1
+            self._skip("\n", "(")
+            parts.append((operator, self._statement()))
+        return parts[0][1] if len(parts) == 1 else AndOr(tuple(parts))
+
+    def _statement(self) -> Statement:
+        word, follows = self._word(), self.tokens[self.at + 1:self.at + 3]
+        if word in ("if", "for", "while", "until", "case", "function", "{"):
+            self.at += 1
+            return {"if": self._if, "for": self._for, "case": self._case, "function": self._function,
+                    "{": self._group}.get(word, self._while)()
+        if [token.text for token in follows] == ["(", ")"] and re.fullmatch(r"[\w-]+", word):
+            return self._function()
+        return self._pipe()
+
+    def _if(self) -> If:
+        branches = []
+        while True:
+            condition = self._body({"then"})
+            self._expect("then")
+            branches.append((condition, self._body({"elif", "else", "fi"})))
+            word = self._word()
+            self.at += 1
+            if word == "else":
+                branches.append(((), self._body({"fi"})))
+                self._expect("fi")
+            elif word != "elif":
+                if word != "fi":
+                    raise ShellError(f"line {self._line()}: 'fi' is missing.")
+                return If(tuple(branches))
+            if word == "else":
+                return If(tuple(branches))
+
+    def _for(self) -> For:
+        if (self._word() or "").startswith("(("):
+            self.at += 1
+            name, words = "", []
+        else:
+            name, words = self._word() or "", []
+            self.at += 1
+            self._skip("\n")
+            if self._word() == "in":
+                self.at += 1
+                while self._word() is not None and not self._is_operator():
+                    words.append(self._word())
+                    self.at += 1
+        self._expect("do")
+        body = self._body({"done"})
+        self._expect("done")
+        self._redirections()
+        return For(name, tuple(words), body)
+
+    def _while(self) -> For:
+        self._body({"do"})
+        self._expect("do")
+        body = self._body({"done"})
+        self._expect("done")
+        self._redirections()
+        return For("", (), body)
+
+    def _redirections(self) -> None:
+        """Skip those after a block."""
+        while self._is_operator() and self._word() in (">", ">>", "<", "<<<", "&>", "|"):
+            self.at += 2
+
+    def _case(self) -> Case:
+        word = self._word() or ""
+        self.at += 1
+        self._expect("in")
+        branches = []
+        while True:
+            self._skip("\n", ";", ";;")
+            if self._word() in ("esac", None):
+                break
+            patterns = []
+            while self._word() is not None and self._word() != ")":
+                if self._word() not in ("|", "("):
+                    patterns.append(self._word())
+                self.at += 1
+            self._expect(")")
+            branches.append((tuple(patterns), self._body({";;", "esac"})))
+        self._expect("esac")
+        return Case(word, tuple(branches))
+
+    def _function(self) -> Function:
+        name = self._word() or ""
+        self.at += 1
+        self._skip("(", ")", "\n")
+        self._expect("{")
+        return Function(name, self._group().body)
+
+    def _group(self) -> For:
+        """A block in braces; as a statement it is read like a loop over one value."""
+        body = self._body({"}"})
+        self._expect("}")
+        self._redirections()
+        return For("", ("once",), body)
+
+    def _pipe(self) -> Statement:
+        commands = [self._command()]
+        while self._is_operator() and self._word() in ("|", "|&"):
+            self.at += 1
+            self._skip("\n")
+            commands.append(self._command())
+        return commands[0] if len(commands) == 1 else Pipe(tuple(commands))
+
+    def _command(self) -> Command:
+        words, line, writes, document, is_literal = [], self._line(), None, None, False
+        while self.at < len(self.tokens):
+            token = self.tokens[self.at]
+            if words[:1] == ["[["] and words[-1] != "]]":
+                words.append(token.text)
+            elif token.is_operator and token.body is not None:
+                document, is_literal = token.body, not token.is_expanded
+            elif token.is_operator and token.text in (">", ">>", "&>", "&>>", "<", "<<<", ">&", "<&"):
+                self.at += 1
+                if token.text in (">", ">>") and self.at < len(self.tokens):
+                    writes = self.tokens[self.at].text
+            elif token.is_operator:
+                break
+            else:
+                words.append(token.text)
+            self.at += 1
+        if not words and document is None and writes is None:
+            raise ShellError(f"line {line}: {self._word()!r} is not expected here.")
+        return Command(tuple(words), line, writes, document, is_literal)

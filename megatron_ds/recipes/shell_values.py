@@ -1,0 +1,334 @@
+"""Expansion of words: `$NAME`, `${NAME:-x}`, arrays, `$((…))`, quotes; and tests such as `[[ $A -gt 0 ]]`.
+
+A value that only a run of the script could know, such as `$1`, `$(date)` or a variable that is not set, is
+*open*: its text stands between two marks. In a test it is empty, as in a shell that was given no argument.
+"""
+
+import ast
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .shell_tokens import CLOSE, OPEN, skip_unit, tokens_of
+
+IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
+NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?"
+                       r"(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)", re.S)
+LARGEST = 10**30                         # of arithmetic
+
+
+def opened(text: str) -> str:
+    """An open value that is shown as `text`."""
+    return OPEN + re.sub(f"[{OPEN}{CLOSE}]", "", text) + CLOSE
+
+
+def shown(text: str) -> str:
+    """The text without marks."""
+    return IS_OPEN.sub(r"\1", text)
+
+
+def closed(text: str) -> str:
+    """The text with open values empty."""
+    return IS_OPEN.sub("", text)
+
+
+@dataclass
+class Scope:
+    """Variables of a script. arguments: of the script, $1 first."""
+
+    variables: dict[str, str | list[str]] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+
+    def get(self, name: str) -> str | list[str] | None:
+        """The value of a variable or an argument; None if it is not set."""
+        if name in "@*":
+            return self.arguments
+        if name == "#":
+            return str(len(self.arguments))
+        if name.isdigit():
+            return self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else None
+        return self.variables.get(name)
+
+    def text(self, name: str) -> str:
+        """The value as one word; an open value if it is not set."""
+        value = self.get(name)
+        if isinstance(value, list):
+            return " ".join(value)
+        return opened(f"${name}") if value is None else value
+
+
+# ------------------------------------------------------------------------------------------------- words
+def fields_of(word: str, scope: Scope) -> list[str]:
+    """The words that a word as written becomes; without quotes, values are split at blanks."""
+    done: list[str] = []
+    current: str | None = None
+    for text, is_quoted, is_list in _units(word, scope):
+        if is_list:                                                   # "${A[@]}": one field for each element
+            for number, element in enumerate(text):
+                if number and current is not None:
+                    done.append(current)
+                    current = None
+                current = (current or "") + element
+            continue
+        if is_quoted:
+            current = (current or "") + text
+            continue
+        parts = _split(text)
+        if text[:1].isspace() and current is not None:
+            done.append(current)
+            current = None
+        for number, part in enumerate(parts):
+            if number:
+                done.append(current)
+                current = None
+            current = (current or "") + part
+        if text[-1:].isspace() and current is not None:
+            done.append(current)
+            current = None
+    return done if current is None else [*done, current]
+
+
+def value_of(word: str, scope: Scope) -> str:
+    """The value of a word that is not split, as in an assignment."""
+    return "".join(" ".join(text) if is_list else text for text, _, is_list in _units(word, scope))
+
+
+def array_of(word: str, scope: Scope) -> list[str]:
+    """The elements of `(a "$B" …)`."""
+    inner = word[1:-1]
+    words = [token.text for token in tokens_of(inner) if not token.is_operator]
+    return [element for text in words for element in fields_of(text, scope)]
+
+
+def _split(text: str) -> list[str]:
+    """The text at its blanks, except those inside of open values."""
+    return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s])+", text)
+
+
+def _units(word: str, scope: Scope) -> list[tuple]:
+    """(text, is it quoted, is it a list) of each part of the word."""
+    units, at = [], 0
+    while at < len(word):
+        end = skip_unit(word, at)
+        part = word[at:end]
+        if part[0] == "'":
+            units.append((part[1:-1], True, False))
+        elif part[0] == '"':
+            units += _double_quoted(part[1:-1], scope)
+        elif part[0] == "\\":
+            units.append(("" if part == "\\\n" else part[1:], True, False))
+        elif part[0] in "$`":
+            value, at = _expansion(word, at, scope)
+            units.append((" ".join(value) if isinstance(value, list) else value, False, False))
+            continue
+        else:
+            units.append((part, True, False))
+        at = end
+    return units
+
+
+def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
+    units, text, at = [], "", 0
+    while at < len(inner):
+        if inner[at] == "\\" and at + 1 < len(inner) and inner[at + 1] in '$`"\\\n':
+            text += inner[at + 1].replace("\n", "")
+            at += 2
+        elif inner[at] in "$`":
+            value, at = _expansion(inner, at, scope)
+            if isinstance(value, list):
+                units += [(text, True, False)] * bool(text) + [(value, True, True)]
+                text = ""
+            else:
+                text += value
+        else:
+            text += inner[at]
+            at += 1
+    return [*units, (text, True, False)] if text or not units else units
+
+
+def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
+    """(the value of the expansion at `at`, the place after it)."""
+    if text[at] == "`" or text.startswith("$(", at) and not text.startswith("$((", at):
+        end = skip_unit(text, at)
+        return _command_value(text[at:end], scope), end
+    if text.startswith("$((", at):
+        end = skip_unit(text, at)
+        return arithmetic(text[at + 3:end - 2], scope), end
+    if text.startswith("${", at):
+        end = skip_unit(text, at)
+        return _parameter(text[at + 2:end - 1], scope), end
+    name = NAME.match(text, at + 1)
+    if name is None:
+        return "$", at + 1
+    value = scope.get(name[0])
+    if isinstance(value, list) and name[0] not in "@*":
+        value = value[0] if value else ""
+    return scope.text(name[0]) if value is None else value, name.end()
+
+
+def _command_value(text: str, scope: Scope) -> str:
+    """`$(…)`: known for the folder of the script, open otherwise."""
+    words = text.strip("$()`").split()
+    if words[:1] == ["basename"] and len(words) == 2:
+        return value_of(words[1].strip('"'), scope).rpartition("/")[2]
+    return "." if words == ["pwd"] else opened(text)
+
+
+def _parameter(inner: str, scope: Scope) -> str | list[str]:
+    """The value of `${inner}`."""
+    match = PARAMETER.fullmatch(inner)
+    if match is None:
+        return opened("${" + inner + "}")
+    prefix, name, index, action, word = match.groups()
+    value = scope.get(name)
+    if prefix == "!":
+        target = scope.get(closed(scope.text(name)) or "0")
+        return target if target is not None else opened("${" + inner + "}")
+    if index in ("[@]", "[*]"):
+        value = [value] if isinstance(value, str) else value
+        value = [] if value is None else value
+    elif isinstance(value, list) and name not in "@*":
+        place = closed(arithmetic(index[1:-1], scope)) if index else "0"
+        value = value[int(place)] if place.isdigit() and int(place) < len(value) else None
+    if prefix == "#":
+        return str(len(value or ""))
+    if action in ("", ":") and not word:
+        return scope.text(name) if value is None else value
+    return _acted(value, name, action, word, inner, scope)
+
+
+def _acted(value: str | list[str] | None, name: str, action: str, word: str, inner: str,
+           scope: Scope) -> str | list[str]:
+    """The value after `:-word` and the like. An open value counts as not set."""
+    is_set = bool(closed(value)) if isinstance(value, str) else bool(value)
+    if action.endswith(("-", "=", "+", "?")):
+        if not action.startswith(":") and isinstance(value, str) and not IS_OPEN.search(value):
+            is_set = True
+        if action.endswith("+"):
+            return " ".join(fields_of(word, scope)) if is_set else ""
+        if is_set:
+            return value
+        if action.endswith("?"):
+            return scope.text(name)
+        default = value_of(word, scope)
+        if action.endswith("="):
+            scope.variables[name] = default
+        return default
+    if not isinstance(value, str):
+        return opened("${" + inner + "}") if value is None else value
+    return _edited(value, action, value_of(word, scope) if action != ":" else word, inner)
+
+
+def _edited(value: str, action: str, word: str, inner: str) -> str:
+    """`${A%x}`, `${A##x}`, `${A/x/y}`, `${A^^}`, `${A:0:3}`."""
+    if action in ("^^", ",,"):
+        return value.upper() if action == "^^" else value.lower()
+    if action[0] == "/":
+        old, _, new = word.partition("/")
+        return value.replace(old, new, -1 if action == "//" else 1) if old else value
+    if action[0] in "%#":
+        ends = range(len(value) + 1)
+        cut = [value[at:] if action[0] == "%" else value[:at] for at in ends]
+        fits = [part for part in cut if fnmatch.fnmatchcase(part, word)]
+        if not fits:
+            return value
+        part = (max if len(action) == 2 else min)(fits, key=len)
+        return value[:len(value) - len(part)] if action[0] == "%" else value[len(part):]
+    start, _, count = word.partition(":")
+    if start.strip().isdigit() and count.strip().isdigit() | (not count):
+        begin = int(start)
+        return value[begin:begin + int(count)] if count else value[begin:]
+    return opened("${" + inner + "}")
+
+
+# --------------------------------------------------------------------------------------------- arithmetic
+BINARY: Mapping[type, Callable] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv, ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge,
+    ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne}
+
+
+def arithmetic(text: str, scope: Scope) -> str:
+    """The value of `$((text))`; open if a part of it is, or if it cannot be computed."""
+    def named(match: re.Match) -> str:
+        return closed(scope.text(match[0])) or "x"                    # a name that is no number: open
+
+    expanded = value_of(text, scope)
+    numbers = re.sub(r"[A-Za-z_]\w*", named, shown(expanded) if not IS_OPEN.search(expanded) else "x")
+    ternary = re.fullmatch(r"(.*)\?(.*):(.*)", numbers, re.S)
+    if ternary:
+        numbers = f"({ternary[2]}) if ({ternary[1]}) else ({ternary[3]})"
+    numbers = re.sub(r"/+", "//", numbers).replace("&&", " and ").replace("||", " or ")
+    try:
+        return str(int(_number(ast.parse(numbers.strip(), mode="eval").body)))
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
+        return opened(f"$(({shown(text)}))")
+
+
+def _number(node: ast.AST) -> int:
+    """The value of a tree of numbers and operators. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        value = node.value
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, power = _number(node.left), _number(node.right)
+        if not 0 <= power <= 64 or abs(base) > 2**16:
+            raise ValueError("too large")
+        value = base**power
+    elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
+        value = BINARY[type(node.op)](_number(node.left), _number(node.right))
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in BINARY:
+        value = BINARY[type(node.ops[0])](_number(node.left), _number(node.comparators[0]))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_number(node.operand)
+    elif isinstance(node, ast.IfExp):
+        value = _number(node.body) if _number(node.test) else _number(node.orelse)
+    elif isinstance(node, ast.BoolOp):
+        values = [bool(_number(value)) for value in node.values]
+        value = all(values) if isinstance(node.op, ast.And) else any(values)
+    else:
+        raise ValueError("not arithmetic")
+    if abs(value) > LARGEST:
+        raise ValueError("too large")
+    return value
+
+
+# -------------------------------------------------------------------------------------------------- tests
+NUMERIC = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt,
+           "-ge": operator.ge, "-le": operator.le}
+
+
+def is_true(words: Sequence[str], scope: Scope) -> bool:
+    """The result of a test: the words of `[ … ]`, `[[ … ]]` or `((…))`, as written. Files do not exist."""
+    if words[0].startswith("(("):
+        return closed(arithmetic(words[0][2:-2], scope)) not in ("", "0")
+    inner = [word for word in words[1:] if word not in ("]", "]]", "(", ")")]
+    for joint, combine in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
+        if joint in inner[1:]:
+            at = inner.index(joint, 1)
+            return combine(is_true([words[0], *part], scope) for part in (inner[:at], inner[at + 1:]))
+    return _condition(inner, scope)
+
+
+def _condition(words: Sequence[str], scope: Scope) -> bool:
+    if words[:1] == ["!"]:
+        return not _condition(words[1:], scope)
+    values = [closed(value_of(word, scope)) for word in words]
+    if len(values) == 1:
+        return values[0] != ""
+    if len(values) == 2:
+        return {"-n": values[1] != "", "-z": values[1] == "", "-v": words[1] in scope.variables}.get(
+            values[0], False)
+    if len(values) != 3:
+        return False
+    left, relation, right = values
+    if relation in NUMERIC:
+        numbers = [int(x) if re.fullmatch(r"[+-]?\d+", x) else 0 for x in (left.strip(), right.strip())]
+        return NUMERIC[relation](*numbers)
+    if relation in ("=", "==", "!="):
+        pattern = right.replace('"', "")
+        is_equal = fnmatch.fnmatchcase(left, pattern) if "*" in pattern else left == pattern
+        return is_equal != (relation == "!=")
+    return {"<": left < right, ">": left > right}.get(relation, False)

@@ -1,0 +1,223 @@
+"""Verdicts on a training of a recipe: what of it would be done, accepted, refused, or is unknown.
+
+    done        an option has the flag's value
+    accepted    nothing to do: the reason is that of `config/unsupported.py`
+    refused     with the reason and what to write
+    unknown     with the nearest name
+
+A value that the recipe does not state, such as `$1`, is not checked.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ..config.deepspeed_json import reading_of
+from ..config.flags import (
+    CONFIG_FLAG,
+    DEEPSPEED_FLAG,
+    LOCAL_RANK_FLAG,
+    CommandLine,
+    canonical,
+    flags_with_words,
+    read_flags,
+    spellings,
+)
+from ..config.messages import Rule
+from ..config.parse import assembled, check
+from ..config.reading import Reading, attempt
+from ..errors import ConfigError
+from .recipe_file import Training
+from .shell_values import CLOSE, IS_OPEN, OPEN, shown
+
+YAML_FLAG = "--yaml-cfg"
+OPEN_IN_JSON = (re.compile(rf'"[^"\n]*{OPEN}[^{CLOSE}]*{CLOSE}[^"\n]*"'),
+                re.compile(rf"{OPEN}[^{CLOSE}]*{CLOSE}"))
+# A name in capitals that sed replaces: of a template that is read by itself.
+TEMPLATE_NAME = re.compile(r'(?<=[:\s\[,])(?!true|false|null)[A-Z][A-Z0-9_a-z]*(?=\s*[,}\]\n])')
+
+
+class Kind(Enum):
+    """What happens to a flag or key."""
+
+    DONE = "done"
+    ACCEPTED = "accepted, nothing to do"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """name: flag or key as written; value: as written; text: what is written here, or the reason."""
+
+    name: str
+    value: str
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """The verdicts on a training.
+
+    problems   between several options; the values are those of the recipe for `ranks` processes
+    command    the command line to write here; empty if something is refused or unknown
+    """
+
+    verdicts: tuple[Verdict, ...]
+    problems: tuple[str, ...]
+    ranks: int
+    command: tuple[str, ...]
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the training runs here as it is."""
+        return not self.problems and all(v.kind in (Kind.DONE, Kind.ACCEPTED) for v in self.verdicts)
+
+
+def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] = (),
+          ranks: int | None = None) -> Assessment:
+    """The assessment of one training.
+
+    known, rules  as for `config.parse.parse`
+    ranks         how many processes; None: as many as the recipe states, otherwise the fewest
+    """
+    line, verdicts, unread, words = _read_words(training)
+    readings = []
+    for name, text in training.files.items():
+        reading = _read_json(name, text)
+        readings.append(reading)
+        verdicts += _of_json(reading)
+    if ranks is None:                        # a script often states the processes of one of its nodes
+        ranks, fewest = training.ranks, _fewest(line, readings)
+        ranks = fewest if ranks is None or ranks % fewest and ranks < fewest else ranks
+    defaults = {"model": "bert"} if "bert" in training.script else {}
+    problems: list[str] = []
+    if training.script:
+        unread |= set().union(*(reading.unread for reading in (line, *readings)))
+        problems = _problems(line, readings, ranks, defaults, known, rules, unread)
+    assessed = Assessment(tuple(verdicts), tuple(problems), ranks, ())
+    return Assessment(assessed.verdicts, assessed.problems, ranks,
+                     _command(training, ranks, words) if assessed.is_accepted else ())
+
+
+# ------------------------------------------------------------------------------------------------- flags
+def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
+    """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
+    line, verdicts, unread, kept = CommandLine(), [], set(), []
+    stray = CommandLine()
+    for typed, words in flags_with_words([w for w in training.words if w], stray):
+        flag = canonical(typed)
+        if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, YAML_FLAG) and any(name in training.files for name in words):
+            kept += [typed, *words]
+            continue
+        verdict, reading, own = _of_flag(typed, flag, words)
+        verdicts.append(verdict)
+        line.settings += reading.settings
+        line.problems += reading.problems
+        unread |= own
+        if verdict.kind is Kind.DONE:
+            kept += [typed, *words]
+    verdicts += [Verdict(problem.partition(" ")[0].strip("'\""), "", Kind.UNKNOWN, problem)
+                 for problem in stray.problems if not IS_OPEN.search(problem)]
+    return line, verdicts, unread, kept
+
+
+def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandLine, set[str]]:
+    """(verdict, what the flag sets, the paths whose value is open)."""
+    value = shown(" ".join(words))
+    spelling = spellings().get(flag)
+    closed = [word for word in words if not IS_OPEN.search(word)]
+    if spelling is not None and len(closed) < len(words):
+        option = spelling.option
+        if not spelling.is_switch and (option.is_list or not closed):
+            return Verdict(typed, value, Kind.DONE, f"{option.flag} (value not known here)"), CommandLine(), {
+                option.path}
+        words = closed
+    reading = read_flags([typed, *words])
+    if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, LOCAL_RANK_FLAG):
+        return Verdict(typed, value, Kind.DONE, "the file is not part of the recipe"), CommandLine(), set()
+    if reading.problems:
+        text = reading.problems[0]
+        kind = Kind.UNKNOWN if text.startswith("unknown flag") else Kind.REFUSED
+        return Verdict(typed, value, kind, text), CommandLine(), reading.unread
+    if spelling is None:
+        return Verdict(typed, value, Kind.ACCEPTED, reading.without_effect.get(flag, "")), reading, set()
+    name = spelling.option.flag
+    return Verdict(typed, value, Kind.DONE, "" if name == flag else name), reading, set()
+
+
+# -------------------------------------------------------------------------------------------------- JSON
+def _read_json(name: str, text: str) -> Reading:
+    """The reading of a JSON whose open values, and names that sed would replace, are "auto"."""
+    for pattern in OPEN_IN_JSON:
+        text = pattern.sub('"auto"', text)
+    try:
+        block = json.loads(text)
+    except ValueError:
+        try:
+            block = json.loads(TEMPLATE_NAME.sub('"auto"', text))
+        except ValueError as error:
+            reading = Reading(is_complete=False)
+            reading.refuse(f"{shown(name)}: this is not JSON: {error}.")
+            return reading
+    if not isinstance(block, dict):
+        reading = Reading(is_complete=False)
+        reading.refuse(f"{shown(name)} should contain one block {{ … }} of keys.")
+        return reading
+    return reading_of(shown(name).rpartition("/")[2], block)
+
+
+def _of_json(reading: Reading) -> Iterator[Verdict]:
+    for setting in reading.settings:
+        file, _, key = str(setting.source).partition(" ")
+        yield Verdict(key, str(setting.value), Kind.DONE, setting.path)
+    for name, why in reading.without_effect.items():
+        yield Verdict(name.partition(" ")[2] or name, "", Kind.ACCEPTED, why)
+    for problem in reading.problems:
+        key = re.search(r'"([\w.]+)"', problem)
+        kind = Kind.UNKNOWN if "unknown key" in problem else Kind.REFUSED
+        yield Verdict(key[1] if key else "", "", kind, problem)
+
+
+# -------------------------------------------------------------------------------------------- the whole
+def _fewest(line: CommandLine, readings: Sequence[Reading]) -> int:
+    """The fewest processes that hold one copy of the model, with its experts divided as asked; as many copies
+    as the batch sizes imply, if they do."""
+    found = dict.fromkeys(("micro_batch_size", "global_batch_size", "gradient_accumulation_steps"))
+    for setting in (*(s for reading in readings for s in reading.settings), *line.settings):
+        if setting.path.startswith("train.") and setting.path[6:] in found:
+            found[setting.path[6:]] = setting.value
+    micro, whole, steps = found.values()
+    copies = whole // (micro * steps) if micro and whole and steps else 1
+    config, _ = assembled(line, readings, 1)
+    parallel = config.parallel
+    return parallel.model_parallel_size * max(copies, parallel.expert_model_parallel_size)
+
+
+def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaults: Mapping[str, Any],
+              known: Mapping[str, Any], rules: Sequence[Rule], unread: set[str]) -> list[str]:
+    """Problems between options, which no single flag has."""
+    try:
+        config, problems = assembled(line, readings, ranks, defaults)
+    except ConfigError as error:
+        return [str(error)]
+    own = {problem for reading in (line, *readings) for problem in reading.problems}
+    found: list[str] = []
+    attempt(found, lambda: check(config, known, () if unread else rules, problems, unread))
+    return [problem for problem in found if problem not in own]
+
+
+def _command(training: Training, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
+    launcher = ["torchrun", "--nproc-per-node", str(min(ranks, 8))]
+    if ranks > 8:
+        launcher = ["torchrun", "--nnodes", str(-(-ranks // 8)), "--nproc-per-node", "8"]
+    if not training.script:
+        return ()
+    script = "pretrain_bert.py" if "bert" in training.script else "pretrain_gpt.py"
+    return (*launcher, script, *words)
+
+

@@ -1,0 +1,66 @@
+"""Options that a run takes from the checkpoint of --load: --use-checkpoint-args and
+--use-checkpoint-opt-param-scheduler.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..checkpoint.load import latest, read_run
+from ..config import RunConfig, Source
+from ..config.config_text import from_dict
+from ..config.flags import read_flags
+from ..config.training_schedule import counts_tokens, train_span
+from ..errors import CheckpointError
+
+LOAD, WANTED = "checkpoint.load", "checkpoint.use_checkpoint_args"
+TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+# What determines the learning rate and the weight decay at a number of samples.
+SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
+            "end_weight_decay", "weight_decay_incr_style", "lr_decay_style", "lr_decay_iters",
+            "lr_decay_samples", "lr_decay_tokens", "lr_warmup_iters", "lr_warmup_samples",
+            "lr_warmup_tokens", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_style",
+            "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+
+
+def options_of_checkpoint(argv: Sequence[str]) -> dict[str, Any]:
+    """Option name → value of the model and the tokenizer in the checkpoint of --load, if the command line has
+    --use-checkpoint-args. {} without the flag, or where --load has no checkpoint yet. Raises CheckpointError.
+    """
+    given = {setting.path: setting.value for setting in read_flags(argv).settings}
+    folder = given.get(LOAD)
+    if not given.get(WANTED) or folder is None or (step := latest(folder)) is None:
+        return {}
+    config = saved_config(read_run(folder, step), folder)
+    values = {f"model.{name}": value for name, value in vars(config.model).items()}
+    values |= {f"data.{name}": getattr(config.data, name) for name in TOKENIZER}
+    if config.data.tokenizer_type not in (None, "NullTokenizer"):
+        values.pop("model.vocab_size", None)
+    return {path.partition(".")[2]: value for path, value in values.items() if not config.is_default(path)}
+
+
+def with_saved_schedule(config: RunConfig, run: Mapping, folder: str | None) -> RunConfig:
+    """The config with the schedules of learning rate and weight decay of a checkpoint's run.json.
+
+    The end of the decay is stated in the unit of the saved run, since it may have been its length.
+    """
+    if not config.optimizer.use_checkpoint_opt_param_scheduler or not run:
+        return config
+    saved = saved_config(run, folder)
+    old = saved.optimizer
+    values = {f"optimizer.{name}": getattr(old, name) for name in SCHEDULE}
+    if not (old.lr_decay_iters or old.lr_decay_samples or old.lr_decay_tokens):
+        if counts_tokens(saved):
+            values["optimizer.lr_decay_tokens"] = saved.train.train_tokens
+        elif saved.train.train_iters is not None:
+            values["optimizer.lr_decay_iters"] = saved.train.train_iters
+        else:
+            values["optimizer.lr_decay_samples"] = train_span(saved.train)
+    return config.with_values(values, Source("derived", "the schedule of the checkpoint"))
+
+
+def saved_config(run: Mapping, folder: str | None) -> RunConfig:
+    """The configuration in a run.json. Raises CheckpointError if it has none."""
+    if not isinstance(run.get("config"), Mapping) or "model" not in run["config"]:
+        raise CheckpointError(f"--load {folder}: the checkpoint has no options of a training run, because an "
+                              "engine saved it. Give the options as flags.")
+    return from_dict(run["config"])

@@ -1,0 +1,41 @@
+"""`check_replicas`: do data-parallel ranks hold the same weights? A fault of the hardware changes them."""
+
+import hashlib
+
+import torch
+
+from ..errors import MegatronDSError
+from ..mpu.collectives import all_gather_object
+from ..mpu.mesh import Mesh
+from ..mpu.param_spec import DATA_AXES
+from ..zero.optimizer import ZeroOptimizer
+
+
+class ReplicaError(MegatronDSError):
+    """Weights of data-parallel ranks differ. Raised on all ranks together."""
+
+    on_all_ranks = True
+
+
+def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
+    """Compare the weights that several data-parallel ranks hold whole. Collective over the world.
+
+    Raises ReplicaError on all ranks, with the first weight that differs. The host waits for the device.
+    """
+    digests = {p.spec.name: _digest(p) for s in optimizer.sets if s.plan.reduced_over == DATA_AXES
+               and not s.plan.units for p in s.parameters}
+    place = mesh.coordinate("tp"), mesh.coordinate("pp")
+    first: dict[tuple[int, int], tuple[int, dict[str, str]]] = {}
+    for rank, (at, theirs) in enumerate(all_gather_object((place, digests), mesh.group("world"))):
+        original, expected = first.setdefault(at, (rank, theirs))
+        name = next((name for name in theirs if theirs[name] != expected[name]), None)
+        if name is not None:
+            raise ReplicaError(
+                f"after iteration {step} the weight {name} of rank {rank} differs from that of rank "
+                f"{original}, though both computed the same update: the memory or the computation of one of "
+                "them is faulty. Continue from the last checkpoint without that machine.")
+
+
+def _digest(parameter: torch.Tensor) -> str:
+    data = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()

@@ -1,0 +1,105 @@
+"""Flags and keys of recipes: done under their name, accepted with a reason, or refused."""
+
+import json
+
+import pytest
+
+from megatron_ds.config.config_text import report_without_effect
+from megatron_ds.config.deepspeed_json import reading_of
+from megatron_ds.config.parse import parse
+from megatron_ds.errors import ConfigError
+
+RUN = ("--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+       "--train-iters 2 --lr 1e-3 --mock-data --vocab-size 61").split()
+
+
+def parsed(words: str, ranks: int = 1):
+    return parse([*RUN, *words.split()], ranks, env={})
+
+
+@pytest.mark.parametrize("words, path, value", [
+    ("--activations-checkpoint-method uniform", "train.recompute_granularity", "full"),
+    ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2",
+     "train.recompute_num_layers", 2),
+    ("--use-torch-fsdp2", "zero.stage", 3), ("--grad-reduce-in-bf16 --bf16", "optimizer.main_grads_dtype",
+                                             "bf16"),
+    ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params",
+     "zero.stage", 3),
+    ("--data-parallel-sharding-strategy optim", "zero.stage", 1)])
+def test_other_names_set_the_same_option(words, path, value):
+    assert parsed(words).get(path) == value
+
+
+@pytest.mark.parametrize("words, layout", [
+    ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", "Et|tt|tt|tttL"),
+    ("--decoder-last-pipeline-num-layers 2", "Ett|tt|tt|ttL"),
+    ("--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+     "Et|tt|tt|tL")])
+def test_uneven_pipelines_have_the_layers_that_are_asked_for(words, layout):
+    words += " --pipeline-model-parallel-size 4"
+    argv = [word for word in RUN if "--num-layers" not in words or word not in ("--num-layers", "8")]
+    assert parse([*argv, *words.split()], 4, env={}).parallel.pipeline_layout == layout
+
+
+def test_an_uneven_pipeline_that_cannot_be_divided_is_refused():
+    for words in ("--decoder-first-pipeline-num-layers 3",
+                  "--decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2"):
+        with pytest.raises(ConfigError, match="--pipeline-layout"):
+            parsed(f"{words} --pipeline-model-parallel-size 4", 4)
+
+
+def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
+    words = "--async-save --tp-comm-overlap --recompute-modules core_attn mlp --dist-ckpt-strictness log_all"
+    listed = report_without_effect(parsed(words))
+    assert all(word in listed for word in words.split() if word.startswith("--"))
+    with pytest.raises(ConfigError, match=r"4 problems(.|\n)*--async-save changes nothing here"):
+        parsed(f"{words} --strict-flags")
+    assert parsed("--strict-flags").model.num_layers == 8
+
+
+@pytest.mark.parametrize("words, says", [
+    ("--kd", "distillation"), ("--multi-latent-attention", "multi-latent"), ("--use-mup", "learning rate"),
+    ("--error-injection-rate 1000", "not injected"), ("--ds-sequence-parallel-size 2", "Ulysses"),
+    ("--megatron-fsdp-main-params-dtype bf16", "master weights"), ("--profile", "--trace DIR")])
+def test_what_would_change_numbers_or_is_lost_is_refused_with_the_reason(words, says):
+    with pytest.raises(ConfigError, match=says):
+        parsed(words)
+
+
+def settings_of(block):
+    reading = reading_of("ds.json", block)
+    assert not reading.problems
+    return {setting.path: setting.value for setting in reading.settings}, reading.without_effect
+
+
+def test_keys_of_deepspeed_that_are_done():
+    settings, _ = settings_of({
+        "wall_clock_breakdown": True, "wandb": {"enabled": True, "team": "us"},
+        "optimizer": {"type": "Adam", "params": {"bias_correction": False, "adam_w_mode": False,
+                                                 "max_grad_norm": 2}},
+        "zero_optimization": {"stage": 2, "cpu_offload": True}, "aio": {"thread_count": 3}})
+    assert settings == {
+        "logging.timing_log_level": 2, "logging.wandb_project": "deepspeed", "logging.wandb_entity": "us",
+        "optimizer.optimizer": "adam", "optimizer.adam_bias_correction": False,
+        "optimizer.decoupled_weight_decay": False, "optimizer.clip_grad": 2, "zero.stage": 2,
+        "zero.offload_optimizer": "cpu", "zero.nvme_threads": 3}
+
+
+def test_values_that_ask_for_nothing_are_silent_and_others_are_listed():
+    settings, listed = settings_of({
+        "wall_clock_breakdown": False, "autotuning": {"enabled": False, "fast": True},
+        "wandb": {"enabled": False, "project": "x"}, "cuda_visible_devices": 0,
+        "activation_checkpointing": {"partition_activations": True, "profile": False},
+        "zero_optimization": {"contiguous_gradients": True, "round_robin_gradients": False}})
+    assert settings == {"logging.timing_log_level": 0}
+    assert [name.partition(" ")[2] for name in listed] == [
+        "cuda_visible_devices", "activation_checkpointing.partition_activations",
+        "zero_optimization.contiguous_gradients"] or len(listed) == 2
+
+
+def test_blocks_for_a_feature_that_is_off_are_no_problem(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "zero_optimization": {"stage": 1, "sub_group_size": 1e9}, "aio": {"queue_depth": 16}}))
+    config = parsed(f"--deepspeed_config {tmp_path / 'ds.json'} --bf16 --loss-scale 12")
+    assert config.optimizer.loss_scale is None and config.zero.nvme_queue_depth == 32
+    assert "nothing is offloaded to a disk" in report_without_effect(config)

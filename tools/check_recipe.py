@@ -1,0 +1,118 @@
+"""Say what a recipe of Megatron-LM, Megatron-DeepSpeed or DeepSpeed would do here, without running it.
+
+    python tools/check_recipe.py train.sh
+    python tools/check_recipe.py ds_config.json model_config.yaml
+    python tools/check_recipe.py train.sh --arguments ckpt logs --set NUM_GPUS=16
+    python tools/check_recipe.py --summary recipes/*.sh
+
+Every flag and key is done, accepted because there is nothing to do, refused with the reason and what to write
+instead, or unknown; at the end is the command line to write here. The exit code is 0 if all files would run,
+otherwise 1. Scripts are read, not run: values that only a run could know, such as $1, are not checked.
+"""
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_ds.cli import Arguments, main_guard  # noqa: E402
+from megatron_ds.errors import ConfigError  # noqa: E402
+
+WIDTH = 110
+
+
+def main() -> int:
+    """Check all files. Returns the exit code."""
+    parser = Arguments(__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON")
+    parser.add_argument("--arguments", nargs="*", default=[], metavar="WORD", help="$1, $2, … of the script")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="variables",
+                        help="environment variables of the script")
+    parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not say it")
+    parser.add_argument("--summary", action="store_true",
+                        help="one line for each file, then how often each flag is refused or unknown")
+    args = parser.parse_args()
+    variables = dict(_pair(text) for text in args.variables)
+    from megatron_ds.recipes.recipe_file import read_recipe
+    from megatron_ds.recipes.verdict import assess
+    from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
+
+    obstacles: Counter[str] = Counter()
+    accepted = 0
+    for path in args.files:
+        try:
+            trainings = read_recipe(path, variables, args.arguments)
+            assessed = [assess(training, KNOWN_NAMES, RULES, args.world_size) for training in trainings]
+        except ConfigError as error:
+            print(f"{path}: cannot be read: {error}" if args.summary else f"{error}\n")
+            obstacles["cannot be read"] += 1
+            continue
+        is_accepted = all(one.is_accepted for one in assessed)
+        accepted += is_accepted
+        if args.summary:
+            names = sorted(set().union(*(_obstacles(one) for one in assessed)))
+            obstacles.update(names)
+            print(f"{path}: {'accepted' if is_accepted else ', '.join(names)}")
+        else:
+            for training, one in zip(trainings, assessed):
+                print("\n".join(_report(path, training, one)))
+    if args.summary:
+        print(f"\n{accepted} of {len(args.files)} accepted")
+        for name, count in obstacles.most_common():
+            print(f"{count:5}  {name}")
+    return 0 if accepted == len(args.files) else 1
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: write NAME=VALUE.")
+    return name, value
+
+
+def _obstacles(assessment) -> Iterator[str]:
+    from megatron_ds.recipes.verdict import Kind
+    found = {f"{v.kind.value} {v.name}" for v in assessment.verdicts
+             if v.kind in (Kind.REFUSED, Kind.UNKNOWN)}
+    return found | {f"together: {problem[:90]}" for problem in assessment.problems}
+
+
+def _report(path: Path, training, assessment) -> Iterator[str]:
+    """The lines for one training."""
+    from megatron_ds.recipes.shell_values import shown
+    from megatron_ds.recipes.verdict import Kind
+    yield f"{path}{f', {training.script}' if training.script else ''}"
+    for kind in Kind:
+        rows = [verdict for verdict in assessment.verdicts if verdict.kind is kind]
+        if rows:
+            yield f"  {kind.value}:"
+        for verdict in rows:
+            left = f"    {verdict.name} {verdict.value}".rstrip()
+            yield left if not verdict.text else f"{left:<48}  {verdict.text}"
+    for problem in assessment.problems:
+        yield f"  refused together: {problem}"
+    if assessment.command:
+        yield f"  write here, for {assessment.ranks} process{'es' * (assessment.ranks > 1)}:"
+        yield from _wrapped([shown(word) if "\x01" in word else shlex.quote(word)
+                             for word in assessment.command])
+    else:
+        yield "  runs as it is" if assessment.is_accepted else "  does not run as it is"
+    yield ""
+
+
+def _wrapped(words: Sequence[str]) -> Iterator[str]:
+    line = "   "
+    for word in words:
+        if len(line) + len(word) + 3 > WIDTH:
+            yield line + " \\"
+            line = "       "
+        line += " " + word
+    yield line
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))
