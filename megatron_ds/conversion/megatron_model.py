@@ -36,9 +36,10 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     weights = {**tensors[WEIGHT], **tensors.pop(MASTER, {})}
     moments = {kind: tensors[kind] for kind in MOMENTS if tensors.get(kind)}
     source = {"format": format_name, "iteration": raw.progress.iteration}
+    ignored = tuple(name for name in raw.ignored if name != "argparse.Namespace")       # the arguments
     if wishes.weights_only or not moments:
         return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights}, raw.progress, None,
-                                 training_options(raw.settings), source=source, ignored=raw.ignored,
+                                 training_options(raw.settings), source=source, ignored=ignored,
                                  unused=unused)
     for kind in MOMENTS:
         if absent := sorted(weights.keys() - moments.get(kind, {}).keys()):
@@ -46,7 +47,7 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
                                   "Their optimizer would start from zero. To load the weights alone, give "
                                   "--no-optim (in training, --no-load-optim).")
     return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights, **moments}, raw.progress, "adam",
-                             training_options(raw.settings), source=source, ignored=raw.ignored,
+                             training_options(raw.settings), source=source, ignored=ignored,
                                  unused=unused)
 
 
