@@ -29,7 +29,6 @@ from ..errors import LayoutError
 from ..mpu.context import ParallelContext
 from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region
 from ..ops.keyed_random import random_subset
-from ..ops.permute import permute, permute_padded
 from .attention import KVCache
 from .layer import Layer
 
@@ -66,15 +65,15 @@ class RandomLTD(nn.Module):
         if kept is None or kept >= batch.seq_length or not batch.training:
             return self.block(x, batch, cache)
         index = self.draw(kept, batch)                                          # [b, k]
-        rows, place = self.rows(index, x)
+        rows, inside = self.rows(index, x)
         group = self.ctx.sequence_group
-        x, part = _Pick.apply(x, rows, place, group is not None)                # part [k, b, h]
+        x, part = _Pick.apply(x, rows, inside, kept)                            # part [k, b, h]
         if group is not None:
             part = reduce_scatter_to_sequence_region(part, group)               # [k/t, b, h]
         part = self.block(part, batch.at_places(index))
         if group is not None:
             part = gather_from_sequence_region(part, group)                     # [k, b, h]
-        return _Put.apply(x, part, rows, place, group is not None)
+        return _Put.apply(x, part, rows, inside)
 
     def draw(self, kept: int, batch: Batch) -> torch.Tensor:
         """Which tokens of each sample: int64 [b, k], ascending."""
@@ -85,19 +84,21 @@ class RandomLTD(nn.Module):
         keys = [(self.ctx.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
         return random_subset(keys, kept, batch.seq_length, batch.tokens.device)
 
-    def rows(self, index: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, place) of the kept tokens, as `ops.permute` describes a movement of rows.
+    def rows(self, index: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows, inside) of the kept tokens, in the order of [k, b].
 
-        rows   int64 [k b], in the order of [k, b]: the row of x as [s(/t) b, h]; -1: another rank holds it
-        place  int64 [s(/t) b, 1], the inverse: the position in `rows` of each row of x; -1: not kept
+        rows    of x as [s(/t) b, h]; for tokens that other ranks hold, one beyond the last
+        inside  whether this rank holds the token; None when it holds all
         """
         held, samples = x.shape[:2]
         column = torch.arange(samples, device=index.device)
-        here = index.t() - self.ctx.slice.tensor.rank * held
-        rows = torch.where((here >= 0) & (here < held), here * samples + column, -1).flatten()
-        place = rows.new_full((held * samples + 1,), -1)              # -1 is written behind the last
-        place[rows] = torch.arange(len(rows), device=rows.device)
-        return rows, place[:-1, None]
+        rank, size = self.ctx.slice.tensor
+        if size == 1:
+            return (index.t() * samples + column).flatten(), None
+        here = index.t() - rank * held
+        inside = ((here >= 0) & (here < held)).flatten()
+        rows = (here * samples + column).flatten()
+        return rows.where(inside, held * samples), inside
 
 
 class _Pick(torch.autograd.Function):
@@ -105,40 +106,44 @@ class _Pick(torch.autograd.Function):
     # adding two.
 
     @staticmethod
-    def forward(ctx, x, rows, place, is_part):
-        ctx.save_for_backward(rows, place)
-        ctx.is_part = is_part
-        return x.view_as(x), _picked(x, rows, place, is_part)
+    def forward(ctx, x, rows, inside, kept):
+        ctx.save_for_backward(rows, inside)
+        return x.view_as(x), _picked(x, rows, inside, kept)
 
     @staticmethod
     def backward(ctx, dx, dpart):
-        return _put(dx, dpart, *ctx.saved_tensors, ctx.is_part), None, None, None
+        return _put(dx, dpart, *ctx.saved_tensors), None, None, None
 
 
 class _Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, part, rows, place, is_part):
-        ctx.save_for_backward(rows, place)
-        ctx.is_part = is_part
-        return _put(x, part, rows, place, is_part)
+    def forward(ctx, x, part, rows, inside):
+        ctx.save_for_backward(rows, inside)
+        ctx.kept = part.shape[0]
+        return _put(x, part, rows, inside)
 
     @staticmethod
     def backward(ctx, dy):
         # dy goes on unchanged: the backward of `_Pick` overwrites the rows of the kept tokens.
-        return dy, _picked(dy, *ctx.saved_tensors, ctx.is_part), None, None, None
+        return dy, _picked(dy, *ctx.saved_tensors, ctx.kept), None, None
 
 
-def _picked(x: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, is_part: bool) -> torch.Tensor:
-    """[kept, b, h], 0 where a token is not in x. is_part: other ranks hold some of the tokens."""
+def _picked(x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, kept: int) -> torch.Tensor:
+    """[kept, b, h], 0 where a token is not in x."""
     flat = x.flatten(0, 1)
-    part = permute_padded(flat, rows, place) if is_part else permute(flat, rows, place, 1)
-    return part.view(-1, *x.shape[1:])
+    if inside is None:
+        return flat.index_select(0, rows).view(kept, *x.shape[1:])
+    part = flat.index_select(0, rows.clamp(max=len(flat) - 1)).mul_(inside[:, None])
+    return part.view(kept, *x.shape[1:])
 
 
-def _put(x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, place: torch.Tensor,
-         is_part: bool) -> torch.Tensor:
+def _put(x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor,
+         inside: torch.Tensor | None) -> torch.Tensor:
     """x, with the rows of the kept tokens that it holds replaced by those of `part`."""
     flat, part = x.flatten(0, 1), part.flatten(0, 1)
-    if not is_part:
+    if inside is None:
         return flat.clone().index_copy_(0, rows, part).view(x.shape)
-    return part.index_select(0, place[:, 0].clamp(min=0)).where(place >= 0, flat).view(x.shape)
+    source = rows.new_full((len(flat) + 1,), -1)                        # the row of `part` for each row of x
+    source[rows] = torch.arange(len(rows), device=rows.device)
+    source = source[:-1, None]
+    return part.index_select(0, source[:, 0].clamp(min=0)).where(source >= 0, flat).view(x.shape)

@@ -27,20 +27,6 @@ def _is_not_padded(config: RunConfig, device: str) -> bool:
     return _has_experts(config, device) and not _is_padded(config, device)
 
 
-def _drops_tokens(config: RunConfig, device: str) -> bool:
-    return config.random_ltd.random_ltd
-
-
-def _moves_rows(config: RunConfig, device: str) -> bool:
-    is_part = config.parallel.sequence_parallel             # a rank holds some of the kept tokens only
-    return _is_not_padded(config, device) or _drops_tokens(config, device) and not is_part
-
-
-def _moves_padded_rows(config: RunConfig, device: str) -> bool:
-    is_part = config.parallel.sequence_parallel
-    return _is_padded(config, device) or _drops_tokens(config, device) and is_part
-
-
 def _exchanges_rows(config: RunConfig, device: str) -> bool:
     return _is_not_padded(config, device) and config.parallel.expert_model_parallel_size > 1
 
@@ -80,8 +66,8 @@ def _normalizes(by: str) -> Condition:
 
 CONDITIONS: dict[str, Condition] = {
     "quantize": _never, "dequantize": _never, "cast_fp8": _never,
-    "permute": _moves_rows, "combine": _is_not_padded, "reorder": _exchanges_rows,
-    "permute_padded": _moves_padded_rows, "combine_padded": _is_padded,
+    "permute": _is_not_padded, "combine": _is_not_padded, "reorder": _exchanges_rows,
+    "permute_padded": _is_padded, "combine_padded": _is_padded,
     "dropout": _drops_hidden, "dropout_add": _drops_hidden, "draw_keep_masks_": _drops,
     "residual_norm": lambda config, device: not _drops_hidden(config, device),
     "fill_attention_mask_": _drops_attention, "masked_softmax": _drops_attention,
