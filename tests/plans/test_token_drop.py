@@ -134,7 +134,6 @@ def test_of_a_block_that_is_off_nothing_counts(tmp_path, around, ltd):
     ({"random_ltd_layer_num": 4}, '"random_ltd_layer_id" contains 3 layers'),
     ({"total_layer_num": 24}, "--num-layers 6"),
     ({"layer_token_lr_schedule": {"enabled": True}}, "the learning rate follows samples or steps"),
-    ({"hidden_state_order": "batch_seq_dim"}, "seq_batch_dim"),
     ({"random_ltd_layer_ids": [1]}, "did you mean"),
     ({"random_ltd_layer_id": [1, 2, 6]}, "no block 6 among 6"),
     ({"random_ltd_schedule": DEEPSPEED["random_ltd_schedule"] | {"schedule_type": "fixed_root"}},
