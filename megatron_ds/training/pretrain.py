@@ -209,10 +209,12 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
 @contextmanager
 def deterministic_operations(wanted: bool) -> Iterator[None]:
     """Inside, if wanted, torch uses deterministic algorithms; cuBLAS needs a fixed workspace for them."""
+    if not wanted:                   # the call below imports torch's compiler, which takes seconds
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
