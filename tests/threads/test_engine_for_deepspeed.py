@@ -342,7 +342,7 @@ def test_keys_without_effect_are_accepted_and_listed(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "accepted, nothing to do:"
     assert [any(key in line for line in lines[1:])
-            for key in ("wall_clock_breakdown", "contiguous_gradients")] == [False, True]     # false asks nothing
+            for key in ("wall_clock_breakdown", "contiguous_gradients")] == [False, True]
 
 
 def test_steps_per_print_prints(monkeypatch, capsys):
