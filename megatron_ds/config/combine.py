@@ -58,7 +58,14 @@ def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int
         config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    return with_batch_sizes(without_useless_options(config))
+    return with_batch_sizes(without_useless_options(with_activation(config)))
+
+
+def with_activation(config: RunConfig) -> RunConfig:
+    """Without Megatron's fused GELU, which is the tanh approximation, GELU is exact."""
+    if config.train.bias_gelu_fusion or "model.activation" in config.sources:
+        return config
+    return _derived(config, "model.activation", "gelu_exact", "--no-bias-gelu-fusion")
 
 
 def with_batch_sizes(config: RunConfig) -> RunConfig:

@@ -207,6 +207,10 @@ class TrainConfig:
         help="Implementations of the operations of a layer: the fastest that takes the arguments, or those "
              "in torch's operations alone.",
         avoid="torch is slower; it shows whether a difference comes from a kernel of this package.")
+    bias_gelu_fusion: bool = option(
+        True, help="In Megatron the fused GELU is the tanh approximation and the other one exact: "
+                   "--no-bias-gelu-fusion makes --activation gelu_exact the default.",
+        avoid="It chooses the activation, not an implementation: write --activation.")
 
 
 @dataclass(frozen=True)

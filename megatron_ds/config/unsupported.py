@@ -16,7 +16,7 @@ FLAGS = MOE_FLAGS | MEGATRON_FLAGS | table(
             "--async-tensor-model-parallel-allreduce --no-async-tensor-model-parallel-allreduce",
         "kernels are chosen by what the device supports":
             "--attention-backend --cross-entropy-fusion-impl --cross-entropy-loss-fusion "
-            "--no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+            "--no-bias-dropout-fusion --no-bias-swiglu-fusion "
             "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
             "--no-rope-fusion --use-flash-attn --use-flash-attn-triton --use-flash-attn-v2",
         "the softmax of attention is always computed in fp32": "--attention-softmax-in-fp32",

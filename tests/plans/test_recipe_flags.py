@@ -30,6 +30,13 @@ def test_other_names_set_the_same_option(words, path, value):
     assert parsed(words).get(path) == value
 
 
+@pytest.mark.parametrize("words, activation", [
+    ("", "gelu"), ("--no-bias-gelu-fusion", "gelu_exact"), ("--no-bias-gelu-fusion --swiglu", "swiglu"),
+    ("--no-bias-gelu-fusion --openai-gelu", "gelu")])
+def test_gelu_without_megatrons_fused_kernel_is_exact(words, activation):
+    assert parsed(words).model.activation == activation
+
+
 @pytest.mark.parametrize("words, layout", [
     ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", "Et|tt|tt|tttL"),
     ("--decoder-last-pipeline-num-layers 2", "Ett|tt|tt|ttL"),
