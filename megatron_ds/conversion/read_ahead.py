@@ -18,7 +18,7 @@ MOST_BYTES = 1_000_000_000      # read and not yet used; one tensor may be large
 class ReadAhead:
     """`take(0)`, `take(1)`, … return the tensors in order, each once, cast to its dtype.
 
-    done    called with the bytes of a tensor when it is taken
+    done    called with the bytes of a stored tensor, before the cast, when it is taken
     """
 
     def __init__(self, tensors: Sequence[StoredTensor], dtypes: Sequence[torch.dtype],
@@ -41,7 +41,7 @@ class ReadAhead:
         tensor = self._waiting.pop(index).result()
         self._bytes -= self._cost(index)
         self._submit()
-        self._done(tensor.nbytes)
+        self._done(self._tensors[index].nbytes)
         return tensor
 
     def _submit(self) -> None:

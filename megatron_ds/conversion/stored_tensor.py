@@ -7,6 +7,7 @@ Both map kind → name → `StoredTensor`. The kinds are those of `checkpoint.pi
 "exp_avg_sq", …; "master" is an fp32 copy of a weight that is stored in 16 bits.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class LogicalCheckpoint:
     optimizer   our name of the optimizer whose state is in `tensors`; None without state
     training    other options of our configuration that the source records, such as "optimizer.lr"
     tokenizer   files of the tokenizer: name in a Hugging Face folder → path of the file
+    tokenizer_type  as --tokenizer-type takes it, where the source records it
     source      format and family of the source, and its settings, as they are kept in run.json: a target of
                 the same family takes from them what is no option of ours
     ignored     stored objects that are not used
@@ -103,3 +105,4 @@ class LogicalCheckpoint:
     source: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    tokenizer_type: str | None = None
