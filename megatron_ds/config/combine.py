@@ -199,9 +199,9 @@ def _without_experts(config: RunConfig) -> RunConfig:
 
 
 def _with_mock_data(config: RunConfig) -> RunConfig:
-    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer, but not with
-    the size of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary size, but
-    no tokenizer.
+    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer, unless the
+    size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
+    size, but no tokenizer.
     """
     source = config.sources.get("data.mock_data")
     if source is not None and source.kind == "flag":

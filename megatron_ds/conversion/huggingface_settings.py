@@ -93,8 +93,10 @@ MEGATRON_BERT = (
 )
 MISTRAL = (*LLAMA, *NO_BIAS, Written("sliding_window", None))
 # Values of settings that are absent, by model_type. Only gpt_neox rotates a part of each head.
+QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False}
 DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6},
-            "mistral": {"sliding_window": 4096}}
+            "mistral": {"sliding_window": 4096},
+            **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), QWEN_WINDOW)}
 
 
 # ---- Their settings → our options.
@@ -153,9 +155,10 @@ def _scaling_options(rope: Settings) -> dict[str, Any]:
 
 
 def _check_attention(settings: Settings) -> None:
-    window = settings.get("sliding_window", _defaults(settings).get("sliding_window"))
-    uses_it = settings.get("use_sliding_window", window is not None)
-    if uses_it and window and window < settings.get("max_position_embeddings", 0):
+    known = {**_defaults(settings), **settings}
+    window = known.get("sliding_window")
+    uses_it = known.get("use_sliding_window", window is not None)
+    if uses_it and window and window < known.get("max_position_embeddings", 0):
         raise CheckpointError(f"sliding_window is {window}: attention to the last {window} tokens alone is "
                               "not computed. On sequences of up to so many tokens the model is the same: for "
                               "those, set sliding_window to null and max_position_embeddings to "

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from .stored_tensor import StoredTensor
+from .stored_tensor import StoredTensor, in_dtype
 
 THREADS = 2
 MOST_BYTES = 1_000_000_000      # read and not yet used; one tensor may be larger
@@ -36,7 +36,7 @@ class ReadAhead:
         self._waiting.clear()
 
     def take(self, index: int) -> torch.Tensor:
-        """The tensor at `index`. Raises CheckpointError as its reader does."""
+        """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""
         self._submit()
         tensor = self._waiting.pop(index).result()
         self._bytes -= self._cost(index)
@@ -57,4 +57,5 @@ class ReadAhead:
         return tensor.nbytes + torch.Size(tensor.shape).numel() * self._dtypes[index].itemsize
 
     def _read(self, index: int) -> torch.Tensor:
-        return self._tensors[index].read().to(self._dtypes[index]).contiguous()
+        tensor = self._tensors[index]
+        return in_dtype(tensor.read(), self._dtypes[index], tensor.place).contiguous()

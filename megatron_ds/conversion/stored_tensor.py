@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..errors import CheckpointError
+
 WEIGHT, MASTER = "weight", "master"
 Tensors = Mapping[str, Mapping[str, "StoredTensor"]]
 
@@ -36,6 +38,19 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
+    """The values in a dtype. Raises CheckpointError where float16 has no number for a finite one.
+
+    place: of the tensor, for messages
+    """
+    cast = values.to(dtype)
+    if dtype == torch.float16 and cast.isinf().sum() > values.isinf().sum():
+        raise CheckpointError(f"{place} has values that float16 cannot hold: the largest is "
+                              f"{values[values.isfinite()].abs().max():.6g}, that of float16 "
+                              f"{torch.finfo(torch.float16).max:.0f}. Use --dtype bfloat16.")
+    return cast
 
 
 @dataclass(frozen=True)

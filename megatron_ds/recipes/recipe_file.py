@@ -154,10 +154,10 @@ def _words_of_cfg(root: Mapping[str, Any]) -> tuple[str, ...]:
         flag = str(name).replace("_", "-")
         if isinstance(value, bool):
             words += _words_of_switch(flag, value)
-        elif flag == "activation-func" and value in YAML_ACTIVATIONS:
-            words += YAML_ACTIVATIONS[value]
         elif isinstance(value, list):
             words += [f"--{flag}", *map(str, value)]
+        elif flag == "activation-func" and value in YAML_ACTIVATIONS:
+            words += YAML_ACTIVATIONS[value]
         elif value is not None:
             words += [f"--{flag}", IS_OPEN.sub("", str(value))]
     return tuple(words)

@@ -133,8 +133,9 @@ class Script:
         return True
 
     def _shift(self, words: Sequence[str]) -> bool:
-        """Drop the first arguments; if there are fewer, all stay, as in bash. A recipe that is read without
-        its arguments goes on as if it had them."""
+        """Drop the first arguments; if there are fewer, all stay, as in bash. That is no failure here: a
+        recipe is often read without its arguments.
+        """
         count = int(words[0]) if words and words[0].isdigit() else 1
         if count <= len(self.scope.arguments):
             self.scope.arguments = self.scope.arguments[count:]

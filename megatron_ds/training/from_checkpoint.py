@@ -38,7 +38,8 @@ def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
     values = {path: value for path, value in values.items() if not config.is_default(path)}
-    values |= _rows(run, config)
+    # Also a default value: the default of this option depends on other options.
+    values |= {"model.activation": config.model.activation} | _rows(run, config)
     source = Source("script", "the checkpoint")
     return [Setting(path, value, source) for path, value in values.items()]
 

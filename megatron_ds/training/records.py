@@ -27,8 +27,8 @@ class TrainRecord:
     actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
     metrics            loss terms and metrics that layers added, by name
-    num_zeros          elements of the gradient that are zero, of padding rows of the vocabulary too; None unless
-                       they are counted
+    num_zeros          elements of the gradient that are zero, with those of padding rows of the vocabulary;
+                       None unless they are counted
     params_norm        of all weights; None unless it is computed
     times              phase → rank → seconds per step of each rank that had it, with --timing-log-level
     tags               values for TensorBoard alone, by tag

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
+from megatron_ds.checkpoint.load import read_run
 from megatron_ds.config import parse
 from megatron_ds.conversion.family import entries_of, model_of
-from megatron_ds.conversion.formats import Wishes
+from megatron_ds.conversion.formats import Wishes, format_of
 from megatron_ds.conversion.huggingface_families import FAMILIES
 from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
 from megatron_ds.conversion.own_format import FORMAT as OURS
@@ -20,6 +21,7 @@ from megatron_ds.conversion.run_values import updates_in
 from megatron_ds.conversion.stored_tensor import StoredProgress
 from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.training import from_checkpoint
 from megatron_ds.training.from_checkpoint import options_of_checkpoint
 from tools.convert_checkpoint import run_tool
 
@@ -183,6 +185,8 @@ OTHER_MODELS = {
     "part of a head rotated, as of 4": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "mistral's default window": ({"model_type": "mistral", "max_position_embeddings": 8192},
                                  "sliding_window is 4096"),
+    "qwen2's default window": ({"model_type": "qwen2", "max_position_embeddings": 8192,
+                                "use_sliding_window": True}, "sliding_window is 4096"),
     "a type that is a list": ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
     "a dtype that is a table": ({"dtype": {"a": 1}}, "dtype is {'a': 1}, not a name"),
     "a huge size": ({"hidden_size": 10**12}, "hidden_size 1000000000000, more than 1000000"),
@@ -240,8 +244,9 @@ def test_rounding_is_said_and_values_that_float16_lacks_are_refused(tmp_path):
     tensors[QUERY][0, 0] = 1e5
     convert(written(tmp_path / "in", tensors, dtype="bfloat16"), tmp_path / "ours")
     ours = OURS.read(tmp_path / "ours", Wishes())
-    with pytest.raises(CheckpointError, match=f"{QUERY} has values that float16 .* --dtype bfloat16"):
-        HUGGING_FACE.write(ours, tmp_path / "half", Wishes(dtype="float16"))
+    for name in ("huggingface", "torch", "torch_dist"):
+        with pytest.raises(CheckpointError, match="float16 cannot hold: the largest is 100000, .*bfloat16"):
+            format_of(name).write(ours, tmp_path / "half", Wishes(dtype="float16"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "ours"]
     said = f"{len(tensors)} float32 tensors were rounded to bfloat16"
     assert any(said in line for line in HUGGING_FACE.write(ours, tmp_path / "b", Wishes()))
@@ -284,7 +289,8 @@ def test_flags_of_the_converter_that_neither_format_uses_are_refused(tmp_path, f
 
 def test_a_conversion_between_other_formats_is_verified_by_this_package_alone(tmp_path, capsys):
     convert(written(tmp_path / "in"), tmp_path / "ours")
-    words = ["--load", str(tmp_path / "ours"), "--save", str(tmp_path / "out"), "--verify", "--no-optim", "--to"]
+    words = ["--load", str(tmp_path / "ours"), "--save", str(tmp_path / "out"), "--verify", "--no-optim"]
+    words.append("--to")
     assert run_tool([*words, "torch", "--vocab-size", "11"]) == 0
     assert "both outputs were computed by this package" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--verify: a written universal checkpoint of DeepSpeed does not"):
@@ -300,6 +306,18 @@ def test_options_of_a_checkpoint_have_the_rows_that_no_token_uses(tmp_path):
     assert {setting.path: setting.value for setting in settings}["model.vocab_size"] == LLAMA["vocab_size"]
     config = parse([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"], settings=settings)
     assert config.data.tokenizer_type == "BertWordPieceLowerCase" and config.model.vocab_size == 11
+
+
+def test_a_checkpoint_gives_its_activation_also_where_it_is_the_default_of_other_options(tmp_path,
+                                                                                          monkeypatch):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    run = read_run(tmp_path / "ours", 0)
+    run["config"]["model"]["activation"] = "gelu"
+    monkeypatch.setattr(from_checkpoint, "read_run", lambda *_: run)
+    words = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data"]
+    config = parse([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"],
+                   settings=options_of_checkpoint(words))
+    assert not config.model.add_bias_linear and config.model.activation == "gelu"
 
 
 def test_a_written_step_of_the_optimizer_is_the_iteration_where_it_is_not_counted():

@@ -173,6 +173,7 @@ def test_names_of_a_yaml_cfg_that_are_false_are_not_lost(tmp_path):
     switches = words_of("disable_bias_linear: false\nadd_bias_linear: true\nswiglu: true\n")
     assert switches.words == ("--swiglu",)
     assert words_of("activation_func: swiglu\ngated_linear_unit: true\n").words == ("--swiglu",)
+    assert words_of("activation_func: [swiglu]\n").words == ("--activation-func", "swiglu")
     for text in ("frobnicate: false\n", "gated_linear_unit: true\n"):
         verdict, = assess(words_of(text), {}).verdicts
         assert verdict.kind is Kind.UNKNOWN and text.partition("_")[0].partition(":")[0] in verdict.name
