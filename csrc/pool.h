@@ -97,7 +97,7 @@ public:
         wake_.notify_all();
         job();
         std::unique_lock<std::mutex> lock(mutex_);
-        wanted_ = 0;      // whoever has not woken up by now is not needed
+        wanted_ = 0;      // helpers that have not woken up by now are not needed
         done_.wait(lock, [&] { return started_ == finished_; });
         job_ = nullptr;
     }

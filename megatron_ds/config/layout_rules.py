@@ -218,7 +218,7 @@ def uneven_pipeline(config: RunConfig) -> Iterator[str]:
     elif counts and accounts:
         yield from given(config, accounts, f"cannot be combined with [{counts[0]}], which states the layers "
                          "of a stage. Give only one of the two.")
-    elif counts and config.pipeline_chunks:
+    elif counts and (config.pipeline_chunks or 1) > 1:
         yield from given(config, counts, f"is the layers of a rank, which [{_chunks(config)}] divides into "
                          "several stages. Use --pipeline-layout, which states the layers of each stage.")
     elif counts:
