@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ..errors import CheckpointError
-from .boxes import covers_once
 from .chunk_file import saved_crc32
+from .cover import covers_once
 from .folder import INDEX_FILE, read_regular
 from .index_pickle import unpickled
 from .run_file import check_crc32, read_run_file

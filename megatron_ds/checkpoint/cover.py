@@ -1,18 +1,18 @@
-"""Boxes of a tensor's elements. Unlike index.py, this does not import torch.distributed.checkpoint."""
+"""Whether boxes hold each element of a tensor once. Without the imports of the index, which take seconds."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
-class Box(Protocol):
-    """The elements from `offsets` to `offsets + sizes` along each dimension."""
+class Chunk(Protocol):
+    """A box of a tensor: its corner, and its number of elements in each dimension."""
 
     offsets: Sequence[int]
     sizes: Sequence[int]
 
 
-def covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether `boxes`, each inside `shape`, hold every element exactly once.
+def covers_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Whether the boxes `chunks`, each inside `shape`, hold every element exactly once.
 
     They do if and only if their corners, with alternating signs, add up to those of the whole box. The signed
     corners are the mixed difference of the function "number of boxes that hold this element", and a function
@@ -24,7 +24,7 @@ def covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         - --- + - --- +        - ----------- +
     """
     total: dict[tuple[int, ...], int] = {}
-    for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((b.offsets, b.sizes, 1) for b in boxes)]:
+    for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((c.offsets, c.sizes, 1) for c in chunks)]:
         corners = [((), sign)]
         for at, n in zip(offsets, sizes):
             corners = ([(corner + (at,), s) for corner, s in corners]
