@@ -75,12 +75,10 @@ def tag_folder(folder: Path, iteration: int | None = None, pointer: str = LATEST
         return None
     if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
         raise CheckpointError(f"{folder / pointer} holds {tag!r}, which is not the name of a folder. Write "
-                              "the "
-                              "name of a checkpoint in that folder into it.")
+                              "the name of a checkpoint in that folder into it.")
     if not (folder / tag).is_dir():
         raise CheckpointError(f"{folder / pointer} names {tag!r}, and there is no such folder. Restore it, "
-                              "or "
-                              "write the name of another checkpoint into that file.")
+                              "or write the name of another checkpoint into that file.")
     return folder / tag
 
 
@@ -105,9 +103,8 @@ def files_of(folder: Path) -> EngineFiles:
         _check_complete(folder, kind, files)
     if optimizers and {rank for rank, _ in optimizers} != {rank for rank, _ in models}:
         raise CheckpointError(f"{folder} has optim_states of {len({r for r, _ in optimizers})} "
-                              "model-parallel "
-                              f"ranks, and model_states of {len({r for r, _ in models})}. Copy the missing "
-                              "files, or load the weights alone.")
+                              f"model-parallel ranks, and model_states of {len({r for r, _ in models})}. "
+                              "Copy the missing files, or load the weights alone.")
     return EngineFiles(folder, models, optimizers, layers)
 
 
@@ -121,9 +118,8 @@ def _check_complete(folder: Path, kind: str, files: Mapping[tuple[int, int], Pat
         names = {"layer": "layer {} of tensor-parallel rank {}",
                  }.get(kind, "model-parallel rank {}, data-parallel rank {}")
         raise CheckpointError(f"{folder}: {len(absent)} of {len(first) * len(second)} {kind} files are "
-                              "missing, "
-                              f"first that of {names.format(*absent[0])}. Files of all ranks must be in one "
-                              "folder: copy those that other nodes wrote.")
+                              f"missing, first that of {names.format(*absent[0])}. Files of all ranks must "
+                              "be in one folder: copy those that other nodes wrote.")
 
 
 # ---- Contents.
@@ -133,8 +129,7 @@ def open_file(path: Path) -> ForeignFile:
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(f"{path} holds a {type(file.content).__name__}, and DeepSpeed writes a dict "
-                              "there: "
-                              "it is another file.")
+                              "there: it is another file.")
     return file
 
 
@@ -146,12 +141,10 @@ def entry(content: Mapping[str, Any], name: str, kind: type | tuple[type, ...], 
         if absent is not ...:
             return absent
         raise CheckpointError(f"{place} has no {name!r}, which DeepSpeed writes there: it is damaged, or of "
-                              "a "
-                              "version that is not known.")
+                              "a version that is not known.")
     if not isinstance(value, kind) or isinstance(value, bool) and kind in (int, (int, float)):
         raise CheckpointError(f"{place}: {name!r} is a {type(value).__name__}, which DeepSpeed does not "
-                              "write "
-                              "there: it is damaged.")
+                              "write there: it is damaged.")
     return value
 
 
