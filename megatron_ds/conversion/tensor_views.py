@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ..checkpoint.index import covers_once
+from ..checkpoint.cover import covers_once
 from ..errors import CheckpointError
 from .stored_tensor import StoredTensor
 
