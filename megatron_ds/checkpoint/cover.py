@@ -1,4 +1,4 @@
-"""Whether boxes hold each element of a tensor once. Imports nothing, unlike the index, which takes seconds."""
+"""Whether boxes hold each element of a tensor once. Without the imports of the index, which take seconds."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -4,12 +4,15 @@ refused."""
 import os
 import pickle
 import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.checkpoint.upcycling import specs_of
+from megatron_ds.config import parse
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
@@ -20,7 +23,9 @@ from megatron_ds.conversion.stored_tensor import WEIGHT, LogicalCheckpoint, Stor
 from megatron_ds.conversion.tensor_views import StoredBox
 from megatron_ds.conversion.torch_dist_folder import Sharded
 from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError
+from megatron_ds.training.foreign_start import foreign_defaults, read_foreign
 from tests.harness.legacy_megatron import ROWS, logical_gpt, write_legacy
 
 KEEP = Wishes(vocab_size=ROWS)
@@ -99,6 +104,20 @@ def test_the_null_tokenizer_has_one_row_more_than_its_argument(tmp_path):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, tokenizer_type="NullTokenizer", vocab_size=22)
     assert megatron_torch_format.read(tmp_path, Wishes()).model["vocab_size"] == 23
     assert megatron_torch_format.read(tmp_path, Wishes(vocab_size=22)).model["vocab_size"] == 22
+
+
+def test_the_example_trains_as_many_rows_as_its_variable_states(tmp_path):
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)                   # it does not record the size
+    text = (Path(__file__).parents[2] / "examples/from_megatron.sh").read_text()
+    words = next(line for line in text.splitlines() if "VOCAB_SIZE:+" in line).partition(' "${schedule')[0]
+    flags = subprocess.run(["bash", "-c", f"echo {words}"], env={"VOCAB_SIZE": str(ROWS)}, check=True,
+                           capture_output=True, text=True).stdout.split()
+    argv = ["--load", str(tmp_path), "--mock-data", "--lr", "1", "--train-iters", "1", "--seq-length", "8",
+            "--micro-batch-size", "1", *flags]
+    config = parse(argv, env={}, defaults=foreign_defaults(argv))
+    rows = build_tokenizer(config.data, config.model).vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=rows))
+    assert read_foreign(config, "megatron_torch").model["vocab_size"] == ROWS
 
 
 def test_the_capacity_of_experts_is_that_of_a_micro_batch():
