@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .deepspeed_folder import EngineFiles, count, entry, files_of, open_file, scalar, shapes_in
 from .deepspeed_stage0 import stage0_state
 from .foreign_pickle import ForeignObject, fields_of
+from .malformed import refuses_malformed
 from .stored_tensor import MASTER, WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
 from .tensor_parallel_merge import RankPacking, merged_over_tp
 from .zero_shards import (
@@ -55,6 +56,7 @@ class RankState:
     common: Mapping[str, Any]
 
 
+@refuses_malformed
 def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | None = None) -> RawCheckpoint:
     """The checkpoint in a folder global_stepN. Raises CheckpointError.
 
@@ -279,8 +281,8 @@ def _of_pipeline(files: EngineFiles, states: Sequence[RankState], packing: RankP
     stages: dict[frozenset, list[Named]] = {}
     for state in states:
         names = {name for named in state.tensors.values() for name in named}
-        stages.setdefault(frozenset(name for name in names if not name.startswith(TIED)),
-        []).append(state.tensors)
+        own = frozenset(name for name in names if not name.startswith(TIED))
+        stages.setdefault(own, []).append(state.tensors)
     found: Named = {WEIGHT: dict(weights)}
     for held in reversed(stages.values()):          # of tied parameters the first stage's remain
         if len(held) != tp_size and any(named for tensors in held for named in tensors.values()):

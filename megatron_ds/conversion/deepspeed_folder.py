@@ -22,9 +22,9 @@ from .stored_tensor import StoredTensor
 from .torch_file import ForeignFile, read_torch_file
 
 LATEST = "latest"
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]{1,9})(?:-model_([0-9]{1,9}))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_-?\d+_expert_.*|expp_rank_.*")
 
 
@@ -114,12 +114,14 @@ def _check_complete(folder: Path, kind: str, files: Mapping[tuple[int, int], Pat
         return
     first = sorted({a for a, _ in files}) if kind == "layer" else range(1 + max(a for a, _ in files))
     second = range(1 + max(b for _, b in files))
-    if absent := [(a, b) for a in first for b in second if (a, b) not in files]:
-        names = {"layer": "layer {} of tensor-parallel rank {}",
-                 }.get(kind, "model-parallel rank {}, data-parallel rank {}")
-        raise CheckpointError(f"{folder}: {len(absent)} of {len(first) * len(second)} {kind} files are "
-                              f"missing, first that of {names.format(*absent[0])}. Files of all ranks must "
-                              "be in one folder: copy those that other nodes wrote.")
+    number = len(first) * len(second)
+    if number > len(files):
+        absent = next((a, b) for a in first for b in second if (a, b) not in files)
+        place = ("layer {} of tensor-parallel rank {}" if kind == "layer" else
+                 "model-parallel rank {}, data-parallel rank {}").format(*absent)
+        raise CheckpointError(f"{folder}: {number - len(files)} of {number} {kind} files are missing, first "
+                              f"that of {place}. Files of all ranks must be in one folder: copy those that "
+                              "other nodes wrote.")
 
 
 # ---- Contents.
@@ -153,7 +155,8 @@ def count(content: Mapping[str, Any], name: str, place: object) -> int | None:
     value = entry(content, name, (int, float, StoredTensor), place, None)
     if isinstance(value, StoredTensor):
         value = scalar(value)
-    if value is not None and (value != value or value < 0 or value != int(value) or value >= 2**62):
+    if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**62
+                                  and value == int(value)):
         raise CheckpointError(f"{place}: {name!r} is {value}, not a count.")
     return None if value is None else int(value)
 

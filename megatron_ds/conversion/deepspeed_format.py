@@ -23,6 +23,7 @@ from .family import Family, entries_of, initial, missing, model_of, to_ours, to_
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES
 from .huggingface_format import CONFIG, check_tied, family_for, family_of, with_prefix
+from .malformed import refuses_malformed
 from .own_format import progress_in
 from .safetensors_reader import read_json
 from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor, Tensors
@@ -62,6 +63,7 @@ def read_raw(folder: Path, wishes: Wishes, universal: bool = False) -> RawCheckp
     return read_engine_folder(path, wishes.weights_only, thirds)
 
 
+@refuses_malformed
 def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckpoint:
     """The checkpoint in our terms. Raises CheckpointError."""
     return in_our_terms(read_raw(folder, wishes, universal), folder, wishes)

@@ -118,7 +118,10 @@ def capacity_of(args: Mapping[str, Any]) -> dict[str, Any]:
     evaluation as well; a negative factor is no limit.
     """
     factor = args.get("moe_expert_capacity_factor")
-    if factor is None or not factor >= 0:
+    if factor is not None and not (isinstance(factor, int | float) and math.isfinite(factor) and factor):
+        raise CheckpointError(f"the argument moe_expert_capacity_factor is {factor!r}, and it must be a "
+                              "number other than 0. The file is damaged.")
+    if factor is None or factor < 0:
         return {}
     return {"moe_expert_capacity_factor": factor, "moe_eval_capacity_factor": factor,
             "moe_capacity_scope": "micro-batch",

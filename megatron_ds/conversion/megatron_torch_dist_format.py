@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import CheckpointError
 from .foreign_pickle import fields_of
 from .formats import Format, Wishes
+from .malformed import refuses_malformed
 from .megatron_args import check_arguments
 from .megatron_folder import find_iteration, iteration_folders
 from .megatron_model import adam_updates, iteration_in, logical, progress_of
@@ -35,6 +36,7 @@ def detect(folder: Path) -> bool:
     return any(is_torch_dist(path) for path in iteration_folders(folder))
 
 
+@refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
     stored = read_torch_dist(find_iteration(folder, wishes.iteration))

@@ -11,6 +11,7 @@ from .flat_buffers import REMEDY, LocalParameter, from_file, is_shared
 from .foreign_pickle import fields_of
 from .formats import Format, Wishes
 from .indexed_optimizer import from_indices
+from .malformed import refuses_malformed
 from .megatron_args import local_experts
 from .megatron_folder import RELEASE, find_iteration, iteration_folders
 from .megatron_model import adam_updates, iteration_in, logical, progress_of
@@ -31,6 +32,7 @@ def detect(folder: Path) -> bool:
     return any(rank_folders(path) for path in iteration_folders(folder))
 
 
+@refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
     path = find_iteration(folder, wishes.iteration)
@@ -54,7 +56,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     if not isinstance(version, int | float):
         raise CheckpointError(f"{files[0].folder} has checkpoint_version {version!r}, which is no number. "
                               "The file is damaged.")
-    tensors = {kind: merged(_repacked(parts, version, args), args) for kind, parts in kinds.items() if parts}
+    tensors = {kind: merged(_repacked(parts, version, args), args) for kind, parts in kinds.items()
+               if parts or kind == WEIGHT}
     ignored = tuple(sorted({name for file in files for name in file.ignored}))
     progress = StoredProgress() if path.name == RELEASE else _progress(files[0], args)
     return logical(RawCheckpoint(path, tensors, args, progress, ignored), bert, wishes, NAME)

@@ -81,6 +81,12 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     if args["padded_vocab_size"] > model.vocab_size:
         lines.append(f"{args['padded_vocab_size'] - model.vocab_size} rows of zeros pad the vocabulary. In "
                      "Megatron-LM they take part in the softmax, so its loss is higher than here")
+    if (factor := args.get("moe_expert_capacity_factor")) and (
+            (model.moe_capacity_scope, model.moe_eval_capacity_factor) != ("micro-batch", factor)):
+        lines.append(f"Megatron-LM applies the capacity factor {factor} to all tokens of a micro-batch on a "
+                     "rank, in evaluation too. Here the run had --moe-capacity-scope "
+                     f"{model.moe_capacity_scope} and --moe-eval-capacity-factor "
+                     f"{model.moe_eval_capacity_factor}, so other tokens are dropped there")
     return lines
 
 

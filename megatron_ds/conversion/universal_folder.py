@@ -26,6 +26,7 @@ from ..errors import CheckpointError
 from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, optimizer_steps, plain_settings, scaler_numbers
 from .deepspeed_folder import count, entry, open_file, scalar, shapes_in, tag_folder
 from .foreign_names import save_with_names, scaler_object
+from .malformed import refuses_malformed
 from .published import published
 from .stored_tensor import WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
 from .tensor_views import interval
@@ -54,6 +55,7 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 
 
 # ------------------------------------------------------------------ reading
+@refuses_malformed
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
     models = {name: open_file(folder / name) for name in sorted(os.listdir(folder))

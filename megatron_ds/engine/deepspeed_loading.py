@@ -27,22 +27,20 @@ from .engine_status import EngineStatus
 def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | None:
     """The folder of the checkpoint of a tag, or of the last one, if DeepSpeed wrote it; else None.
 
-    A run here may save beside the folders of DeepSpeed: then the last checkpoint is of this package.
+    An engine here may save beside the folders of DeepSpeed, or into one of them. `latest`, which both write,
+    names the last checkpoint; an empty one means the steps in `load_dir` itself. A folder that has steps of
+    this package is not DeepSpeed's. Raises CheckpointError if a pointer names no folder.
     """
     folder = Path(load_dir)
     if tag is not None:
-        return folder / tag if is_engine_folder(folder / tag) else None
-    if steps_in(folder):
+        return folder / tag if is_engine_folder(folder / tag) and not steps_in(folder / tag) else None
+    pointer = LATEST if (folder / LATEST).is_file() else POINTER
+    if not (folder / pointer).is_file() or pointer == POINTER and steps_in(folder):
         return None
-    for pointer in (LATEST, POINTER):
-        if not (folder / pointer).is_file():
-            continue
-        name = read_regular(folder / pointer).decode(errors="replace").strip()
-        if not name or os.path.basename(name) == name and steps_in(folder / name):
-            return None
-        if any(is_engine_folder(path) for path in folder.iterdir()):
-            return tag_folder(folder, None, pointer)
-    return None
+    name = read_regular(folder / pointer).decode(errors="replace").strip()
+    if not name or os.path.basename(name) == name and steps_in(folder / name):
+        return None
+    return tag_folder(folder, None, pointer) if any(map(is_engine_folder, folder.iterdir())) else None
 
 
 def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], with_optimizer: bool

@@ -15,7 +15,7 @@ from megatron_ds.conversion.formats import Wishes
 from megatron_ds.conversion.stored_tensor import LogicalCheckpoint, StoredTensor
 from megatron_ds.conversion.torch_file import read_torch_file
 from megatron_ds.conversion.universal_folder import _tensor
-from megatron_ds.conversion.zero_shards import Shard, merged_parts, merged_slices, replayed_slices
+from megatron_ds.conversion.zero_shards import Shard, joined, merged_parts, merged_slices, replayed_slices
 from megatron_ds.engine.deepspeed_loading import deepspeed_folder
 from megatron_ds.errors import CheckpointError
 
@@ -86,6 +86,8 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
     ({"latest": "tag"}, "tag/iter_0000300", None),              # saved here with a tag
     ({"latest": ""}, "iter_0000300", None),                     # and without one
     ({"latest": ""}, "", None),
+    ({"latest": "global_step200"}, "iter_0000100", "global_step200"),           # DeepSpeed continued ours
+    ({"latest": "global_step200"}, "global_step200/iter_0000200", None),        # saved into one of them
     ({"latest_universal": "global_step200"}, "", "global_step200"),
     ({"latest_universal": "global_step200"}, "iter_0000300", None)])
 def test_an_engine_continues_from_its_own_checkpoint_beside_those_of_deepspeed(pointers, ours, found,
@@ -96,7 +98,8 @@ def test_an_engine_continues_from_its_own_checkpoint_beside_those_of_deepspeed(p
     for name, text in pointers.items():
         (tmp_path / name).write_text(text)
     assert deepspeed_folder(tmp_path, None) == (found and tmp_path / found)
-    assert deepspeed_folder(tmp_path, "global_step200") == tmp_path / "global_step200"
+    tag = "global_step200"
+    assert deepspeed_folder(tmp_path, tag) == (None if tag in ours else tmp_path / tag)
 
 
 def test_only_the_flat_tensor_of_stage_3_gets_the_shape_in_the_model_file(tmp_path):
@@ -118,6 +121,30 @@ def test_masters_of_a_fused_optimizer_are_the_weights(tmp_path):
     for name, tensor in weights.items():
         assert torch.equal(found["weight"][name].read(), tensor)
         assert torch.equal(found["exp_avg"][name].read(), tensor + 1)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"global_steps": float("inf")}, "'global_steps' is inf, not a count"), ({"module": 3}, "is a int"),
+    ({"optimizer": {"optimizer_state_dict": 3}}, "another kind than the program writes"),
+    ({"param_shapes": [{"w": (2**40, 2**40)}]}, "no optim_states files")])
+def test_a_file_with_values_of_other_kinds_is_refused(changes, words, tmp_path):
+    torch.save({"module": {"w": torch.ones(2)}, "dp_world_size": 1} | changes, tmp_path / MODEL_FILE)
+    with pytest.raises(CheckpointError, match=words):
+        read_engine_folder(tmp_path)
+
+
+def test_a_rank_without_bounds_in_the_name_of_a_file_takes_no_time(tmp_path):
+    for name in (MODEL_FILE, "zero_pp_rank_999999999_mp_rank_999999999_model_states.pt"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="of 1000000000000000000 model_states files are missing"):
+        files_of(tmp_path)
+
+
+def test_sizes_whose_product_overflows_do_not_become_small():
+    shape = (2**32, 2**32)
+    with pytest.raises(CheckpointError, match="shards hold 0 elements"):
+        joined("w", shape, [], "file")
+    assert StoredTensor(shape, torch.float32, lambda: None, "file").nbytes == 2**66
 
 
 def test_a_universal_folder_of_16_bits_is_refused(tmp_path):

@@ -4,23 +4,28 @@ refused."""
 import os
 import pickle
 import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.checkpoint.upcycling import specs_of
+from megatron_ds.config import parse
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
 from megatron_ds.conversion.formats import Wishes, detected
-from megatron_ds.conversion.megatron_args import capacity_of
-from megatron_ds.conversion.megatron_names import Part, part_of
+from megatron_ds.conversion.megatron_args import OF_CAPACITY, arguments_of, capacity_of, model_options
+from megatron_ds.conversion.megatron_names import EMBEDDING, Part, part_of
 from megatron_ds.conversion.stored_tensor import WEIGHT, LogicalCheckpoint, StoredTensor
 from megatron_ds.conversion.tensor_views import StoredBox
 from megatron_ds.conversion.torch_dist_folder import Sharded
 from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError
+from megatron_ds.training.foreign_start import foreign_defaults, read_foreign
 from tests.harness.legacy_megatron import ROWS, logical_gpt, write_legacy
 
 KEEP = Wishes(vocab_size=ROWS)
@@ -82,7 +87,12 @@ def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_pa
     ({"kv_channels": "4"}, "kv_channels is '4'"), ({"num_experts": "x"}, "num_experts is 'x'"),
     ({"num_experts": 3, "expert_model_parallel_size": 2}, "do not divide|files of 1 ranks"),
     ({"tensor_model_parallel_size": 10**14}, "files of 1 ranks"),
-    ({"tensor_model_parallel_size": 1.0}, "must be a count")],
+    ({"tensor_model_parallel_size": 1.0}, "must be a count"),
+    ({"moe_layer_freq": "x", "num_experts": 2}, "options in its files: --moe-layer-freq 'x'"),
+    ({"moe_router_load_balancing_type": 3, "num_experts": 2}, "a value in its files is of another kind"),
+    ({"moe_expert_capacity_factor": float("nan"), "num_experts": 2}, "capacity_factor is nan"),
+    ({"moe_expert_capacity_factor": "1", "num_experts": 2}, "capacity_factor is '1'"),
+    ({"norm_epsilon": 10**400}, "a value in its files is of another kind")],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
 def test_a_model_that_is_not_computed_or_not_in_the_files_is_refused(option, words, tmp_path):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **option)
@@ -96,12 +106,39 @@ def test_the_null_tokenizer_has_one_row_more_than_its_argument(tmp_path):
     assert megatron_torch_format.read(tmp_path, Wishes(vocab_size=22)).model["vocab_size"] == 22
 
 
+def test_the_example_trains_as_many_rows_as_its_variable_states(tmp_path):
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)                   # it does not record the size
+    text = (Path(__file__).parents[2] / "examples/from_megatron.sh").read_text()
+    words = next(line for line in text.splitlines() if "VOCAB_SIZE:+" in line).partition(' "${schedule')[0]
+    flags = subprocess.run(["bash", "-c", f"echo {words}"], env={"VOCAB_SIZE": str(ROWS)}, check=True,
+                           capture_output=True, text=True).stdout.split()
+    argv = ["--load", str(tmp_path), "--mock-data", "--lr", "1", "--train-iters", "1", "--seq-length", "8",
+            "--micro-batch-size", "1", *flags]
+    config = parse(argv, env={}, defaults=foreign_defaults(argv))
+    rows = build_tokenizer(config.data, config.model).vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=rows))
+    assert read_foreign(config, "megatron_torch").model["vocab_size"] == ROWS
+
+
 def test_the_capacity_of_experts_is_that_of_a_micro_batch():
     assert capacity_of({"moe_expert_capacity_factor": -1.0}) == capacity_of({}) == {}
     found = capacity_of({"moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"})
     assert found == {"moe_expert_capacity_factor": 1.5, "moe_eval_capacity_factor": 1.5,
                      "moe_capacity_scope": "micro-batch", "moe_token_drop_policy": "position",
                      "moe_pad_expert_input_to_capacity": False}
+
+
+@pytest.mark.parametrize("factor", [None, 1.5])
+def test_the_capacity_of_experts_is_written_as_it_is_read(factor):
+    options = dict(num_layers=1, hidden_size=16, num_attention_heads=4, max_position_embeddings=8,
+                   vocab_size=24, num_experts=(2,), moe_expert_capacity_factor=factor,
+                   moe_eval_capacity_factor=factor)
+    options |= {"moe_capacity_scope": "micro-batch", "moe_token_drop_policy": "position"} if factor else {}
+    model = model_of(options, "")
+    tensors = {EMBEDDING: StoredTensor((24, 16), torch.float32, lambda: None, "")}
+    again = model_of(model_options(arguments_of(model, 1), tensors, False, None), "")
+    assert all(getattr(again, name) == getattr(model, name) for name in
+               ("num_experts", "moe_eval_capacity_factor", "moe_capacity_scope", *OF_CAPACITY))
 
 
 def test_files_into_which_the_converter_wrote_the_same_rank_are_merged(tmp_path):
@@ -191,16 +228,23 @@ def change(folder, function):
      "tensors are missing"),
     (lambda content: content["model"]["language_model"]["encoder"].update(
         {"layers.0.mlp.dense_h_to_4h.bias": torch.ones(3)}), "do not have the shape"),
+    (lambda content: content["model"]["language_model"]["encoder"].update(
+        {"layers.0.mlp.dense_4h_to_h.weight": torch.ones(64)}), "not parts along dimension 1"),
+    (lambda content: content["model"]["language_model"]["encoder"].update(
+        {"layers.0.mlp.experts.weight1": torch.ones(64)}), "not that of 1 experts"),
+    (lambda content: content.update(model={}), "26 tensors are missing"),
     (lambda content: content.pop("model"), "holds no model"),
     (lambda content: content.pop("args"), "records no arguments"),
     (lambda content: content.update(iteration=6), "not of one save"),
     (lambda content: content.update(checkpoint_version="x"), "not of one save"),
     (lambda content: content.update(code=Code()), "posix.system|nt.system"),
-], ids=["extra", "missing", "shape", "no model", "no args", "iteration", "version", "code"])
+], ids=["extra", "missing", "shape", "dimensions", "joined experts", "empty", "no model",
+        "no args", "iteration", "version", "code"])
 def test_a_changed_file_is_refused(function, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = write_legacy(tmp_path, logical_gpt(), tp=1, pp=2)
-    change(folder_of(path, 0, 0), function)
+    path = write_legacy(tmp_path, logical_gpt(), tp=2, pp=2)
+    for rank in range(2):
+        change(folder_of(path, rank, 0), function)
     with pytest.raises(CheckpointError, match=words):
         read_all(tmp_path)
     assert not (tmp_path / "executed").exists()
