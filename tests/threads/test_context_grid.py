@@ -1,5 +1,6 @@
-"""A model trains the same when ranks share each sequence: cp x comm type x all that it meets, like the grid of
-test_layout_grid.py. Every pair of option values appears in few cases, in fp32."""
+"""A model trains the same when ranks share each sequence: cp x comm type x all that it meets.
+
+As in test_layout_grid.py, every pair of option values appears in few cases, here in fp32."""
 
 from functools import cache
 
