@@ -20,11 +20,14 @@ from torch import nn
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
-from ..mpu.context import ParallelContext
+from ..mpu.context import ParallelContext, new_parameter
+from ..mpu.param_spec import Init, ParamSpec, Split
+from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
 from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling
+from ..ops.scoring import Scoring
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
 from .normalization import make_head_norm
@@ -188,20 +191,44 @@ class SelfAttention(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities.
+    """softmax(q kᵀ / √d) v of the rank's heads and the keys that a query sees, with dropout of the
+    probabilities.
 
-    Fewer queries than keys are the last ones. name: of the dropout site. causal: no token sees a later one.
+    Fewer queries than keys are the last ones. name: of the dropout site. pattern: which keys a token sees
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *,
+                 pattern: AttentionPattern = CAUSAL):
         super().__init__()
-        self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
+        self.site, self.ctx, self.dropout, self.pattern = name, ctx, config.attention_dropout, pattern
+        self.softmax_type, self.softmax_offset = config.softmax_type, None
+        if config.softmax_type == "learnable":
+            spec = ParamSpec(f"{name}.softmax_offset", (config.num_attention_heads,),
+                             Init("normal", config.init_method_std), splits=(Split("tp", 0),), decay=False)
+            self.softmax_offset = new_parameter(spec, sizes={"tp": ctx.tp.size}, dtype=ctx.dtype,
+                                                device=ctx.device)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
-        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
-                         keep=self.keep_mask(q, k, p, batch) if p else None)
+        pattern, mask = self.seen(batch)
+        return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
+                         keep=self.keep_mask(q, k, p, batch) if p else None,
+                         scoring=Scoring(sink=self.sink(q)))
+
+    def seen(self, batch: Batch) -> tuple[AttentionPattern, torch.Tensor | None]:
+        """(pattern, mask) as `ops.core_attention.attention` takes them. Distances are those of the positions
+        in whole sequences, also where a batch holds only some of their tokens."""
+        pattern, mask = self.pattern, batch.attention_mask
+        if pattern.is_plain or batch.places is None:
+            return pattern, mask
+        index = batch.places.index.expand(batch.size, -1)
+        hidden = pattern.mask(index, index)                                     # [b, n or 1, k, k]
+        return CAUSAL if pattern.causal else FULL, hidden if mask is None else hidden | mask
+
+    def sink(self, q: torch.Tensor) -> torch.Tensor | None:
+        """The score of each of the rank's heads that joins those of the keys, [n/t]; None without one."""
+        return q.new_zeros(q.shape[2]) if self.softmax_type == "off-by-one" else self.softmax_offset
 
     def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> KeepMask:
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
