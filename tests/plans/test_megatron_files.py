@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
 from megatron_ds.conversion.formats import Wishes, detected
+from megatron_ds.conversion.megatron_args import arguments_of
 from megatron_ds.conversion.megatron_names import Part, part_of
 from megatron_ds.conversion.stored_tensor import WEIGHT, StoredTensor
 from megatron_ds.conversion.tensor_views import StoredBox
@@ -72,12 +74,25 @@ def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_pa
     ({"multi_latent_attention": True}, "multi-latent attention"), ({"num_layers": 5}, "are missing: decoder"),
     ({"hidden_size": 32}, "do not have the shape"),
     ({"untie_embeddings_and_output_weights": True}, "output_layer.weight"), ({"geglu": True}, "--geglu"),
-    ({"window_size": (4, 0)}, "sliding-window"), ({"num_layers": None}, "lack num_layers")],
+    ({"softmax_type": "learnable"}, "weights of its softmax"), ({"num_layers": None}, "lack num_layers")],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
 def test_a_model_that_is_not_computed_or_not_in_the_files_is_refused(option, words, tmp_path):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **option)
     with pytest.raises(CheckpointError, match=words):
         megatron_torch_format.read(tmp_path, KEEP)
+
+
+@pytest.mark.parametrize("freq, ours", [(None, None), (2, "2"), ([1, 0, 1, 1], "[1, 0, 1, 1]")])
+def test_windows_are_read_and_written(freq, ours, tmp_path):
+    window = {"window_size": (4, 0), "window_attn_skip_freq": freq, "softmax_type": "off-by-one"}
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **window)
+    found = megatron_torch_format.read(tmp_path, KEEP).model
+    assert (found["window_size"], found.get("window_attn_skip_freq")) == ((4, 0), ours)
+    model = ModelConfig(**found)
+    written = arguments_of(model, 1)
+    assert (written["window_size"], written["softmax_type"]) == ((4, 0), "off-by-one")
+    again = replace(model, window_attn_skip_freq=str(written["window_attn_skip_freq"]))
+    assert again.windowed == model.windowed
 
 
 # ---- Files that are broken or mixed up.
