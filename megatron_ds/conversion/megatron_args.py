@@ -35,7 +35,8 @@ REFUSED = {
     "heterogeneous_layers_config_path": ((None,), "layers of different kinds"),
     "experimental_attention_variant": ((None,), "another attention"),
     "num_memory_units": ((None,), "memory"), "embedding_init_method_std": ((None,), "its own initial values"),
-    "softmax_type": (("vanilla", "off-by-one", None), "weights of its softmax"), "qk_clip": ((False, None), "clipped scores"),
+    "softmax_type": (("vanilla", "off-by-one", None), "weights of its softmax"),
+    "qk_clip": ((False, None), "clipped scores"),
     "use_mup": ((False, None), "maximal update parametrization"),
     "moe_latent_size": ((None,), "latent experts")}
 _MEANINGLESS = ("embedding_init_method_std",)       # of a trained model
