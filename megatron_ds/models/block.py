@@ -21,7 +21,8 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import CoreAttention, KVCache, Rotary, SelfAttention
+from .attention import KVCache, Rotary, SelfAttention
+from .context_attention import make_core
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
 
@@ -74,7 +75,8 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
     for i, (experts, pattern) in enumerate(zip(config.experts, patterns(config, causal), strict=True)):
         name = f"{prefix}.{i}"
         blocks.append(Layer(
-            name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern),
+            name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern,
+                    comm_type=ctx.comm_type(i)),
             _kind(config, experts, pattern), is_block=True, recompute=ctx.recompute,
             noun="block with experts" if experts else "",
             flops=partial(block_flops, config, experts, pattern=pattern)))
@@ -97,8 +99,11 @@ def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern) -> str:
 
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
-                      rotary: Rotary | None, pattern: AttentionPattern = CAUSAL) -> Block:
+                      rotary: Rotary | None, pattern: AttentionPattern = CAUSAL,
+                      comm_type: str = "p2p") -> Block:
     """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
+
+    comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
     Raises ConfigError if experts choose tokens of a causal model, whose later tokens would move the choice.
     """
@@ -107,7 +112,7 @@ def transformer_block(config: ModelConfig, experts: int, name: str, ctx: Paralle
                           "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
                           "bert.")
     std, attention = output_std(config), f"{name}.self_attention"
-    core = CoreAttention(config, f"{attention}.core_attention", ctx, pattern=pattern)
+    core = make_core(config, f"{attention}.core_attention", ctx, pattern=pattern, comm_type=comm_type)
     make = partial(_with_experts, experts) if experts else MLP
     return Block(config, name, ctx,
                  attention=SelfAttention(config, attention, ctx, output_std=std, rotary=rotary, core=core),

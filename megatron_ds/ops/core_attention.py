@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from .attention_pattern import CAUSAL, AttentionPattern
 from .cpu.blocked_attention import blocked_attention, worth_blocking
-from .cpu.tiled_attention import Seen, tiled_attention, worth_tiling
+from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
 from .kernel_table import CPU, Operation, random_tensors
@@ -93,7 +93,7 @@ def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Attent
            mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
            **_: None) -> torch.Tensor:
     padding = None if mask is None else mask[:, 0, 0].expand(q.shape[1], -1)
-    return tiled_attention(q, k, v, Seen(pattern, documents if has_memory(q) else None, padding), scoring)
+    return tiled_attention(q, k, v, Visible(pattern, documents if has_memory(q) else None, padding), scoring)
 
 
 @attention.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q))

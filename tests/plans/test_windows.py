@@ -9,9 +9,9 @@ from megatron_ds.data.batch import Documents, document_numbers
 from megatron_ds.models.block import block_flops, patterns
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu.attention_tiles import tiles_of
 from megatron_ds.ops.cpu.blocked_attention import blocked_attention
-from megatron_ds.ops.cpu.tiled_attention import Seen, tiled_attention
+from megatron_ds.ops.cpu.query_tiles import tiles_of
+from megatron_ds.ops.cpu.tiled_attention import Visible, tiled_attention
 from megatron_ds.ops.dropout import KeepMask, sample_keys
 from megatron_ds.ops.scoring import Scoring
 from tests.harness.plain_gpt import TinyConfig
@@ -76,7 +76,7 @@ def test_tiles_and_every_other_path_equal_attention_written_out(s, n, g, documen
                        *[t.double() for t in tensors])
 
     def tiled(q, k, v, b=None):
-        return tiled_attention(q, k, v, Seen(pattern, apart, closed if padding else None), Scoring(0.3, b))
+        return tiled_attention(q, k, v, Visible(pattern, apart, closed if padding else None), Scoring(0.3, b))
 
     def chosen(q, k, v, b=None):
         return attention(q, k, v, pattern=pattern, mask=closed[:, None, None] if padding else None,
@@ -117,7 +117,7 @@ def test_dropout_falls_on_probabilities_of_windows_and_sinks_as_on_others():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tiles_of_16_bit_numbers_round_their_results_only(dtype):
     tensors = [t.to(dtype) for t in inputs(150, 4, 2, True)]
-    tiled = lambda q, k, v, b: tiled_attention(q, k, v, Seen(AttentionPattern(left=30)), Scoring(0.3, b))
+    tiled = lambda q, k, v, b: tiled_attention(q, k, v, Visible(AttentionPattern(left=30)), Scoring(0.3, b))
     ours, exact = outcome(tiled, *tensors), outcome(tiled, *[t.float() for t in tensors])
     assert torch.equal(ours[0], exact[0].to(dtype))
     for mine, theirs in zip(ours, exact, strict=True):
@@ -140,7 +140,7 @@ def test_keys_outside_of_the_window_cost_nothing():
         best = 1e9
         for _ in range(3):
             start = time.perf_counter()
-            tiled_attention(q, q, q, Seen(pattern))
+            tiled_attention(q, q, q, Visible(pattern))
             best = min(best, time.perf_counter() - start)
         return best
 

@@ -1,6 +1,6 @@
 """Attention on CPU that works on the keys that queries see, and keeps no probabilities.
 
-For windows, block layouts, and a sink in the softmax. `attention_tiles` has the queries that are worked on
+For windows, block layouts, and a sink in the softmax. `query_tiles` has the queries that are worked on
 at once and their keys; keys that none of them sees cost nothing. Backward keeps the output and the logarithm
 of each row's sum, and computes the probabilities again (Dao et al. 2022, arXiv:2205.14135, appendix B.4). All
 products are in fp32; 16-bit queries, keys and values are converted for the duration of the call.
@@ -24,14 +24,14 @@ from torch.autograd.function import once_differentiable
 from ..attention_pattern import AttentionPattern
 from ..product import has_memory
 from ..scoring import PLAIN, Scoring
-from .attention_tiles import Tile, tiles_of
 from .head_views import heads_first, key_view, query_view, rows_first, samples_of
+from .query_tiles import QueryTile, tiles_of
 
 SCORES = 1 << 18                 # worked on at once: 1 MiB, two of them in backward
 
 
 @dataclass(frozen=True)
-class Seen:
+class Visible:
     """Which keys are seen.
 
     pattern    by position, or by blocks that are alike for all heads
@@ -43,15 +43,15 @@ class Seen:
     documents: Any = None
     padding: torch.Tensor | None = None
 
-    def tiles(self, positions: int, is_real: bool) -> tuple[Tile, ...]:
+    def tiles(self, positions: int, is_real: bool) -> tuple[QueryTile, ...]:
         """The tiles of a sequence; without memory one of the largest, of a range of keys."""
         tiles = tiles_of(self.pattern, positions)
         if is_real:
             return tiles
         largest = max(tiles, key=lambda tile: len(tile.rows) * len(tile.keys))
-        return (Tile(largest.rows, range(len(largest.keys))),)
+        return (QueryTile(largest.rows, range(len(largest.keys))),)
 
-    def close(self, scores: torch.Tensor, tile: Tile, heads: slice, total: int) -> None:
+    def close(self, scores: torch.Tensor, tile: QueryTile, heads: slice, total: int) -> None:
         """-inf in scores [heads, r, rows, keys] where a query does not see a key. total: number of heads"""
         if not has_memory(scores):
             return
@@ -65,7 +65,7 @@ class Seen:
             closed = self.padding[:, _columns(tile)]
             scores.masked_fill_(_of_heads(closed, heads, total)[:, None, None], -math.inf)
 
-    def _close_documents(self, scores: torch.Tensor, tile: Tile, heads: slice, total: int) -> None:
+    def _close_documents(self, scores: torch.Tensor, tile: QueryTile, heads: slice, total: int) -> None:
         ids, rows = self.documents.ids, slice(tile.rows.start, tile.rows.stop)
         here = samples_of(heads, total, len(ids))
         keys = ids[here][:, _columns(tile)]
@@ -82,7 +82,7 @@ def worth_tiling(positions: int, pattern: AttentionPattern) -> bool:
     return 2 * pattern.pairs(positions) < AttentionPattern(pattern.causal).pairs(positions)
 
 
-def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen,
+def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visible,
                     scoring: Scoring = PLAIN) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides.
 
@@ -165,7 +165,7 @@ class _TiledAttention(torch.autograd.Function):
 class _Taken:
     """The keys of a tile: taken out of [heads, s, d], and added to it."""
 
-    def __init__(self, tile: Tile):
+    def __init__(self, tile: QueryTile):
         self.part = slice(tile.keys[0], tile.keys[-1] + 1) if tile.blocks is None else None
         if tile.blocks is not None:
             self.blocks, self.count = torch.from_numpy(tile.blocks), len(tile.blocks)
@@ -187,8 +187,8 @@ class _Taken:
         return t.view(t.shape[0], -1, self.block * t.shape[2])
 
 
-def _parts(seen: Seen, heads: int, s: int, r: int,
-           is_real: bool) -> Iterator[tuple[slice, Tile, slice, _Taken]]:
+def _parts(seen: Visible, heads: int, s: int, r: int,
+           is_real: bool) -> Iterator[tuple[slice, QueryTile, slice, _Taken]]:
     """(heads, tile, its rows, its keys) for as many heads as are worked on at once."""
     for tile in seen.tiles(s, is_real):
         step = max(1, SCORES // (r * len(tile.rows) * len(tile.keys)))
@@ -216,7 +216,7 @@ def _as_given(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1).unflatten(1, like.shape[1:3]).to(like.dtype)
 
 
-def _columns(tile: Tile) -> slice | torch.Tensor:
+def _columns(tile: QueryTile) -> slice | torch.Tensor:
     if tile.blocks is None:
         return slice(tile.keys[0], tile.keys[-1] + 1)
     return torch.from_numpy(tile.keys)

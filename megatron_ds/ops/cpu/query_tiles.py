@@ -29,7 +29,7 @@ MOST_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class QueryTile:
     """rows  positions of the queries
     keys  positions of the keys: a range, or an int64 array that is made of blocks
     blocks  numbers of those blocks; None for a range
@@ -74,24 +74,24 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tiles_of(pattern: AttentionPattern, positions: int) -> tuple[Tile, ...]:
+def tiles_of(pattern: AttentionPattern, positions: int) -> tuple[QueryTile, ...]:
     """The tiles of a sequence. A layout is the same for all heads, of blocks that divide the positions."""
     if pattern.layout is None:
         return tuple(_window_tiles(pattern, positions))
     return tuple(_layout_tiles(pattern, pattern.layout, positions))
 
 
-def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[Tile]:
+def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[QueryTile]:
     sides = [side for side in (pattern.left, pattern.after) if side is not None]
     widest = positions if None in (pattern.left, pattern.after) else min(positions, sum(sides) + 1)
     rows = min(MOST_ROWS, max(32, 32 * round(math.sqrt(OVERHEAD * widest) / 32)))
     whole = range(positions)
     for start in whole[::rows]:
         queries = whole[start:start + rows]
-        yield Tile(queries, pattern.keys_of(queries, whole))
+        yield QueryTile(queries, pattern.keys_of(queries, whole))
 
 
-def _layout_tiles(pattern: AttentionPattern, layout: BlockLayout, positions: int) -> Iterator[Tile]:
+def _layout_tiles(pattern: AttentionPattern, layout: BlockLayout, positions: int) -> Iterator[QueryTile]:
     (seen,), block, whole = layout.up_to(positions), layout.block, range(positions)
     seen = seen.copy()
     for i in range(len(seen)):                      # blocks that the pattern hides
@@ -105,7 +105,7 @@ def _layout_tiles(pattern: AttentionPattern, layout: BlockLayout, positions: int
             keys, numbers = whole[blocks[0] * block:(blocks[-1] + 1) * block], None
         else:
             keys, numbers = (blocks[:, None] * block + np.arange(block)).reshape(-1), blocks
-        yield Tile(rows, keys, numbers, seen[first:stop][:, blocks])
+        yield QueryTile(rows, keys, numbers, seen[first:stop][:, blocks])
 
 
 def _groups(seen: np.ndarray, block: int) -> Iterator[tuple[int, int]]:
