@@ -38,6 +38,7 @@ from megatron_ds.training.step import train_step
 LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
     "ep": "--expert-model-parallel-size", "cp": "--context-parallel-size", "comm_type": "--cp-comm-type",
+    "hcp": "--hierarchical-context-parallel-sizes",
     "sp": "--sequence-parallel", "schedule": "--pipeline-schedule",
     "chunks": "--num-virtual-stages-per-pipeline-rank", "cut": "--pipeline-cut", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
@@ -93,7 +94,7 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
         if key in SWITCHES:
             flags += [LAYOUT_KEYS[key]] if value == "1" else []
         elif LAYOUT_KEYS[key] and value != "none":
-            flags += [LAYOUT_KEYS[key], value]
+            flags += [LAYOUT_KEYS[key], *value.split()]
     return LayoutRequest(text, world, tuple(flags), f"tp=1,pp=1,dp=1,mbs={values.get('mbs', 1)}")
 
 
