@@ -28,8 +28,7 @@ class TrustRatio(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         parameters = [p for group in self.param_groups for p in group["params"]]
-        weights = self.reduce_norms(parameters, parameters)
-        grads = self.reduce_norms([p.grad for p in parameters], parameters)
+        weights, grads = self.reduce_norms([parameters, [p.grad for p in parameters]], parameters)
         self.seen = {p.spec.name: (w, g) for p, w, g in zip(parameters, weights, grads)}
         lr = self.param_groups[0]["lr"]
         for p, w, g in zip(parameters, weights, grads):
@@ -92,7 +91,7 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
 
     results = run_ranks(8, main)
     for seen, weights, calls, t in results:
-        assert calls == 2                                   # one for all parameters, at each of the two calls
+        assert calls == 1                                   # for all parameters and both norms
         for name, (weight, grad) in seen.items():
             # Squares are added in float64; the norms are rounded to fp32 once, the gradient's parts before
             # that.
