@@ -9,7 +9,7 @@ the update (You et al. 2019, arXiv:1904.00962, algorithm 2).
     form         c
     "paper"      1
     "deepspeed"  √(1 - β₂ᵗ) / (1 - β₁ᵗ): the correction multiplies the step. As r normalizes u, the first
-                 steps are smaller by c: 0.32, 0.15, 0.31 and 0.80 at t = 1, 10, 100 and 1000 with the default betas
+                 steps are smaller by c: 0.32, 0.15, 0.31, 0.80 at t = 1, 10, 100, 1000 with default betas
 
 The norms are those of the logical parameter, over all its parts. A packed weight, such as that of queries,
 keys and values, is one parameter with one r.

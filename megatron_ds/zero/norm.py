@@ -169,8 +169,8 @@ class ParameterNorms:
         self._tied = self._tensor([i for _, i in tied], torch.int64)
         self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
         self._counts_here = self._tensor([groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
-        # Over data-parallel ranks: parts in shards, and experts, which the first of the ranks that hold the same
-        # ones counts.
+        # Over data-parallel ranks: parts in shards, and experts, which the first of the ranks that hold the
+        # same ones counts.
         is_first = groups.rank_by_axes.get(EXPERT_DATA_AXES, 0) == 0
         over_data = [e.is_split or e.axes == EXPERT_DATA_AXES for e in entries]
         self._sums_over_data = any(over_data)
@@ -180,7 +180,7 @@ class ParameterNorms:
 
     def __call__(self, lists: Sequence[Sequence[torch.Tensor]],
                  parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norms of the logical parameters that `parameters` are parts of, [len(lists), len(parameters)] in fp32.
+        """Norms, fp32 [len(lists), len(parameters)], of the logical parameters with the parts `parameters`.
 
         lists: of tensors, one for each of `parameters`: the parts themselves, their updates, ...
         """
