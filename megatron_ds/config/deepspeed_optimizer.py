@@ -9,6 +9,7 @@ from .option import Option, json_key
 TYPES = {kind.lower(): facts.name for facts in FACTS.values() for kind in facts.types}
 # Of DeepSpeed, but not here.
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
+ADAM_W_MODE = "optimizer.params.adam_w_mode"
 NAMES = "Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Adagrad, SGD"
 
 # Keys whose option depends on the type.
@@ -33,6 +34,9 @@ def translate_optimizer(document: JsonDocument) -> None:
     if kind is not None:
         document.give("optimizer.optimizer", name, "optimizer.type")
         document.refuse_params("optimizer", kind, set(facts.all_params))
+    if is_adamw(document) and document.take(ADAM_W_MODE) is False:
+        document.without_effect[f"{document.path} {ADAM_W_MODE}"] = (
+            "the weight decay of the type AdamW is decoupled in any case, as in DeepSpeed")
     document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
     for key in ("betas", "eps"):
         value = document.take(f"optimizer.params.{key}")
@@ -43,6 +47,11 @@ def translate_optimizer(document: JsonDocument) -> None:
     for option, default in facts.defaults.items():
         if f"optimizer.{option}" not in given:
             document.give(f"optimizer.{option}", default, "optimizer.type, as DeepSpeed's default")
+
+
+def is_adamw(document: JsonDocument) -> bool:
+    """Whether the type is AdamW, whose weight decay is decoupled in any case."""
+    return str(document.values.get("optimizer.type")).lower() == "adamw"
 
 
 def _why(kind: str) -> str:
