@@ -24,6 +24,7 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
+from .deepspeed_optimizer import ADAM_W_MODE, OPTIMIZER_KEYS, is_adamw, translate_optimizer
 from .option import Option, json_key, shown
 from .reading import PartOf, Reading
 from .suggest import near_key
@@ -33,9 +34,6 @@ from .unsupported import KEYS, answer_to_key
 TRANSLATED: Mapping[str, Option] = {
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
     "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power"),
-    "optimizer.type": json_key(str, "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD"),
-    "optimizer.params.betas": json_key(float, "`--adam-beta1`, `--adam-beta2`", is_list=True, count=2),
-    "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0),
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
     "aio.thread_count": json_key(int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1),
@@ -54,12 +52,8 @@ TRANSLATED: Mapping[str, Option] = {
         float, "`--lr-warmup-init`, as a fraction of the learning rate"),
     "scheduler.params.cos_min_ratio": json_key(
         float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
-    **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
+    **OPTIMIZER_KEYS, **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
-ADAM_W_MODE = "optimizer.params.adam_w_mode"
-OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-_ADAM = {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "max_grad_norm"}
-OPTIMIZER_PARAMS = {"adam": _ADAM, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
 _WARMUP = {"warmup_num_steps", "warmup_type"}
 SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
                     "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
@@ -81,8 +75,8 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _offload, _tensorboard, translate_curriculum,
-                      translate_random_ltd):
+    for translate in (_declared, _fp16, translate_optimizer, _scheduler, _offload, _tensorboard,
+                      translate_curriculum, translate_random_ltd):
         translate(document)
     return document
 
@@ -149,7 +143,7 @@ def _declared(document: JsonDocument) -> None:
                                                                             False) is False}
     off |= {"wandb."} if document.values.get("wandb.enabled", False) is not True else set()
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
-    off |= {ADAM_W_MODE} if _is_adamw(document) else set()
+    off |= {ADAM_W_MODE} if is_adamw(document) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
             document.copy(key, option.path)
@@ -160,28 +154,6 @@ def _fp16(document: JsonDocument) -> None:
         return
     document.copy("fp16.loss_scale", "optimizer.loss_scale", lambda scale: scale or None)    # 0 is dynamic
     document.copy("fp16.initial_scale_power", "optimizer.initial_loss_scale", lambda power: 2.0**power)
-
-
-def _optimizer(document: JsonDocument) -> None:
-    kind = document.take("optimizer.type")
-    if kind is not None and kind.lower() not in OPTIMIZERS:
-        document.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. '
-                        "Available: Adam, AdamW (both with decoupled weight decay), SGD.",
-                        "optimizer.optimizer")
-    elif kind is not None:
-        name = OPTIMIZERS[kind.lower()]
-        document.give("optimizer.optimizer", name, "optimizer.type")
-        document.refuse_params("optimizer", kind, OPTIMIZER_PARAMS[name])
-    if _is_adamw(document) and document.take(ADAM_W_MODE) is False:
-        document.without_effect[f"{document.path} {ADAM_W_MODE}"] = (
-            "the weight decay of the type AdamW is decoupled in any case, as in DeepSpeed")
-    document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
-    for number, beta in enumerate(document.take("optimizer.params.betas") or (), 1):
-        document.give(f"optimizer.adam_beta{number}", beta, "optimizer.params.betas")
-
-
-def _is_adamw(document: JsonDocument) -> bool:
-    return str(document.values.get("optimizer.type")).lower() == "adamw"
 
 
 def _scheduler(document: JsonDocument) -> None:

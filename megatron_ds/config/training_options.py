@@ -20,7 +20,8 @@ class OptimizerConfig:
     """
 
     optimizer: str = option(
-        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), sgd.")
+        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, adagrad, "
+                     "sgd (docs/optimizers.md).")
     lr: float = option(required=True, above=0, json="optimizer.params.lr", help="Highest learning rate.")
     min_lr: float = option(0.0, at_least=0, help="Learning rate at the end of the decay and after it.")
     decoupled_lr: float | None = option(
@@ -37,20 +38,41 @@ class OptimizerConfig:
         None, at_least=0, help="Weight decay at the last step, if it changes.")
     weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"),
         help="How the weight decay changes from --start-weight-decay to --end-weight-decay.")
-    adam_beta1: float = option(0.9, at_least=0, below=1, help="Decay rate of Adam's first moment.")
-    adam_beta2: float = option(0.999, at_least=0, below=1, help="Decay rate of Adam's second moment.",
+    adam_beta1: float = option(
+        0.9, at_least=0, below=1, help="Decay rate of the first moment (adam, lamb).")
+    adam_beta2: float = option(0.999, at_least=0, below=1,
+        help="Decay rate of the second moment (adam, lamb).",
         avoid="Large language models usually train with 0.95.")
     adam_eps: float = option(
-        1e-8, above=0, json="optimizer.params.eps", help="Added to the square root of the second moment.")
+        1e-8, above=0, help="Added to the square root of the second moment (adam, lamb).")
     adam_bias_correction: bool = option(True, json="optimizer.params.bias_correction",
-        help="Divide Adam's moments by 1 - beta^step, so that the first ones are not too small.",
+        help="Divide the moments by 1 - beta^step, so that the first ones are not too small (adam, lamb).",
         avoid="Without it, the first steps are larger: a warm-up of thousands of steps must hide them.")
+    adam_amsgrad: bool = option(False, flag="--amsgrad", json="optimizer.params.amsgrad",
+        help="Divide by the largest second moment so far (adam only).",
+        avoid="It keeps a third tensor of state, and rarely helps.")
     decoupled_weight_decay: bool = option(True, json="optimizer.params.adam_w_mode",
         help="Weight decay lowers the weights by themselves (AdamW). Off: it is added to the gradient, and "
-             "passes through Adam's moments.",
+             "passes through Adam's moments (adam only).",
         avoid="AdamW generalises better.")
     sgd_momentum: float = option(
         0.9, at_least=0, below=1, json="optimizer.params.momentum", help="Momentum (sgd only).")
+    lion_beta1: float = option(0.95, at_least=0, below=1,
+        help="Weight of the momentum in the sign that is the update (lion only).",
+        avoid="The paper has 0.9, with --lion-beta2 0.99.")
+    lion_beta2: float = option(0.98, at_least=0, below=1, help="Decay rate of the momentum (lion only).")
+    adagrad_eps: float = option(
+        1e-10, above=0, help="Added to the root of the sum of squared gradients (adagrad only).")
+    lamb_form: str = option("deepspeed", choices=("deepspeed", "paper"),
+        help="Whether bias correction multiplies the step, as in DeepSpeed, which makes the first steps "
+             "smaller, or the moments, as in the paper (lamb only).",
+        avoid="A learning rate of one form does not suit the other.")
+    lamb_max_coeff: float = option(10.0, above=0, json="optimizer.params.max_coeff",
+        help="Largest trust ratio, the norm of a weight over that of its update (lamb only).")
+    lamb_min_coeff: float = option(0.01, at_least=0, json="optimizer.params.min_coeff",
+        help="Smallest trust ratio (lamb only).")
+    lamb_eps_inside_sqrt: bool = option(False, json="optimizer.params.eps_inside_sqrt",
+        help="Add --adam-eps to the second moment, before its root is taken (lamb only).")
     clip_grad: float = option(1.0, at_least=0, json="gradient_clipping",
         help="Gradients are scaled down to this global norm; 0: no clipping.")
 

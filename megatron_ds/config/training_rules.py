@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from .messages import divisors, either, flag, given, neighbours
+from .optimizer_facts import optimizer_options
 from .run import RunConfig, all_options
 from .training_schedule import counts_tokens, parse_batch_steps
 
@@ -301,4 +302,4 @@ def traces(config: RunConfig) -> Iterator[str]:
 
 
 TRAINING_RULES = (batch, evaluation_batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay,
-                  number_format, checkpoints, recomputation, traces, planning)
+                  optimizer_options, number_format, checkpoints, recomputation, traces, planning)

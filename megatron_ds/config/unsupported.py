@@ -139,15 +139,15 @@ KEYS = table(
         "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
             "autotuning comms_logger compression_training eigenvalue elasticity memory_breakdown "
-            "optimizer.params.amsgrad progressive_layer_drop quantize_training sparse_attention "
+            "progressive_layer_drop quantize_training sparse_attention "
             "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
             "zero_optimization.zero_quantized_nontrainable_weights "
             "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",
-        "its gradients are not compressed. Use the optimizer Adam, and remove it.":
+        "it is of 1-bit optimizers, and gradients are not compressed. Remove it.":
             "optimizer.params.coeff_beta optimizer.params.comm_backend_name optimizer.params.cuda_aware "
             "optimizer.params.factor_max optimizer.params.factor_min optimizer.params.factor_threshold "
             "optimizer.params.freeze_step optimizer.params.local_step_clipper "
-            "optimizer.params.local_step_scaler optimizer.params.max_coeff optimizer.params.min_coeff "
+            "optimizer.params.local_step_scaler "
             "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
         "write --tensor-model-parallel-size, or give an engine a module that is split.": "tensor_parallel",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",

@@ -15,24 +15,20 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..config.optimizer_facts import FACTS
 from ..config.training_schedule import make_learning_rate
 from ..errors import ConfigError
 from ..optim import OPTIMIZERS
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
 
-# The hyper-parameters of a group by the JSON's optimizer, and their place in the config.
-JSON_KEYS = {
-    "adam": {"lr": lambda o: o.lr, "betas": lambda o: (o.adam_beta1, o.adam_beta2),
-             "eps": lambda o: o.adam_eps, "weight_decay": lambda o: o.weight_decay},
-    "sgd": {"lr": lambda o: o.lr, "momentum": lambda o: o.sgd_momentum,
-            "weight_decay": lambda o: o.weight_decay}}
 Group = dict[str, Any]
 Decays = Callable[[str, nn.Parameter], bool]       # (name, parameter)
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -46,22 +42,25 @@ class InnerOptimizers:
     groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
+    needs_norms  `make` takes the keyword `reduce_norms` (zero/norm.py)
     """
 
-    def __init__(self, kind: str, groups: list[Group], make: Callable[[list[Group]], torch.optim.Optimizer],
-                 client: torch.optim.Optimizer | None = None):
+    def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
+                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
+        self.needs_norms = needs_norms
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
-    def __call__(self, inner: list[Group]) -> torch.optim.Optimizer:
+    def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
         """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
         group_of = {p.spec.name: i for i, group in enumerate(self.groups) for p in group["params"]}
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
-        made = [{**self.groups[i], "params": members[i]} for i in sorted(members)]
-        optimizer = self._make(made)
-        self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in sorted(members)])
+        # Norms are collective: a rank without parts of any parameter has empty groups.
+        present = range(len(self.groups)) if self.needs_norms else sorted(members)
+        optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
+        self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
         return optimizer
 
     def refresh(self) -> None:
@@ -150,9 +149,9 @@ def _key(piece) -> str:
 def json_optimizers(settings: RunConfig, groups: Sequence[Group]) -> InnerOptimizers:
     """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's."""
     o = settings.optimizer
-    numbers = {key: value(o) for key, value in JSON_KEYS[o.optimizer].items()}
+    numbers, entry = FACTS[o.optimizer].numbers(o), OPTIMIZERS[o.optimizer]
     return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups],
-                           lambda made: OPTIMIZERS[o.optimizer](made, settings=o))
+                           partial(entry, settings=o), needs_norms=getattr(entry, "needs_norms", False))
 
 
 def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:

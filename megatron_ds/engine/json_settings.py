@@ -33,6 +33,7 @@ from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, reading_of, with_autos
 from ..config.layout_rules import LAYOUT_RULES
 from ..config.messages import problems_of
+from ..config.optimizer_facts import optimizer_options
 from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
@@ -45,10 +46,12 @@ SECTIONS = ("optimizer.", "zero.")
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
-            "optimizer.sgd_momentum": 0.0, "logging.log_interval": 0}
+            "logging.log_interval": 0}
 DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
 # Keys of the JSON for options that have none of their own.
-KEYS = {"optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
+KEYS = {"optimizer.optimizer": "optimizer.type", "optimizer.adam_eps": "optimizer.params.eps",
+        "optimizer.adagrad_eps": "optimizer.params.eps",
+        "optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
         "optimizer.loss_scale": "fp16.loss_scale",
         "optimizer.initial_loss_scale": "fp16.initial_scale_power",
         "optimizer.lr_decay_style": "scheduler.type",
@@ -158,7 +161,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
 def _broken(config: RunConfig) -> Iterator[str]:
     """Problems by the rules of training scripts, except for the length of training, which is the user's."""
     config = config.with_values({"train.train_iters": 1}, Source("script", "default"))
-    rules = (batch, learning_rate, number_format, *LAYOUT_RULES)
+    rules = (batch, learning_rate, optimizer_options, number_format, *LAYOUT_RULES)
     yield from map(in_words_of_json, problems_of(rules, config))
 
 
