@@ -9,13 +9,12 @@ are ignored, but names are checked.
 import json
 import os
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import did_you_mean
 from .answers import asks_for_nothing
-from .config_files import JsonDocument, declared_keys, names, paths_of, text_of
+from .config_files import JsonDocument, declared_keys, names, text_of
 from .deepspeed_data_efficiency import (
     CURRICULUM_KEYS,
     LTD,
@@ -24,8 +23,9 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
+from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
 from .option import Option, json_key, shown
-from .reading import PartOf, Reading
+from .reading import Reading
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
 
@@ -43,26 +43,11 @@ TRANSLATED: Mapping[str, Option] = {
     "tensorboard.enabled": json_key(bool, "whether the block is used"),
     "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
-    "scheduler.type": json_key(str, "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR"),
-    "scheduler.params.warmup_type": json_key(
-        str, "`--lr-warmup-style`; log unless given", choices=("log", "linear")),
-    "scheduler.params.warmup_min_lr": json_key(float, "`--lr-warmup-init`"),
-    "scheduler.params.warmup_max_lr": json_key(float, "`--lr`"),
-    "scheduler.params.warmup_num_steps": json_key(int, "`--lr-warmup-iters`; 1000 unless given"),
-    "scheduler.params.total_num_steps": json_key(int, "`--lr-decay-iters`"),
-    "scheduler.params.warmup_min_ratio": json_key(
-        float, "`--lr-warmup-init`, as a fraction of the learning rate"),
-    "scheduler.params.cos_min_ratio": json_key(
-        float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
-    **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
+    **SCHEDULER_KEYS, **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 _ADAM = {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "max_grad_norm"}
 OPTIMIZER_PARAMS = {"adam": _ADAM, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
-_WARMUP = {"warmup_num_steps", "warmup_type"}
-SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
-                    "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
-                    "WarmupCosineLR": _WARMUP | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"}}
 
 
 def read_deepspeed(path: str) -> Reading:
@@ -80,8 +65,8 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _offload, _tensorboard, translate_curriculum,
-                      translate_random_ltd):
+    for translate in (_declared, _fp16, _optimizer, translate_scheduler, _offload, _tensorboard,
+                      translate_curriculum, translate_random_ltd):
         translate(document)
     return document
 
@@ -170,33 +155,6 @@ def _optimizer(document: JsonDocument) -> None:
     document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
     for number, beta in enumerate(document.take("optimizer.params.betas") or (), 1):
         document.give(f"optimizer.adam_beta{number}", beta, "optimizer.params.betas")
-
-
-def _scheduler(document: JsonDocument) -> None:
-    """Missing keys have DeepSpeed's defaults: 1000 steps of warm-up, a cosine to 1e-4 of the maximum."""
-    kind = document.take("scheduler.type")
-    if kind is None:
-        return
-    if kind not in SCHEDULER_PARAMS:
-        near = did_you_mean(kind, list(SCHEDULER_PARAMS)) or "."
-        document.refuse(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
-                        f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead.")
-        document.unread |= paths_of("scheduler.type")
-        return
-    document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
-    document.give("optimizer.lr_decay_style", kind, "scheduler.type")
-
-    for name, option, default in (
-            ("warmup_num_steps", "lr_warmup_iters", 1000), ("warmup_type", "lr_warmup_style", "log"),
-            ("warmup_min_lr", "lr_warmup_init", None), ("warmup_max_lr", "lr", None),
-            ("total_num_steps", "lr_decay_iters", None), ("warmup_min_ratio", "lr_warmup_init", None),
-            ("cos_min_ratio", "min_lr", 1e-4)):
-        key, path = f"scheduler.params.{name}", f"optimizer.{option}"
-        meaning = partial(PartOf, "optimizer.lr") if name.endswith("_ratio") else lambda value: value
-        if key in document.values:
-            document.copy(key, path, meaning)
-        elif default is not None and name in SCHEDULER_PARAMS[kind]:
-            document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
 
 
 def _offload(document: JsonDocument) -> None:

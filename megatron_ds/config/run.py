@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..mpu.grid import Grid
+from .cycle_options import CycleConfig
 from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
@@ -46,6 +47,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    cycle: CycleConfig = field(default_factory=CycleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     bert: BertConfig = field(default_factory=BertConfig)

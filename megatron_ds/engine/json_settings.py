@@ -41,7 +41,7 @@ from ..errors import ConfigError
 # Accepted options in addition to those of SECTIONS.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
          "logging.log_interval", "logging.tensorboard_dir")
-SECTIONS = ("optimizer.", "zero.")
+SECTIONS = ("optimizer.", "cycle.", "zero.")
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,

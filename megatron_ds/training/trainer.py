@@ -15,6 +15,7 @@ import torch
 from ..cli import StopRequest
 from ..config.training_schedule import (
     make_batch_size,
+    make_beta1,
     make_learning_rates,
     make_token_drop,
     make_weight_decay,
@@ -66,7 +67,7 @@ class Trainer:
         self.description = description
         self.config = config = engine.config
         self.learning_rates = make_learning_rates(config)
-        self.weight_decay = make_weight_decay(config)
+        self.weight_decay, self.beta1 = make_weight_decay(config), make_beta1(config)
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
         self._planned = self.length.steps_after()
@@ -145,8 +146,9 @@ class Trainer:
         with self.tracer.step():
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(self.engine, batch, before, learning_rate=rates,
-                                 weight_decay=self.weight_decay(before), stop=self._wants_to_stop(),
-                                 times=self.times)
+                                 weight_decay=self.weight_decay(before),
+                                 beta1=self.beta1(before) if self.beta1 else None,
+                                 stop=self._wants_to_stop(), times=self.times)
         self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs
         rows, length = size * batch.rows_per_sample, batch.whole_length

@@ -150,7 +150,7 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
      '"optimizer.params.betas" does not apply'),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2}}, "gradient_clipping": 1},
      "files do not override each other"),
-    ({"scheduler": {"type": "OneCycle"}}, "'OneCycle', which is not available"),
+    ({"scheduler": {"type": "OneCycel"}}, "'OneCycel', which is not available; did you mean 'OneCycle'?"),
     ({"train_batch_size": 0}, "at least 1"), ({"gradient_clipping": "much"}, "is not a number"),
     ({"zero_optimization": {"stage": 4}}, "not one of 0, 1, 2, 3"),
     ({"fp16": {"enabled": 1}}, "not true or false"),
