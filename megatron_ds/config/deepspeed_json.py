@@ -36,10 +36,16 @@ TRANSLATED: Mapping[str, Option] = {
     "optimizer.type": json_key(str, "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD"),
     "optimizer.params.betas": json_key(float, "`--adam-beta1`, `--adam-beta2`", is_list=True, count=2),
     "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0),
+    "tensor_parallel.autotp_size": json_key(
+        int, "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
+        at_least=0),
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
     "aio.thread_count": json_key(int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1),
     "wandb.enabled": json_key(bool, "whether the block is used; the project is deepspeed unless given"),
+    "csv_monitor.enabled": json_key(bool, "whether the block is used"),
+    "csv_monitor.output_path": json_key(str, "`--csv-monitor-dir`, together with the job name"),
+    "csv_monitor.job_name": json_key(str, "the directory under the output path"),
     "tensorboard.enabled": json_key(bool, "whether the block is used"),
     "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
@@ -66,7 +72,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
     for translate in (_declared, _fp16, _optimizer, translate_scheduler, _offload, _tensorboard,
-                      translate_curriculum, translate_random_ltd):
+                      _csv_monitor, translate_curriculum, translate_random_ltd):
         translate(document)
     return document
 
@@ -128,7 +134,8 @@ def _declared(document: JsonDocument) -> None:
     """Keys that an option declares."""
     off = {block + "." for block in ("fp16", "bf16") if document.values.get(block + ".enabled",
                                                                             False) is False}
-    off |= {"wandb."} if document.values.get("wandb.enabled", False) is not True else set()
+    off |= {f"{block}." for block in ("wandb", "flops_profiler", "autotuning")
+            if document.values.get(f"{block}.enabled", False) is not True}
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
@@ -164,6 +171,15 @@ def _offload(document: JsonDocument) -> None:
         if document.take(f"zero_optimization.{key}"):
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
+    document.copy("tensor_parallel.autotp_size", "parallel.tensor_model_parallel_size",
+                  lambda size: size or 1)
+
+
+def _csv_monitor(document: JsonDocument) -> None:
+    if document.take("csv_monitor.enabled"):
+        folder = document.values.get("csv_monitor.output_path") and document.take("csv_monitor.output_path")
+        folder = os.path.join(folder or "", document.take("csv_monitor.job_name") or "DeepSpeedJobName")
+        document.give("logging.csv_monitor_dir", folder, "csv_monitor.enabled")
 
 
 def _tensorboard(document: JsonDocument) -> None:

@@ -16,6 +16,7 @@ from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
 from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
+from .profiler_options import ProfilerConfig
 from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, PlanConfig, TrainConfig
 
 # Name of a section in older files → its name now.
@@ -55,6 +56,7 @@ class RunConfig:
     random_ltd: RandomLTDConfig = field(default_factory=RandomLTDConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     world_size: int = 1
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)

@@ -264,6 +264,8 @@ class LoggingConfig:
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
         None, help="Directory for TensorBoard events. Default: none are written.")
+    csv_monitor_dir: str | None = option(None,
+        help="Directory for CSV files, one for each logged value. Default: none are written.")
     wandb_project: str | None = option(None, json="wandb.project",
         help="Project of Weights & Biases, which then receives the values of TensorBoard. Needs the package "
              "wandb.")

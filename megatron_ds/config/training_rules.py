@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .cycle_rules import cycles
 from .messages import divisors, either, flag, given, neighbours
-from .run import RunConfig, all_options
+from .run import RunConfig, all_options, options_in
 from .training_options import DEEPSPEED_STYLES
 from .training_schedule import counts_tokens, parse_batch_steps
 
@@ -306,5 +306,17 @@ def traces(config: RunConfig) -> Iterator[str]:
         yield "[trace_steps] ends before it begins. Give the first step, then the last."
 
 
+def profiles(config: RunConfig) -> Iterator[str]:
+    """Options of a profile need one, and an autotuner's run measures at least one step."""
+    wanted = config.profiler
+    for name in ("flops_profiler", "autotuning"):
+        others = [option.path for option in options_in("profiler") if option.name.startswith(f"{name}_")]
+        if not getattr(wanted, name):
+            yield from given(config, others, f"has no effect without --{name.replace('_', '-')}. Add it, or "
+                                             "remove this one.")
+    if wanted.autotuning and wanted.autotuning_start_step > wanted.autotuning_end_step:
+        yield "[autotuning_start_step] is after [autotuning_end_step]: no step is measured. Lower it."
+
+
 TRAINING_RULES = (batch, evaluation_batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay,
-                  number_format, checkpoints, recomputation, traces, planning)
+                  number_format, checkpoints, recomputation, traces, profiles, planning)

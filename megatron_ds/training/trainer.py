@@ -26,6 +26,7 @@ from ..planning.training_length import make_length
 from ..ramps import Progress
 from .batches import BatchSource
 from .build import Engine
+from .flops_profile import FlopsProfiler, StepSize
 from .log import Log
 from .phase_times import PhaseTimes, times_text
 from .records import EvalRecord, TrainRecord
@@ -79,11 +80,12 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
-        self._has_warned_of_stall = False
+        self._has_warned_of_stall = self._has_tuned = False
         self._window: list[_Done] = []
         self._vocab = config.padded_vocab_size
         dtype = engine.parameters[0].dtype if engine.parameters else torch.float32
         self._peak = peak_flops(engine.mesh.device, dtype)
+        self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -107,6 +109,8 @@ class Trainer:
             outcome = self._step()
             if outcome.stop:
                 return self._stop_reason()
+            if self._has_tuned:
+                return "autotuning has measured its steps"
             train, step = self.config.train, self.progress.step
             if train.eval_iters and self.loaders.valid and _due(train.eval_interval, step):
                 if self.evaluate("validation"):
@@ -143,12 +147,13 @@ class Trainer:
         batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
         # Train
+        profile = self.profiler.times(before.step)
         with self.tracer.step():
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(self.engine, batch, before, learning_rate=rates,
                                  weight_decay=self.weight_decay(before),
                                  beta1=self.beta1(before) if self.beta1 else None,
-                                 stop=self._wants_to_stop(), times=self.times)
+                                 stop=self._wants_to_stop(), times=profile or self.times)
         self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs
         rows, length = size * batch.rows_per_sample, batch.whole_length
@@ -158,8 +163,15 @@ class Trainer:
         dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
+        # Profile
+        seconds = outcome.seconds + data_seconds
+        if profile is not None:
+            times = profile.take()
+            self.times.add(times)
+            self.profiler.report(times, before.step + 1, StepSize(rows, length, *dropping), seconds)
+        self._has_tuned = self.profiler.count(before.step + 1, seconds, flops)
         # Log
-        self.log.advance(self.progress.step, outcome.loss, tokens / (outcome.seconds + data_seconds))
+        self.log.advance(self.progress.step, outcome.loss, tokens / seconds)
         if _due(self.config.logging.log_interval, self.progress.step) or outcome.stop or self._is_finished():
             asked = self._asked_numbers()
             if mesh.rank == 0:

@@ -36,7 +36,7 @@ MEGATRON = re.compile(
 def logging_to(tmp_path, **where):
     """The parts of a config that the log reads."""
     logging = {"metrics_path": None, "tensorboard_dir": None, "progress_bar": True,
-               "log_timers_to_tensorboard": False, "wandb_project": None} | where
+               "log_timers_to_tensorboard": False, "wandb_project": None, "csv_monitor_dir": None} | where
     return SimpleNamespace(logging=SimpleNamespace(**logging),
                            checkpoint=SimpleNamespace(save=str(tmp_path / "save")))
 
