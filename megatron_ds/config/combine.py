@@ -58,7 +58,7 @@ def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int
         config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    return with_batch_sizes(without_useless_options(with_activation(config)))
+    return with_batch_sizes(without_useless_options(with_ulysses(with_activation(config))))
 
 
 def with_activation(config: RunConfig) -> RunConfig:
@@ -66,6 +66,14 @@ def with_activation(config: RunConfig) -> RunConfig:
     if config.train.bias_gelu_fusion or "model.activation" in config.sources:
         return config
     return _derived(config, "model.activation", "gelu_exact", "--no-bias-gelu-fusion")
+
+
+def with_ulysses(config: RunConfig) -> RunConfig:
+    """Megatron-DeepSpeed's name of the context-parallel size stands for one way to share attention."""
+    source = config.sources.get("parallel.context_parallel_size")
+    if source is None or source.name != ULYSSES or "parallel.cp_comm_type" in config.sources:
+        return config
+    return _derived(config, "parallel.cp_comm_type", ("a2a",), ULYSSES)
 
 
 def with_batch_sizes(config: RunConfig) -> RunConfig:
@@ -109,6 +117,7 @@ def _last_of_schedule(config: RunConfig) -> int | None:
         return None
 
 
+ULYSSES = "--ds-sequence-parallel-size"
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
@@ -151,6 +160,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _without(config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk")
     if config.zero.offload_optimizer == config.zero.offload_param == "none":
         config = _without(config, _of_deepspeed(config, ("zero.sub_group_size",)), "nothing is offloaded")
+    if config.parallel.context_parallel_size == 1:
+        config = _without(config, ("parallel.cp_comm_type",), "one rank holds each sequence")
     if config.checkpoint.load is None:
         config = _without(config, ("optimizer.use_checkpoint_opt_param_scheduler",
                                    "checkpoint.use_checkpoint_args"), "there is no --load DIR")

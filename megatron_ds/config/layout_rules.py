@@ -75,10 +75,33 @@ def norms(config: RunConfig) -> Iterator[str]:
                          "applies to the norms of queries and keys. Remove it, or add --qk-layernorm.")
 
 
-def not_available_yet(config: RunConfig) -> Iterator[str]:
-    """Mesh axes that no layer uses yet."""
-    if config.parallel.context_parallel_size > 1:
-        yield "[context_parallel_size]: context parallelism is not available yet. Use 1, or remove the flag."
+def context_parallel(config: RunConfig) -> Iterator[str]:
+    """Ranks that split a sequence hold equal parts of it, or equal numbers of heads."""
+    model, parallel = config.model, config.parallel
+    c, kinds = parallel.context_parallel_size, parallel.cp_comm_type
+    if c == 1:
+        return
+    if len(kinds) > 1 and model.num_layers and len(kinds) != model.num_layers:
+        yield (f"[cp_comm_type] names {len(kinds)} ways for [num_layers]. Give one, or one for each layer.")
+    t = parallel.tensor_model_parallel_size
+    chunks = config.sequence_parts
+    if model.seq_length and model.seq_length % chunks:
+        yield (f"[seq_length] is not a multiple of {chunks}: each of [context_parallel_size] ranks holds "
+               f"{_parts(config)} of a sequence. Use --seq-length "
+               f"{neighbours(model.seq_length, chunks)}.")
+    heads = model.num_attention_heads
+    if "a2a" in kinds and heads and heads % t == 0:
+        groups = (model.num_query_groups or heads) // t
+        fits = [d for d in divisors(heads // t) if groups % d == 0 or d % max(groups, 1) == 0]
+        if c not in fits:
+            yield (f"[cp_comm_type] divides heads among [context_parallel_size] ranks, and each "
+                   f"tensor-parallel rank has {heads // t} heads in {groups} groups. Use "
+                   f"--context-parallel-size {either(fits)}, or --cp-comm-type p2p.")
+
+
+def _parts(config: RunConfig) -> str:
+    part = "two equal chunks" if config.is_zigzag else "an equal run"
+    return part + ", divided among tensor-parallel ranks," * config.parallel.sequence_parallel
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
@@ -148,7 +171,7 @@ def offloading(config: RunConfig) -> Iterator[str]:
 def world(config: RunConfig) -> Iterator[str]:
     """The world size is a multiple of the ranks that hold one copy of the model."""
     ranks, size = config.world_size, config.parallel.model_parallel_size
-    if ranks % size and config.parallel.context_parallel_size == 1:  # `not_available_yet` reports others
+    if ranks % size:
         tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
         fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
         options = [f"{TP} {either(fits)}"] if fits and ranks % pp == 0 else []
@@ -174,7 +197,8 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
         if number and number % t:
             yield (f"{name} is not a multiple of [tensor_model_parallel_size]: {reason}. Use {TP} "
                    f"{either(fits)}.")
-    if config.parallel.sequence_parallel and model.seq_length and model.seq_length % t:
+    alone = config.parallel.context_parallel_size == 1          # `context_parallel` reports others
+    if config.parallel.sequence_parallel and alone and model.seq_length and model.seq_length % t:
         yield ("[seq_length] is not a multiple of [tensor_model_parallel_size]: with --sequence-parallel "
                "each rank holds an equal slice of the sequence. Use --seq-length "
                f"{neighbours(model.seq_length, t)}, or remove --sequence-parallel.")
@@ -267,6 +291,6 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, not_available_yet, zero_options, communication,
+LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, context_parallel, zero_options, communication,
                 offloading, world, tensor_parallel, pipeline, uneven_pipeline, virtual_stages,
                 pipeline_tuning, rank_order)

@@ -191,11 +191,14 @@ class CoreAttention(nn.Module):
     """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities.
 
     Fewer queries than keys are the last ones. name: of the dropout site. causal: no token sees a later one.
+    head_rank: of this rank among those that divide the heads; None for its tensor-parallel rank.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True,
+                 head_rank: int | None = None):
         super().__init__()
         self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
+        self.head_rank = ctx.tp.rank if head_rank is None else head_rank
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
@@ -207,7 +210,7 @@ class CoreAttention(nn.Module):
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
         any rank."""
         heads, (rows, picked) = q.shape[2], batch.positions()
-        first = self.ctx.tp.rank * heads
+        first = self.head_rank * heads
         keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
         return KeepMask(p, keys, heads=range(first, first + heads), rows=rows,
                         cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)

@@ -66,7 +66,7 @@ def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
 
 @pytest.mark.parametrize("words, says", [
     ("--kd", "distillation"), ("--multi-latent-attention", "multi-latent"), ("--use-mup", "learning rate"),
-    ("--error-injection-rate 1000", "not injected"), ("--ds-sequence-parallel-size 2", "Ulysses"),
+    ("--error-injection-rate 1000", "not injected"), ("--ds-sequence-parallel-fpdt", "not divided into chunks"),
     ("--eval-global-batch-size 8", "--eval-iters sets"),
     ("--megatron-fsdp-main-params-dtype bf16", "master weights"), ("--profile", "--trace DIR")])
 def test_what_would_change_numbers_or_is_lost_is_refused_with_the_reason(words, says):
@@ -111,3 +111,11 @@ def test_blocks_for_a_feature_that_is_off_are_no_problem(tmp_path):
     config = parsed(f"--deepspeed_config {tmp_path / 'ds.json'} --bf16 --loss-scale 12")
     assert config.optimizer.loss_scale is None and config.zero.nvme_queue_depth == 32
     assert "nothing is offloaded to a disk" in report_without_effect(config)
+
+
+def test_ulysses_of_megatron_deepspeed_is_a_way_of_context_parallelism():
+    assert parsed("--ds-sequence-parallel-size 2", 2).parallel.cp_comm_type == ("a2a",)
+    assert parsed("--ds-sequence-parallel-size 2", 2).parallel.context_parallel_size == 2
+    assert parsed("--ds-sequence-parallel-size 2 --cp-comm-type p2p", 2).parallel.cp_comm_type == ("p2p",)
+    assert parsed("--context-parallel-size 2", 2).parallel.cp_comm_type == ("p2p",)
+    assert "one rank holds each sequence" in report_without_effect(parsed("--cp-comm-type a2a"))
