@@ -36,6 +36,8 @@ TRANSLATED: Mapping[str, Option] = {
     "optimizer.type": json_key(str, "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD"),
     "optimizer.params.betas": json_key(float, "`--adam-beta1`, `--adam-beta2`", is_list=True, count=2),
     "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0),
+    "sequence_parallel_size": json_key(
+        int, "`--context-parallel-size`, with `--cp-comm-type` a2a. An engine takes mpu=", at_least=1),
     "tensor_parallel.autotp_size": json_key(
         int, "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
         at_least=0),
@@ -71,8 +73,8 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
-    for translate in (_declared, _fp16, _optimizer, translate_scheduler, _offload, _tensorboard,
-                      _csv_monitor, translate_curriculum, translate_random_ltd):
+    for translate in (_declared, _fp16, _optimizer, translate_scheduler, _offload, _model_parallel,
+                      _tensorboard, _csv_monitor, translate_curriculum, translate_random_ltd):
         translate(document)
     return document
 
@@ -171,8 +173,15 @@ def _offload(document: JsonDocument) -> None:
         if document.take(f"zero_optimization.{key}"):
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
+
+
+def _model_parallel(document: JsonDocument) -> None:
+    """Sizes of groups that split a model or its sequences."""
     document.copy("tensor_parallel.autotp_size", "parallel.tensor_model_parallel_size",
                   lambda size: size or 1)
+    document.copy("sequence_parallel_size", "parallel.context_parallel_size")
+    if (document.take("sequence_parallel_size") or 1) > 1:                                   # Ulysses
+        document.give("parallel.cp_comm_type", ("a2a",), "sequence_parallel_size")
 
 
 def _csv_monitor(document: JsonDocument) -> None:

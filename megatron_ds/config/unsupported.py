@@ -5,7 +5,7 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
-from .answers import OFF, Answer, table
+from .answers import Answer, table
 from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
 
@@ -185,9 +185,6 @@ KEYS = table(
             "the length of training is --train-iters, --train-samples or --train-tokens",
             "the length of training is --train-iters, --train-samples or --train-tokens. Set that, and "
             "remove it.", (1000, None, "auto")),
-        "sequence_parallel_size": Answer(
-            "sequences are not split",
-            "splitting sequences over ranks (Ulysses) is not available. Remove it.", (1, *OFF)),
         "gradient_allreduce_op": Answer(
             "gradients are averaged",
             "gradients are averaged. Remove it.", ("mean", None, "auto")),

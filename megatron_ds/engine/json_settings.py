@@ -43,7 +43,8 @@ TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_ac
          "logging.log_interval", "logging.tensorboard_dir", "logging.csv_monitor_dir")
 QUIET = ("logging.", "profiler.", "parallel.")           # sections whose defaults ask for nothing
 SCRIPTED = "it is for pretrain_gpt.py, which has its own loop and log. Remove it."
-ADVICE = {"parallel.tensor_model_parallel_size": "give a module that is split over the ranks, and mpu=."}
+ADVICE = dict.fromkeys(("parallel.tensor_model_parallel_size", "parallel.context_parallel_size",
+                        "parallel.cp_comm_type"), "give a module that is split over the ranks, and mpu=.")
 SECTIONS = ("optimizer.", "cycle.", "zero.")
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",

@@ -128,6 +128,9 @@ def test_the_blocks_become_options():
     assert settings({"autotuning": {
         "enabled": True, "fast": True, "arg_mappings": {"a": "--b"}, "end_profile_step": 9}}) == {
             "profiler.autotuning": True, "profiler.autotuning_end_step": 9}
+    assert settings({"sequence_parallel_size": 2}) == {
+        "parallel.context_parallel_size": 2, "parallel.cp_comm_type": ("a2a",)}
+    assert settings({"sequence_parallel_size": 1}) == {"parallel.context_parallel_size": 1}
     assert settings({"tensor_parallel": {"autotp_size": 4, "tp_overlap_comm": False}}) == {
         "parallel.tensor_model_parallel_size": 4}
 
