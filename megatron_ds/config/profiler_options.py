@@ -1,4 +1,5 @@
-"""Options of the FLOPs profile and of runs that an autotuner starts, under DeepSpeed's names."""
+"""Options of measurements: the FLOPs profile and runs that an autotuner starts, under DeepSpeed's names, and
+the gradient noise scale."""
 
 from dataclasses import dataclass
 
@@ -20,6 +21,14 @@ class ProfilerConfig:
         help="A row for each layer; off: for each kind of layers.")
     flops_profiler_output_file: str | None = option(
         None, json="flops_profiler.output_file", help="Write the profile to this file, not to the log.")
+    grad_noise_scale: bool = option(
+        False,
+        help="Log the gradient noise scale, in samples: about the batch size from which a larger one saves "
+             "few steps (McCandlish et al. 2018).",
+        avoid="It needs two micro-batches on each rank, and computes one of them twice in the steps of "
+              "--grad-noise-scale-interval.")
+    grad_noise_scale_interval: int = option(
+        10, at_least=1, unit="steps", help="Steps between measurements of --grad-noise-scale.")
     autotuning: bool = option(
         False, json="autotuning.enabled",
         help="Measure a few steps, write latency, throughput and FLOP/s as JSON, and end the run: what "

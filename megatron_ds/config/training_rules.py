@@ -309,11 +309,17 @@ def traces(config: RunConfig) -> Iterator[str]:
 def profiles(config: RunConfig) -> Iterator[str]:
     """Options of a profile need one, and an autotuner's run measures at least one step."""
     wanted = config.profiler
-    for name in ("flops_profiler", "autotuning"):
+    for name in ("flops_profiler", "autotuning", "grad_noise_scale"):
         others = [option.path for option in options_in("profiler") if option.name.startswith(f"{name}_")]
         if not getattr(wanted, name):
             yield from given(config, others, f"has no effect without --{name.replace('_', '-')}. Add it, or "
                                              "remove this one.")
+    size = config.train.global_batch_size
+    if wanted.grad_noise_scale and size and config.data_parallel_size and config.num_microbatches < 2:
+        yield ("[grad_noise_scale] compares the first micro-batch with the whole step, but "
+               "[global_batch_size] is one micro-batch of [micro_batch_size] on each of "
+               f"{config.data_parallel_size} data-parallel ranks. Use a smaller micro-batch, or a larger "
+               "global batch.")
     if wanted.autotuning and wanted.autotuning_start_step > wanted.autotuning_end_step:
         yield "[autotuning_start_step] is after [autotuning_end_step]: no step is measured. Lower it."
 

@@ -92,8 +92,7 @@ KEYS = table(
         "it does not turn recomputation on (--recompute-granularity does), and how recomputed layers keep "
         "their input changes no number":
             "activation_checkpointing.contiguous_memory_optimization "
-            "activation_checkpointing.cpu_checkpointing activation_checkpointing.number_checkpoints "
-            "activation_checkpointing.partition_activations "
+            "activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations "
             "activation_checkpointing.synchronize_checkpoint_boundary",
         "it is known how the layers of a model are split": "tensor_parallel.preset_model",
         "the tensor-parallel all-reduce always overlaps with the weight gradient":
@@ -148,6 +147,8 @@ KEYS = table(
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     },
     refused={
+        "activations stay on the device. Write --recompute-granularity full if they do not fit.":
+            "activation_checkpointing.cpu_checkpointing",
         "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
             "comms_logger compression_training eigenvalue elasticity memory_breakdown "
@@ -164,7 +165,8 @@ KEYS = table(
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":
-            "comet monitor_config wandb.group",
+            "comet monitor_config",
+        "a run of W&B is in no group. Remove it.": "wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the parameters of a model and its activations are in the plan of --dry-run. Remove it.":
             "autotuning.model_info",

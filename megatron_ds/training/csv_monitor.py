@@ -55,6 +55,6 @@ class CsvMonitor:
         named = {NAMES.get(tag, tag.replace("-", "_").replace(" ", "_")): value
                  for tag, value in (losses | others).items()}
         if isinstance(record, TrainRecord):
-            named |= {f"elapsed_time_ms_{name}": 1000 * max(record.times[phase])
+            named |= {f"elapsed_time_ms_{name}": 1000 * max(record.times[phase].values())
                       for phase, name in TIMES.items() if phase in record.times}
         self._files.write({PREFIX + name: value for name, value in named.items()}, record.samples)

@@ -118,14 +118,14 @@ def layer_lines(rows: Sequence[LayerRow]) -> Iterator[str]:
                f"{_share(row.parameters, parameters)}{short(row.forward):>10}{_share(row.forward, flops)}")
 
 
-def phase_lines(rows: Sequence[LayerRow], times: Mapping[str, Sequence[float]], seconds: float,
+def phase_lines(rows: Sequence[LayerRow], times: Mapping[str, Mapping[int, float]], seconds: float,
                 peak: float | None, ranks: int) -> Iterator[str]:
-    """The times of a step and what they mean. times: phase → seconds of each rank that had it."""
+    """The times of a step and what they mean. times: phase → rank → seconds."""
     forward = sum(row.forward for row in rows)
     of_phase = {FORWARD: forward, BACKWARD: 2 * forward}
     yield f"  {'phase':20}{'largest':>13}{'smallest of all ranks':>24}{'FLOP/s of a rank':>20}"
     for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward"), (OPTIMIZER, "optimizer")):
-        if found := times.get(phase):
+        if found := list(times.get(phase, {}).values()):
             rate = short(of_phase[phase] / sum(found)) if phase in of_phase and sum(found) else ""
             yield f"  {name:20}{_ms(max(found)):>13}{_ms(min(found)):>24}{rate:>20}"
     rate = 3 * forward / seconds / ranks

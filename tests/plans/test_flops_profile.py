@@ -69,7 +69,8 @@ ROWS = [LayerRow("embedding", 1, 1000, 0.0, 0.0), LayerRow("transformer block", 
 
 
 def test_rates_are_the_flops_of_all_ranks_by_the_time_of_all_ranks():
-    times = {"forward-compute": [1.0, 2.0], "backward-compute": [2.0, 4.0], "optimizer": [0.5, 0.25]}
+    times = {"forward-compute": {0: 1.0, 1: 2.0}, "backward-compute": {0: 2.0, 1: 4.0},
+             "optimizer": {0: 0.5, 1: 0.25}}
     lines = {line.split()[0]: line.split()[1:] for line in phase_lines(ROWS, times, 9.0, 2e12, 2)}
     assert lines["forward"] == ["2000.00", "ms", "1000.00", "ms", "2", "T"]
     assert lines["backward"] == ["4000.00", "ms", "2000.00", "ms", "2", "T"]
@@ -92,7 +93,7 @@ def test_csv_files_have_deepspeeds_layout_and_one_header(tmp_path):
         sink = CsvMonitor(tmp_path)
         for step in (first, first + 1):
             sink.write(changed(step=step, samples=step * 8, loss=1.0 / step, learning_rate=1e-4 * step,
-                               times={"forward-compute": [0.25, 0.5], "optimizer": [0.125]}))
+                               times={"forward-compute": {0: 0.25, 1: 0.5}, "optimizer": {1: 0.125}}))
     sink.write(EvalRecord(step=4, samples=32, split="validation", loss=2.0, eval_seconds=1.0))
     read = lambda name: (tmp_path / f"Train_Samples_{name}.csv").read_text()
     assert read("lr") == "step,lr\n8,0.0001\n16,0.0002\n24,0.00030000000000000003\n32,0.0004\n"
