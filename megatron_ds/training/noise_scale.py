@@ -54,8 +54,8 @@ class NoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale in samples; None before the first measurement, and while the estimate of |G|² is not
-        positive, which noise may cause."""
+        """The noise scale in samples; None before the first measurement, and while the estimate of |G|² is
+        not positive, which noise may cause."""
         return max(self._noise, 0.0) / self._signal if self._signal > 0 else None
 
 

@@ -259,6 +259,6 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
     words = (*LENGTHS, "--curriculum-min-length", "9", "--curriculum-length-step")
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     found = problem_of(read, {}, *RUN, *layout, *words, "1", ranks=2)
-    assert "the length 415, which is not a multiple of the tensor-parallel size 2" in found
+    assert "the length 415, which is not a multiple of 2: ranks of --tensor-model-parallel-size 2" in found
     assert read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step == 2
     assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1
