@@ -17,7 +17,12 @@ import torch
 
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
-from megatron_ds.config.training_schedule import make_batch_size, make_learning_rates, make_weight_decay
+from megatron_ds.config.training_schedule import (
+    make_batch_size,
+    make_beta1,
+    make_learning_rates,
+    make_weight_decay,
+)
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
@@ -141,13 +146,15 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
         watch(engine)
     rates, weight_decay, batch_size = (make_learning_rates(config), make_weight_decay(config),
                                        make_batch_size(config))
+    beta1 = make_beta1(config)
     progress, losses, norms, metrics = Progress(), [], [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
             outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
                                  learning_rate={name: rate(progress) for name, rate in rates.items()},
-                                 weight_decay=weight_decay(progress))
+                                 weight_decay=weight_decay(progress),
+                                 beta1=beta1(progress) if beta1 else None)
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)

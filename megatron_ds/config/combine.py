@@ -152,6 +152,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     train = config.train
     if train.recompute_method == "uniform" and train.recompute_num_layers == 1:    # the default
         config = replace(config, train=replace(train, recompute_num_layers=None))
+    if train.recompute_granularity is None and train.recompute_num_layers == 1:    # Megatron's default
+        config = _without(config, ("train.recompute_num_layers",), "nothing is recomputed")
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype != "fp16":
         config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
