@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .option import DTYPE_NAMES, option
 
-LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "WarmupLR", "WarmupDecayLR",
-             "WarmupCosineLR")
+# DeepSpeed's schedulers, which count steps.
+DEEPSPEED_STYLES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", ONE_CYCLE, RANGE_TEST)
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", *DEEPSPEED_STYLES)
 
 
 # The learning rates of a run: that of most parameters, and that of word embeddings and output layers if they
@@ -22,8 +24,10 @@ class OptimizerConfig:
     optimizer: str = option(
         "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, adagrad, "
                      "sgd (docs/optimizers.md).")
-    lr: float = option(required=True, above=0, json="optimizer.params.lr", help="Highest learning rate.")
-    min_lr: float = option(0.0, at_least=0, help="Learning rate at the end of the decay and after it.")
+    lr: float = option(required=True, above=0, json="optimizer.params.lr", flags=["--cycle-max-lr"],
+        help="Highest learning rate; LRRangeTest begins with it.")
+    min_lr: float = option(0.0, at_least=0, flags=["--cycle-min-lr"],
+        help="Learning rate at the end of the decay and after it; with OneCycle also at the beginning.")
     decoupled_lr: float | None = option(
         None, above=0, help="Highest learning rate of the word embedding and the output layer, if they have "
                             "their own; warm-up and decay are those of --lr.",
@@ -81,9 +85,10 @@ class OptimizerConfig:
         help="Take the schedules of learning rate and weight decay from the checkpoint of --load, not from "
              "the flags.",
         avoid="Flags of the schedules then have no effect after the first start.")
-    lr_decay_style: str = option("linear", choices=LR_STYLES,
-        help="How the learning rate decays after the warm-up. The three Warmup… styles are DeepSpeed's "
-             "schedulers: WarmupDecayLR decays to --lr-warmup-init, WarmupCosineLR to --min-lr.")
+    lr_decay_style: str = option("linear", choices=LR_STYLES, flags=["--lr-schedule"],
+        help="How the learning rate decays after the warm-up. The last five styles are DeepSpeed's "
+             "schedulers: WarmupDecayLR decays to --lr-warmup-init, WarmupCosineLR to --min-lr; OneCycle and "
+             "LRRangeTest have options of their own.")
     lr_decay_iters: int | None = option(None, at_least=1, unit="iterations",
         help="Iteration at which the decay ends. Default: the end of training.")
     lr_decay_samples: int | None = option(
@@ -281,6 +286,8 @@ class LoggingConfig:
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
         None, help="Directory for TensorBoard events. Default: none are written.")
+    csv_monitor_dir: str | None = option(None,
+        help="Directory for CSV files, one for each logged value. Default: none are written.")
     wandb_project: str | None = option(None, json="wandb.project",
         help="Project of Weights & Biases, which then receives the values of TensorBoard. Needs the package "
              "wandb.")

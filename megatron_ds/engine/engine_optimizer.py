@@ -23,7 +23,9 @@ from torch import nn
 
 from ..config import RunConfig
 from ..config.optimizer_facts import FACTS
-from ..config.training_schedule import make_learning_rate
+from ..config.training_options import DEEPSPEED_STYLES
+from ..config.training_schedule import make_beta1, make_learning_rate
+from ..cycles import CycledBeta, OneCycle, RangeTest
 from ..errors import ConfigError
 from ..optim import OPTIMIZERS
 from ..ramps import DeepSpeedRate
@@ -88,7 +90,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return getattr(self.zero, name)
 
     def __repr__(self) -> str:
-        return f"EngineOptimizer({len(self.param_groups)} parameter groups, {self.zero.policy})"
+        return f"EngineOptimizer({len(self.param_groups)} parameter groups, {self.zero.settings.policy})"
 
     @property
     def loss_scale(self) -> float:
@@ -212,14 +214,16 @@ def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]
 
 
 class JsonScheduler:
-    """WarmupLR, WarmupDecayLR or WarmupCosineLR of the JSON, for all parameter groups.
+    """The scheduler of the JSON, for all parameter groups.
 
     WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups.
+    beta1: of groups with "betas", whose beta2 stays; None: betas do not change
     last_batch_iteration: number of the last update, counted from 0; −1 before the first
     """
 
-    def __init__(self, groups: list[Group], rate: DeepSpeedRate):
-        self.groups, self.rate = groups, rate
+    def __init__(self, groups: list[Group], rate: DeepSpeedRate | OneCycle | RangeTest,
+                 beta1: CycledBeta | None = None):
+        self.groups, self.rate, self.beta1 = groups, rate, beta1
         self.last_batch_iteration = -1
         self._firsts = [group["lr"] for group in groups]
         self._apply()
@@ -233,7 +237,7 @@ class JsonScheduler:
     def get_lr(self) -> list[float]:
         """Learning rates of the next update, one for each group."""
         value = self.rate.at(self.last_batch_iteration)
-        if self.rate.style == "WarmupCosineLR":
+        if isinstance(self.rate, DeepSpeedRate) and self.rate.style == "WarmupCosineLR":
             return [first * value / self.rate.highest for first in self._firsts]
         return [value] * len(self.groups)
 
@@ -250,17 +254,19 @@ class JsonScheduler:
     def _apply(self) -> None:
         for group, value in zip(self.groups, self.get_lr()):
             group["lr"] = value
+            if self.beta1 is not None and "betas" in group:
+                group["betas"] = (self.beta1.at(self.last_batch_iteration), group["betas"][1])
 
 
 def make_scheduler(settings: RunConfig, optimizer: EngineOptimizer,
                    client: Any | SchedulerMaker | None) -> Any | None:
     """The JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
-    if settings.optimizer.lr_decay_style.startswith("Warmup"):
+    if settings.optimizer.lr_decay_style in DEEPSPEED_STYLES:
         if client is not None:
             raise ConfigError('both "scheduler" in the config and lr_scheduler= schedule the learning rate. '
                               "Remove one of them.")
         groups = optimizer.param_groups
-        return JsonScheduler(groups, make_learning_rate(settings)) if groups else None
+        return JsonScheduler(groups, make_learning_rate(settings), make_beta1(settings)) if groups else None
     if client is None:
         return None
     if not callable(getattr(client, "step", None)) and callable(client):
