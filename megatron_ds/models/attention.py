@@ -24,7 +24,7 @@ from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
-from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling
+from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling, ntk_base
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
 from .normalization import make_head_norm
@@ -117,17 +117,34 @@ class Rotary:
 
 def make_rotary(config: ModelConfig) -> Rotary | None:
     """The rotary embedding that all layers of a model share; None for other position embeddings."""
-    if config.position_embedding_type != "rope":
+    if not config.is_rotary:
         return None
-    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base, rotary_scalings(config),
+    return Rotary(config.head_dim, config.rotary_percent, scaled_rotary_base(config), rotary_scalings(config),
                   config.rotary_interleaved)
+
+
+def scaled_rotary_base(config: ModelConfig) -> float:
+    """Base of the rotary angles, with dynamic NTK that of sequences of all positions of the model.
+
+    It depends on no batch: so a token is rotated alike under every layout, in a shortened sequence, and when
+    it becomes a key of later tokens.
+    """
+    if config.rotary_ntk_factor is None:
+        return config.rotary_base
+    return ntk_base(config.rotary_base, rotary_channels(config.head_dim, config.rotary_percent),
+                    config.rotary_ntk_factor, config.original_max_position_embeddings, config.positions)
 
 
 def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
     """How the frequencies of the model's rotary embedding are scaled."""
-    llama3 = (Llama3Scaling(config.rope_scaling_factor),) if config.use_rope_scaling else ()
-    factor = config.rotary_seq_len_interpolation_factor
-    return llama3 if factor in (None, 1) else (*llama3, LinearScaling(factor))
+    original, factor = config.original_max_position_embeddings, config.rotary_seq_len_interpolation_factor
+    if config.position_embedding_type == "yarn":
+        return (YarnScaling(config.yarn_factor, original, config.rotary_base, config.yarn_beta_fast,
+                            config.yarn_beta_slow, config.yarn_mscale, config.yarn_mscale_all_dim,
+                            config.yarn_correction_range_round_to_int),)
+    llama3 = Llama3Scaling(config.rope_scaling_factor, original=original or Llama3Scaling.original)
+    linear = () if factor in (None, 1) else (LinearScaling(factor),)
+    return (llama3, *linear) if config.use_rope_scaling else linear
 
 
 class SelfAttention(nn.Module):

@@ -13,6 +13,9 @@ MODEL_FIELDS = (
 # The same, left out where they have their default: earlier versions saved none of them.
 FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
+                  "rotary_ntk_factor", "original_max_position_embeddings", "yarn_rotary_scaling_factor",
+                  "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim",
+                  "yarn_correction_range_round_to_int",
                   "apply_layernorm_1p", "use_parallel_residual")
 
 # The same of models with experts.

@@ -121,6 +121,7 @@ def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
 @pytest.mark.parametrize("feature", [
     dict(qk_layernorm=True), dict(add_qkv_bias=True), dict(rotary_interleaved=True),
     dict(rotary_seq_len_interpolation_factor=2.0), dict(use_rope_scaling=True), dict(apply_layernorm_1p=True),
+    dict(rotary_ntk_factor=2.0, original_max_position_embeddings=2), dict(yarn_beta_fast=16.0),
     dict(use_parallel_residual=True)], ids=str)
 def test_features_of_the_model_are_its_identity_and_others_need_not_be_known(feature):
     sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=9)

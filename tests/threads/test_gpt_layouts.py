@@ -21,6 +21,15 @@ MIXTURES = {
     # Waves of 6, 177, 4,990 and 141,000 tokens: the first two are kept, and the last is above 8,192.
     "waves of llama 3.1": TinyConfig(**LLAMA | dict(rotary_base=6.3e5), use_rope_scaling=True,
                                      rope_scaling_factor=0.01, qk_layernorm=True),
+    "a base for 17 tokens after 5": TinyConfig(**LLAMA, rotary_ntk_factor=2.0,
+                                               original_max_position_embeddings=5),
+    # Pairs 0 to 3 turn 6, 2, 0.6 and 0.2 times in 40 tokens: kept, two mixed, stretched.
+    "yarn": TinyConfig(**LLAMA | dict(position_embedding_type="yarn"), original_max_position_embeddings=40,
+                       yarn_factor=3.0, yarn_beta_fast=4.0, yarn_beta_slow=0.5, yarn_mscale=2.0,
+                       yarn_mscale_all_dim=0.3, yarn_correction_range_round_to_int=False),
+    "yarn, half-turned": TinyConfig(**LLAMA | dict(position_embedding_type="yarn", head_dim=16),
+                                    rotary_percent=0.5, original_max_position_embeddings=40, yarn_factor=3.0,
+                                    yarn_beta_fast=4.0, qk_layernorm=True),
     "both halves of a block at once": TinyConfig(use_parallel_residual=True, norm_epsilon=1e-3),
     "scales minus one": TinyConfig(**LLAMA, apply_layernorm_1p=True, qk_layernorm=True),
     "scales minus one, biases": TinyConfig(apply_layernorm_1p=True),
