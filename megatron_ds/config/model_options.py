@@ -31,10 +31,10 @@ class ModelConfig(MoEOptions):
     max_position_embeddings: int | None = option(None, at_least=1, unit="tokens",
         help="Longest sequence that the model can process. Default: the sequence length.")
     position_embedding_type: str = option(
-        "learned_absolute", choices=("learned_absolute", "rope", "yarn", "none"),
+        "learned_absolute", choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         help="How the position of a token enters the model. yarn is rope with frequencies that are scaled "
-             "for longer sequences.")
+             "for longer sequences; with alibi the scores of attention fall with the distance.")
     rotary_base: float = option(10000.0, above=0, flags=["--rotary-position-embeddings-theta"],
         help="Base of the rotary angles (rope, yarn); use a larger one for long sequences.")
     rotary_percent: float = option(

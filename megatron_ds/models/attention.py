@@ -21,6 +21,7 @@ from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
+from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
@@ -213,12 +214,22 @@ class CoreAttention(nn.Module):
     def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
         super().__init__()
         self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
+        self.slopes_of = config.num_attention_heads if config.position_embedding_type == "alibi" else 0
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
         return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
-                         keep=self.keep_mask(q, k, p, batch) if p else None)
+                         keep=self.keep_mask(q, k, p, batch) if p else None, alibi=self.alibi(q, batch))
+
+    def alibi(self, q: torch.Tensor, batch: Batch) -> Alibi | None:
+        """ALiBi of the rank's heads, and the positions of tokens of which the batch holds only some; None
+        for other position embeddings."""
+        if not self.slopes_of:
+            return None
+        first = self.ctx.tp.rank * q.shape[2]
+        slopes = alibi_slopes(self.slopes_of, q.device)[first:first + q.shape[2]]
+        return Alibi(slopes, None if batch.places is None else batch.places.index)
 
     def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> KeepMask:
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on

@@ -72,6 +72,7 @@ class TinyConfig(MoEOptions):
 
 LLAMA = dict(query_groups=2, head_dim=8, position_embedding_type="rope", normalization="RMSNorm",
              activation="swiglu", add_bias_linear=False, untie_embeddings_and_output_weights=True)
+ALIBI = TinyConfig(**LLAMA | dict(position_embedding_type="alibi"), num_attention_heads=6)
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
@@ -228,10 +229,23 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
             q, k = _norm(w, f"{name}.q_layernorm", q, config), _norm(w, f"{name}.k_layernorm", k, config)
         if config.is_rotary:
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
-        scores.append((q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf).softmax(-1))
+        score = q @ k.transpose(1, 2) / math.sqrt(d)
+        if config.position_embedding_type == "alibi":
+            score = score - plain_slopes(n)[head] * (position_ids[:, :, None] - position_ids[:, None]).abs()
+        scores.append(score.masked_fill(hidden, -math.inf).softmax(-1))
         values.append(v)
     p = drop_scores(f"{name}.core_attention", torch.stack(scores, dim=1))   # [b, n, s, s]
     return _linear(w, f"{name}.linear_proj", torch.cat([p[:, i] @ values[i] for i in range(n)], dim=-1))
+
+
+def plain_slopes(n):
+    """Press et al. 2021 (arXiv:2108.12409): a geometric sequence that starts at its own ratio; for other
+    numbers of heads than powers of two, every second slope of a longer sequence follows."""
+    ratio = 2 ** (-8 / n)
+    if math.log2(n).is_integer():
+        return [ratio ** (i + 1) for i in range(n)]
+    lower = 2 ** math.floor(math.log2(n))
+    return plain_slopes(lower) + plain_slopes(2 * lower)[::2][:n - lower]
 
 
 def _rotate(x, position_ids, config):

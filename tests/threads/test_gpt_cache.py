@@ -8,10 +8,11 @@ import torch
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import make_caches, run_layers
 from tests.harness.gpt_runs import make_batch, make_model
-from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
+from tests.harness.plain_gpt import ALIBI, LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
 from tests.harness.threads import run_ranks
 
 MORE = {
+    "alibi": ALIBI,
     "features": TinyConfig(**LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True),
     # longer than the original length: the angles are those of 17 positions from the first token on
     "dynamic ntk": TinyConfig(**LLAMA, rotary_ntk_factor=2.0, original_max_position_embeddings=5),

@@ -1,11 +1,14 @@
 """Our GPT is that of the transformers library, family by family, with the same weights."""
 
+import math
+
 import pytest
 import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.mpu.group import solo
+from megatron_ds.ops.alibi import alibi_bias, alibi_slopes
 from tests.harness.gpt_runs import make_batch
 from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import load_logical
@@ -137,3 +140,18 @@ def test_logits_are_those_of_transformers(family):
     assert expected.abs().max() > 1
     # both in fp32
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 6, 8, 14, 25])
+def test_causal_bias_differs_from_that_of_transformers_by_a_constant_of_each_row(n):
+    """BLOOM adds slope * key: the softmax is the same."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    s = 13
+    theirs = build_alibi_tensor(torch.ones(1, s), n, torch.float32)                    # [n, 1, s]
+    ours = alibi_bias(alibi_slopes(n), torch.arange(s), torch.arange(s))
+    past = torch.ones(s, s).tril().bool()
+    rows = (ours - theirs).masked_fill(~past, math.nan)
+    constant = -torch.arange(s) * alibi_slopes(n)[:, None]
+    # fp32
+    torch.testing.assert_close(rows[:, past], constant[:, :, None].expand(n, s, s)[:, past], rtol=1e-5,
+                               atol=1e-5)

@@ -51,15 +51,19 @@ def is_worth_blocking(positions: int, channels: int) -> bool:
 
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-                      documents: Any = None) -> torch.Tensor:
-    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`."""
-    return _BlockedAttention.apply(q, k, v, scale, documents)
+                      documents: Any = None, slopes: torch.Tensor | None = None) -> torch.Tensor:
+    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`.
+
+    slopes: fp32 [n], of ALiBi, which is added to the scores of a block at a time
+    """
+    return _BlockedAttention.apply(q, k, v, scale, documents, slopes)
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, documents):
+    def forward(ctx, q, k, v, scale, documents, slopes):
         s, b, n, d = q.shape
+        slopes = None if slopes is None else slopes.view(k.shape[2], -1).repeat(b, 1)       # [b g, r]
         out = q.new_empty(s, b, n * d)
         result = _query_view(out.view(q.shape), k)
         queries, keys, values = _factors(q, k, v)
@@ -67,6 +71,8 @@ class _BlockedAttention(torch.autograd.Function):
         work, kept = _Workspace(queries, 2, torch.float32), []
         for heads, rows, seen in _tiles(queries, documents):
             scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
+            if slopes is not None:
+                _add_alibi(scores, slopes[heads], rows, seen)
             if documents is not None:
                 _mask_other_documents(scores, documents, len(queries), heads, rows, seen)
             p = _probabilities(scores, q.dtype, work)                               # [heads, r B, seen]
@@ -106,7 +112,7 @@ class _BlockedAttention(torch.autograd.Function):
             torch.mul(dq_tile, ctx.scale, out=dqueries[heads, rows])
             put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))                         # dk = scale dsᵀ q
         dk.mul_(ctx.scale)
-        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None
+        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None, None
 
 
 class _Workspace:
@@ -199,6 +205,13 @@ def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice
     future = torch.full((block, block), -math.inf).triu(1)
     scores.unflatten(1, (r, block))[..., rows.start - seen.start:].add_(future)
     return scores
+
+
+def _add_alibi(scores: torch.Tensor, slopes: torch.Tensor, rows: slice, seen: slice) -> None:
+    """Adds `alibi_bias` to the scores [heads, r B, seen] of earlier keys, in place. slopes: [heads, r]"""
+    queries = torch.arange(rows.start, rows.stop, dtype=torch.float32)
+    distance = queries[:, None] - torch.arange(seen.start, seen.stop, dtype=torch.float32)
+    scores.unflatten(1, (-1, len(queries))).addcmul_(slopes[:, :, None, None], distance, value=-1)
 
 
 def _mask_other_documents(scores: torch.Tensor, documents: Any, total: int, heads: slice, rows: slice,
