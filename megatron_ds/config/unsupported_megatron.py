@@ -48,9 +48,9 @@ MEGATRON_FLAGS = table(
         "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
     },
     refused={
-        "context parallelism is not available. Remove it.":
-            "--cp-comm-type --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
-            "--ds-sequence-parallel-fpdt-offloading --hierarchical-context-parallel-sizes",
+        "attention is not divided into chunks of a sequence. Remove it.":
+            "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
+            "--ds-sequence-parallel-fpdt-offloading",
         "multi-latent attention is not available. Remove it.":
             "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
             "--qk-pos-emb-head-dim --v-head-dim",
@@ -96,9 +96,6 @@ MEGATRON_FLAGS = table(
             "the layers of a model are chosen by its options. Remove it.", ("local", *OFF)),
         "--error-injection-rate": Answer(
             "errors are not injected", "errors are not injected. Remove it.", ("0", *OFF)),
-        "--ds-sequence-parallel-size": Answer(
-            "sequences are not split",
-            "splitting sequences over ranks (Ulysses) is not available. Remove it.", ("1", *OFF)),
         "--megatron-fsdp-main-params-dtype": Answer(
             "master weights are in fp32", "master weights are in fp32. Remove it.", ("fp32", *OFF)),
         "--megatron-fsdp-main-grads-dtype": Answer(

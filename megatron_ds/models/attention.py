@@ -148,6 +148,23 @@ def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
     return (llama3, *linear) if config.use_rope_scaling else linear
 
 
+def alibi_heads(config: ModelConfig) -> int:
+    """Number of heads of the model that have a slope of ALiBi; 0 with other position embeddings."""
+    return config.num_attention_heads if config.position_embedding_type == "alibi" else 0
+
+
+def alibi_of(heads: int, q: torch.Tensor, head_rank: int, batch: Batch) -> Alibi | None:
+    """ALiBi of the heads of q [s, b, n, d], those of `head_rank` among all `heads`; None if these are 0.
+
+    Where the batch holds only some tokens, distances are those of their positions.
+    """
+    if not heads:
+        return None
+    first = head_rank * q.shape[2]
+    slopes = alibi_slopes(heads, q.device)[first:first + q.shape[2]]
+    return Alibi(slopes, None if batch.places is None else batch.places.index)
+
+
 class SelfAttention(nn.Module):
     """x [s(/t), b, h] → [s(/t), b, h]. Each rank holds n/t heads and g/t groups.
 
@@ -209,33 +226,28 @@ class CoreAttention(nn.Module):
     """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities.
 
     Fewer queries than keys are the last ones. name: of the dropout site. causal: no token sees a later one.
+    head_rank: of this rank among those that divide the heads; None for its tensor-parallel rank.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True,
+                 head_rank: int | None = None):
         super().__init__()
         self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
-        self.slopes_of = config.num_attention_heads if config.position_embedding_type == "alibi" else 0
+        self.head_rank = ctx.tp.rank if head_rank is None else head_rank
+        self.alibi_heads = alibi_heads(config)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
         return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
-                         keep=self.keep_mask(q, k, p, batch) if p else None, alibi=self.alibi(q, batch))
-
-    def alibi(self, q: torch.Tensor, batch: Batch) -> Alibi | None:
-        """ALiBi of the rank's heads, and the positions of tokens of which the batch holds only some; None
-        for other position embeddings."""
-        if not self.slopes_of:
-            return None
-        first = self.ctx.tp.rank * q.shape[2]
-        slopes = alibi_slopes(self.slopes_of, q.device)[first:first + q.shape[2]]
-        return Alibi(slopes, None if batch.places is None else batch.places.index)
+                         keep=self.keep_mask(q, k, p, batch) if p else None,
+                         alibi=alibi_of(self.alibi_heads, q, self.head_rank, batch))
 
     def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> KeepMask:
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
         any rank."""
         heads, (rows, picked) = q.shape[2], batch.positions()
-        first = self.ctx.tp.rank * heads
+        first = self.head_rank * heads
         keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
         return KeepMask(p, keys, heads=range(first, first + heads), rows=rows,
                         cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)

@@ -20,7 +20,8 @@ from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import CoreAttention, KVCache, Rotary, SelfAttention
+from .attention import KVCache, Rotary, SelfAttention
+from .context_attention import make_core
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
 
@@ -70,7 +71,7 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
                  causal: bool = True) -> list[Layer]:
     """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
     make = partial(transformer_block, config, rotary=rotary, causal=causal)
-    return [Layer(name := f"{prefix}.{i}", partial(make, experts, name, ctx),
+    return [Layer(name := f"{prefix}.{i}", partial(make, experts, name, ctx, comm_type=ctx.comm_type(i)),
                   _kind(config, experts), is_block=True, recompute=ctx.recompute,
                   noun="block with experts" if experts else "",
                   flops=partial(block_flops, config, experts, causal=causal))
@@ -84,8 +85,10 @@ def _kind(config: ModelConfig, experts: int) -> str:
 
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
-                      rotary: Rotary | None, causal: bool = True) -> Block:
+                      rotary: Rotary | None, causal: bool = True, comm_type: str = "p2p") -> Block:
     """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
+
+    comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
     Raises ConfigError if experts choose tokens of a causal model, whose later tokens would move the choice.
     """
@@ -94,7 +97,7 @@ def transformer_block(config: ModelConfig, experts: int, name: str, ctx: Paralle
                           "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
                           "bert.")
     std, attention = output_std(config), f"{name}.self_attention"
-    core = CoreAttention(config, f"{attention}.core_attention", ctx, causal=causal)
+    core = make_core(config, f"{attention}.core_attention", ctx, causal=causal, comm_type=comm_type)
     make = partial(_with_experts, experts) if experts else MLP
     return Block(config, name, ctx,
                  attention=SelfAttention(config, attention, ctx, output_std=std, rotary=rotary, core=core),

@@ -1,4 +1,4 @@
-"""ALiBi: attention scores fall linearly with the distance of the tokens (Press et al. 2021, arXiv:2108.12409).
+"""ALiBi: scores fall linearly with the distance of the tokens (Press et al. 2021, arXiv:2108.12409).
 
     score(i, j) = q_i k_j / sqrt(d) - slope |i - j|
 
@@ -47,10 +47,13 @@ class Alibi:
     slopes: torch.Tensor
     places: torch.Tensor | None = None
 
-    def bias(self, sq: int, sk: int) -> torch.Tensor:
-        """`alibi_bias` of sq queries and sk keys, fp32 [b or 1, n, sq, sk]."""
+    def bias(self, queries: range, keys: range) -> torch.Tensor:
+        """`alibi_bias` of some rows of the sequence, fp32 [b or 1, n, q, k]."""
+        rows, columns = (self._positions(part) for part in (queries, keys))
+        bias = alibi_bias(self.slopes, rows, columns)
+        return bias if bias.dim() == 4 else bias[None]
+
+    def _positions(self, part: range) -> torch.Tensor:
         if self.places is not None:
-            bias = alibi_bias(self.slopes, self.places, self.places)
-            return bias if bias.dim() == 4 else bias[None]
-        positions = torch.arange(sk, device=self.slopes.device)
-        return alibi_bias(self.slopes, positions[sk - sq:], positions)[None]
+            return self.places[..., part.start:part.stop]
+        return torch.arange(part.start, part.stop, device=self.slopes.device)

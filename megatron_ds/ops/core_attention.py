@@ -50,7 +50,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         hidden = forbidden(sq, sk, causal, mask, q.device)
         allowed = None if hidden is None else ~hidden
         if alibi is not None:
-            bias = alibi.bias(sq, sk).to(q.dtype)
+            bias = alibi.bias(range(sk - sq, sk), range(sk)).to(q.dtype)
             allowed = bias if hidden is None else bias.masked_fill(hidden, -math.inf)
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
@@ -96,7 +96,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ca
     scores = (queries * (scale or 1 / math.sqrt(d))) @ keys.transpose(-1, -2)   # [b, g, n/g, sq, sk]
     scores = scores.reshape(b, n, sq, sk)
     if alibi is not None:
-        scores = (scores + alibi.bias(sq, sk)).to(scores.dtype)
+        scores = (scores + alibi.bias(range(sk - sq, sk), range(sk))).to(scores.dtype)
     p = masked_softmax(scores, mask, causal, 1.0, keep)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))

@@ -38,7 +38,7 @@ def test_bias_is_minus_slope_times_distance_at_any_positions():
 
 def written_out(q, k, v, hidden):
     """softmax(q kᵀ / √d - slope |i - j|) v in float64. hidden: bool [b or 1, sq, sk]"""
-    (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    (sq, _, n, d), (sk, _, g, _) = q.shape, k.shape
     keys, values = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q, keys) / d ** 0.5
     distance = (torch.arange(sk - sq, sk)[:, None] - torch.arange(sk)).abs().double()
