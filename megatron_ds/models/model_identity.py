@@ -16,7 +16,8 @@ FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "rotary_ntk_factor", "original_max_position_embeddings", "yarn_rotary_scaling_factor",
                   "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim",
                   "yarn_correction_range_round_to_int",
-                  "apply_layernorm_1p", "use_parallel_residual")
+                  "apply_layernorm_1p", "use_parallel_residual", "window_size", "window_attn_skip_freq",
+                  "softmax_type")
 
 # The same of models with experts.
 MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",

@@ -8,14 +8,17 @@ import torch
 
 from megatron_ds.data.batch import Documents
 from megatron_ds.ops.alibi import Alibi, alibi_bias, alibi_slopes
+from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import blocked_attention as blocked
+from megatron_ds.ops.cpu import tiled_attention as tiled
 from megatron_ds.ops.dropout import KeepMask, sample_keys
+from megatron_ds.ops.scoring import Scoring
 from tests.harness.plain_gpt import plain_slopes
 
 
 def alibi_of(n, places=None):
-    return Alibi(alibi_slopes(n), places)
+    return Scoring(alibi=Alibi(alibi_slopes(n), places))
 
 
 @pytest.mark.parametrize("n", range(1, 71))
@@ -71,11 +74,11 @@ def future(sq, sk):
 
 @pytest.mark.parametrize("function", [attention, reference_attention], ids=["fused", "reference"])
 @pytest.mark.parametrize("sq, sk, n, g", [(7, 7, 4, 4), (9, 9, 6, 2), (1, 9, 3, 1), (4, 9, 5, 5)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_has_the_bias_of_the_distance(function, sq, sk, n, g, causal):
+@pytest.mark.parametrize("pattern", [CAUSAL, FULL], ids=["causal", "full"])
+def test_attention_has_the_bias_of_the_distance(function, sq, sk, n, g, pattern):
     q, k, v, dout = drawn(sq, sk, 2, n, g)
-    hidden = future(sq, sk) if causal else torch.zeros(1, sq, sk, dtype=torch.bool)
-    check(partial(function, causal=causal, alibi=alibi_of(n)), q, k, v, dout, hidden)
+    hidden = future(sq, sk) if pattern.causal else torch.zeros(1, sq, sk, dtype=torch.bool)
+    check(partial(function, pattern=pattern, scoring=alibi_of(n)), q, k, v, dout, hidden)
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])               # 1: one key-value head at a time
@@ -91,23 +94,36 @@ def test_blocked_attention_adds_it_to_each_block(s, n, g, tile, apart, monkeypat
     called = []
     monkeypatch.setattr("megatron_ds.ops.core_attention.blocked_attention",
                         lambda *given: (called.append(given), blocked.blocked_attention(*given))[1])
-    check(partial(attention, alibi=alibi_of(n), documents=documents), q, k, v, dout, hidden)
+    check(partial(attention, scoring=alibi_of(n), documents=documents), q, k, v, dout, hidden)
     assert called
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_documents_and_masks_hide_what_they_hide_without_it(causal):
+@pytest.mark.parametrize("pattern", [CAUSAL, FULL, AttentionPattern(left=40),
+                                     AttentionPattern(causal=False, left=5, right=70)], ids=str)
+@pytest.mark.parametrize("s, n, g", [(150, 6, 2), (300, 3, 1)])
+def test_tiled_attention_adds_it_to_each_tile(pattern, s, n, g, monkeypatch):
+    q, k, v, dout = drawn(s, s, 2, n, g, d=8)
+    called = []
+    monkeypatch.setattr("megatron_ds.ops.core_attention.tiled_attention",
+                        lambda *given: (called.append(given), tiled.tiled_attention(*given))[1])
+    here = torch.arange(s)
+    outside = pattern.hidden(here, here)
+    hidden = torch.zeros(1, s, s, dtype=torch.bool) if outside is None else outside[None]
+    check(partial(attention, pattern=pattern, scoring=alibi_of(n)), q, k, v, dout, hidden)
+    assert called
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, FULL], ids=["causal", "full"])
+def test_documents_and_masks_hide_what_they_hide_without_it(pattern):
     s, n = 9, 6
     q, k, v, dout = drawn(s, s, 2, n, 2)
     ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 8 + [1]])
     mask = torch.zeros(2, 1, 1, s, dtype=torch.bool)
     mask[0, ..., 2] = True
-    hidden = (ids[:, :, None] != ids[:, None]) | (future(s, s) if causal else False)
-    alibi = alibi_of(n)
-    check(partial(attention, causal=causal, alibi=alibi, documents=Documents(ids)), q, k, v, dout, hidden)
-    hidden = hidden | mask[:, 0]
-    check(partial(attention, causal=causal, alibi=alibi, documents=Documents(ids), mask=mask), q, k, v, dout,
-          hidden)
+    hidden = (ids[:, :, None] != ids[:, None]) | (future(s, s) if pattern.causal else False)
+    attend = partial(attention, pattern=pattern, scoring=alibi_of(n), documents=Documents(ids))
+    check(attend, q, k, v, dout, hidden)
+    check(partial(attend, mask=mask), q, k, v, dout, hidden | mask[:, 0])
 
 
 def test_distances_are_those_of_the_places_of_the_tokens():
@@ -117,8 +133,8 @@ def test_distances_are_those_of_the_places_of_the_tokens():
     others = torch.ones(2, whole, dtype=torch.bool).scatter(1, places, False)
     expected = written_out(q, k, v, future(whole, whole) | others[:, None])
     take = lambda t: t[places.T, torch.arange(2)]
-    for causal, function in ((True, attention), (True, reference_attention)):
-        out = function(take(q), take(k), take(v), causal=causal, alibi=alibi_of(n, places))
+    for function in (attention, reference_attention):
+        out = function(take(q), take(k), take(v), scoring=alibi_of(n, places))
         torch.testing.assert_close(out, take(expected), rtol=1e-6, atol=1e-6)       # fp32 slopes
 
 
@@ -129,8 +145,8 @@ def test_dropout_falls_on_the_biased_probabilities():
     keep = KeepMask(0.3, sample_keys(1, "a", (0, 1)), heads=range(n), rows=range(s), cols=s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, 2, 2, s)             # so the output is the probabilities
     alibi = alibi_of(n)
-    p = attention(q, k, values, keep=keep, alibi=alibi).view(s, 2, n, s).permute(1, 2, 0, 3)
-    plain = attention(q, k, values, alibi=alibi).view(s, 2, n, s).permute(1, 2, 0, 3)
+    p = attention(q, k, values, keep=keep, scoring=alibi).view(s, 2, n, s).permute(1, 2, 0, 3)
+    plain = attention(q, k, values, scoring=alibi).view(s, 2, n, s).permute(1, 2, 0, 3)
     torch.testing.assert_close(p, plain * keep.mask / 0.7, rtol=1e-4, atol=1e-6)
 
 
@@ -140,4 +156,4 @@ def test_bf16_strays_no_further_than_without_the_bias(s):
     exact = written_out(*(t.double() for t in (q, k, v)), future(s, s))
     plain = attention(q.double(), k.double(), v.double())
     error = lambda out, true: (out.double() - true).norm() / true.norm()
-    assert error(attention(q, k, v, alibi=alibi_of(6)), exact) < 1.5 * error(attention(q, k, v), plain)
+    assert error(attention(q, k, v, scoring=alibi_of(6)), exact) < 1.5 * error(attention(q, k, v), plain)

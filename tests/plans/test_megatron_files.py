@@ -13,6 +13,7 @@ import torch
 
 from megatron_ds.checkpoint.upcycling import specs_of
 from megatron_ds.config import parse
+from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
@@ -79,7 +80,7 @@ def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_pa
     ({"multi_latent_attention": True}, "multi-latent attention"), ({"num_layers": 5}, "are missing: decoder"),
     ({"hidden_size": 32}, "do not have the shape"),
     ({"untie_embeddings_and_output_weights": True}, "output_layer.weight"), ({"geglu": True}, "--geglu"),
-    ({"window_size": (4, 0)}, "sliding-window"), ({"num_layers": None}, "lack num_layers"),
+    ({"softmax_type": "learnable"}, "weights of its softmax"), ({"num_layers": None}, "lack num_layers"),
     ({"no_rope_freq": 4}, "without rotary"), ({"rope_type": "yarn"}, "another rotary"),
     ({"qk_l2_norm": True}, "unit length"), ({"softmax_scale": 0.1}, "--softmax-scale"),
     ({"activation_func_clamp_value": 7.0}, "clamped"), ({"glu_linear_offset": 1.0}, "offset"),
@@ -170,6 +171,19 @@ def test_optimizer_state_of_joined_experts_is_refused(tmp_path):
         megatron_torch_format.read(tmp_path, KEEP)
     with pytest.raises(CheckpointError, match="tensors are missing"):
         megatron_torch_format.read(tmp_path, replace(KEEP, weights_only=True))
+
+
+@pytest.mark.parametrize("freq, ours", [(None, None), (2, "2"), ([1, 0, 1, 1], "[1, 0, 1, 1]")])
+def test_windows_are_read_and_written(freq, ours, tmp_path):
+    window = {"window_size": (4, 0), "window_attn_skip_freq": freq, "softmax_type": "off-by-one"}
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **window)
+    found = megatron_torch_format.read(tmp_path, KEEP).model
+    assert (found["window_size"], found.get("window_attn_skip_freq")) == ((4, 0), ours)
+    model = ModelConfig(**found)
+    written = arguments_of(model, 1)
+    assert (written["window_size"], written["softmax_type"]) == ((4, 0), "off-by-one")
+    again = replace(model, window_attn_skip_freq=str(written["window_attn_skip_freq"]))
+    assert again.windowed == model.windowed
 
 
 # ---- Files that are broken or mixed up.

@@ -17,7 +17,9 @@ MORE = {
     # longer than the original length: the angles are those of 17 positions from the first token on
     "dynamic ntk": TinyConfig(**LLAMA, rotary_ntk_factor=2.0, original_max_position_embeddings=5),
     "yarn": TinyConfig(**LLAMA | dict(position_embedding_type="yarn"), original_max_position_embeddings=40,
-                       yarn_factor=3.0, yarn_beta_fast=4.0)}
+                       yarn_factor=3.0, yarn_beta_fast=4.0),
+    "windows": TinyConfig(**LLAMA, window_size=(3, 0), window_attn_skip_freq="2"),
+    "sinks": TinyConfig(window_size=(4, 0), softmax_type="learnable")}
 
 
 def piece(batch, start, stop):
