@@ -23,7 +23,7 @@ FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "apply_layernorm_1p", "use_parallel_residual", "window_size", "window_attn_skip_freq",
                   "softmax_type")
 
-# Those that say how positions enter a model that has no weights for them; such a model can be lengthened.
+# The same, of positions that are in no weight: a model with such positions can be lengthened.
 POSITION_FIELDS = ("position_embedding_type", "positions", "rotary_base",
                    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
                    "original_max_position_embeddings", "yarn_rotary_scaling_factor", "yarn_beta_fast",

@@ -166,7 +166,7 @@ def test_a_model_is_lengthened_with_finetune_alone(before, after, tmp_path):
 
 
 @pytest.mark.parametrize("after, says", [
-    (dict(max_position_embeddings=32), "table of learned positions has 4 rows, .*--max-position-embeddings 4"),
+    (dict(max_position_embeddings=32), "learned positions has 4 rows, .*--max-position-embeddings 4"),
     (YARN, "position_embedding_type: checkpoint 'learned_absolute'")])
 def test_learned_positions_are_not_lengthened(after, says, tmp_path):
     from megatron_ds.config.training_options import CheckpointConfig
