@@ -25,7 +25,7 @@ from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
-from .attention import CoreAttention, Sink, alibi_heads, alibi_of
+from .attention import CoreAttention, Sink, alibi_heads, alibi_of, seen_keys
 
 
 def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
@@ -49,10 +49,10 @@ class SharedKeysAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the note above."""
         whole, p = batch.whole, self.dropout if batch.training else 0.0
+        pattern, mask = seen_keys(self.pattern, whole)
         first = self.ctx.tp.rank * q.shape[2]
         heads = range(first, first + q.shape[2])
-        seen = Seen(self.pattern, whole.document_ids, whole.attention_mask,
-                    self._keep(q, p, whole) if p else None,
+        seen = Seen(pattern, whole.document_ids, mask, self._keep(q, p, whole) if p else None,
                     alibi_of(self.alibi_heads, heads, whole, q.device))
         positions = _positions(self.ctx.slice, whole.seq_length)
         return SharedKeys(self.ctx.cp, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads))

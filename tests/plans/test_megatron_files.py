@@ -13,7 +13,6 @@ import torch
 
 from megatron_ds.checkpoint.upcycling import specs_of
 from megatron_ds.config import parse
-from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
@@ -171,19 +170,6 @@ def test_optimizer_state_of_joined_experts_is_refused(tmp_path):
         megatron_torch_format.read(tmp_path, KEEP)
     with pytest.raises(CheckpointError, match="tensors are missing"):
         megatron_torch_format.read(tmp_path, replace(KEEP, weights_only=True))
-
-
-@pytest.mark.parametrize("freq, ours", [(None, None), (2, "2"), ([1, 0, 1, 1], "[1, 0, 1, 1]")])
-def test_windows_are_read_and_written(freq, ours, tmp_path):
-    window = {"window_size": (4, 0), "window_attn_skip_freq": freq, "softmax_type": "off-by-one"}
-    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **window)
-    found = megatron_torch_format.read(tmp_path, KEEP).model
-    assert (found["window_size"], found.get("window_attn_skip_freq")) == ((4, 0), ours)
-    model = ModelConfig(**found)
-    written = arguments_of(model, 1)
-    assert (written["window_size"], written["softmax_type"]) == ((4, 0), "off-by-one")
-    again = replace(model, window_attn_skip_freq=str(written["window_attn_skip_freq"]))
-    assert again.windowed == model.windowed
 
 
 # ---- Files that are broken or mixed up.
