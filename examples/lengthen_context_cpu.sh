@@ -28,7 +28,7 @@ step "1. corpus, tokenizer, tokens"
     --output-prefix "$out/corpus" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" \
     --append-eod --workers 2
 
-# All runs have this model, and as many tokens in a batch as 8 short sequences, or 2 long ones.
+# All runs have this model.
 job=(
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --make-vocab-size-divisible-by 64
     --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06
