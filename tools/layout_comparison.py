@@ -276,7 +276,7 @@ def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
     Without rotary positions its gradient is zero except for rounding, and Adam normalizes that rounding to
     full steps. These rows are left out, and the bias of the norm of the keys, which does the same.
     """
-    if model.position_embedding_type == "rope":
+    if model.is_rotary:
         return values
     if name.endswith("k_layernorm.bias"):
         return values[:0]

@@ -28,7 +28,7 @@ from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
-from .attention import CoreAttention, Sink, seen_keys
+from .attention import CoreAttention, Sink, alibi_heads, alibi_of, seen_keys
 
 
 def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
@@ -51,7 +51,7 @@ class SharedKeysAttention(nn.Module):
         self.exchange, self.site, self.ctx = exchange, name, ctx
         self.dropout, self.pattern = config.attention_dropout, pattern
         self.run, self.ring = ctx.split_cp if exchanges_heads else (solo("cp-inner"), ctx.cp)
-        self.sink = Sink(config, name, ctx)
+        self.sink, self.alibi_heads = Sink(config, name, ctx), alibi_heads(config)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the note above."""
@@ -62,7 +62,8 @@ class SharedKeysAttention(nn.Module):
         heads, whole = range(first, first + q.shape[2]), batch.whole
         pattern, mask = seen_keys(self.pattern, whole)
         p = self.dropout if batch.training else 0.0
-        seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None)
+        seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None,
+                    alibi_of(self.alibi_heads, heads, whole, q.device))
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
         out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads))
         if ranks > 1:

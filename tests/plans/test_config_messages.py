@@ -86,6 +86,15 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--decoupled-min-lr 1e-6"),
     (1, "--use-rope-scaling --rotary-interleaved --apply-wd-to-qk-layernorm"),
     (1, "--position-embedding-type rope --rope-scaling-factor 4"),
+    (1, "--position-embedding-type yarn --use-rope-scaling --rotary-seq-len-interpolation-factor 2"),
+    (1, "--yarn-beta-fast 16 --rotary-ntk-factor 2"),
+    (1, "--position-embedding-type rope --rotary-ntk-factor 2 --original-max-position-embeddings 2048"),
+    (1, "--position-embedding-type rope --rotary-ntk-factor 2 --use-rope-scaling "
+        "--yarn-original-max-position-embeddings 512"),
+    (1, "--position-embedding-type yarn --original-max-position-embeddings 5"),
+    (1, "--position-embedding-type yarn --original-max-position-embeddings 512 --yarn-beta-fast 1 "
+        "--yarn-beta-slow 4"),
+    (1, "--position-embedding-type rope --original-max-position-embeddings 512"),
     (1, "--fp16 --bf16 --loss-scale 1024"),
     (1, "--zero-accumulate full --main-grads-dtype bf16"),
     (1, "--start-weight-decay 0"),

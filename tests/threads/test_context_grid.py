@@ -20,7 +20,8 @@ FEATURES = {
     "padded experts": f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
                       "--moe-token-drop-policy position",
     "ltd": "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 6 --random-ltd-tokens-per-step 8",
-    "per token": "--calculate-per-token-loss", "heads": "--qk-layernorm --add-qkv-bias",
+    "per token": "--calculate-per-token-loss",
+    "heads": "--qk-layernorm --add-qkv-bias --position-embedding-type alibi",
     "window": "--window-size 5,3", "sinks": "--softmax-type learnable"}
 COMM_TYPES = {"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a", "mixed": "p2p a2a all_gather",
               "levels": "a2a+p2p"}
