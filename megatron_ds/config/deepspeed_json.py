@@ -80,8 +80,8 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _offload, _tensorboard, translate_curriculum,
-                      translate_random_ltd):
+    for translate in (_declared, _fp16, _optimizer, _scheduler, _offload, _tensorboard, _sparse_attention,
+                      translate_curriculum, translate_random_ltd):
         translate(document)
     return document
 
@@ -206,6 +206,13 @@ def _offload(document: JsonDocument) -> None:
         if document.take(f"zero_optimization.{key}"):
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
+
+
+def _sparse_attention(document: JsonDocument) -> None:
+    """A block without a mode has DeepSpeed's default."""
+    keys = [key for key in document.values if key.startswith("sparse_attention.")]
+    if keys and "sparse_attention.mode" not in keys:
+        document.give("model.sparse_attention", "fixed", "sparse_attention, as DeepSpeed's default")
 
 
 def _tensorboard(document: JsonDocument) -> None:

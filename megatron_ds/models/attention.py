@@ -231,15 +231,15 @@ class CoreAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
-        pattern, mask = self.seen(batch)
+        pattern, mask = self.seen(batch, self.heads(q))
         return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None,
                          scoring=Scoring(sink=self.sink(self.heads(q))))
 
-    def seen(self, batch: Batch) -> tuple[AttentionPattern, torch.Tensor | None]:
+    def seen(self, batch: Batch, heads: range) -> tuple[AttentionPattern, torch.Tensor | None]:
         """(pattern, mask) as `ops.core_attention.attention` takes them. Distances are those of the positions
         in whole sequences, also where a batch holds only some of their tokens."""
-        pattern, mask = self.pattern, batch.attention_mask
+        pattern, mask = self.pattern.of_heads(heads), batch.attention_mask
         if pattern.is_plain or batch.places is None:
             return pattern, mask
         index = batch.places.index.expand(batch.size, -1)

@@ -1,6 +1,7 @@
 """The values of a model's options that determine shapes and meaning of its weights."""
 
 from ..config.model_options import ModelConfig
+from ..config.sparse_options import SPARSE_FIELDS
 from .architecture import MODELS
 
 # A checkpoint is refused if one differs.
@@ -14,7 +15,7 @@ MODEL_FIELDS = (
 FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
                   "apply_layernorm_1p", "use_parallel_residual", "window_size", "window_attn_skip_freq",
-                  "softmax_type")
+                  "softmax_type", *SPARSE_FIELDS)
 
 # The same of models with experts.
 MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",

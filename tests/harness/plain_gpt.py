@@ -13,12 +13,13 @@ import torch
 
 from megatron_ds.config.attention_options import AttentionOptions
 from megatron_ds.config.moe_options import MoEOptions
+from megatron_ds.config.sparse_options import SparseOptions
 
 PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
 
 
 @dataclass(frozen=True)
-class TinyConfig(AttentionOptions, MoEOptions):
+class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 
