@@ -230,7 +230,11 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
 
 
 def _outside_window(config, layer, s):
-    """bool [s, s]: the keys that Megatron's window hides from each query of this layer."""
+    """bool [s, s]: the keys that Megatron's window, or DeepSpeed's of blocks, hides from each query of this
+    layer."""
+    if config.sparse_attention == "local":
+        block = torch.arange(s) // config.sparse_block
+        return (block - block[:, None]).abs() > config.sparse_num_sliding_window_blocks // 2
     freq = config.window_attn_skip_freq
     if config.window_size is None or freq and freq.isdigit() and (layer + 1) % int(freq) == 0:
         return torch.zeros(s, s, dtype=torch.bool)

@@ -288,7 +288,7 @@ def test_sparse_attention_reaches_the_model(read):
     ({"mode": "fixed", "num_different_global_patterns": 5, "different_layout_per_head": True}, "Use 1, 2, 3"),
     ({"mode": "fixed", "horizontal_global_attention": True}, "later tokens to global blocks"),
     ({"mode": "fixed", "num_sliding_window_blocks": 5}, "no effect"),
-    ({"mode": "variable", "global_block_indices": [0, 4], "global_block_end_indices": [1]}, "1 ends for the"),
+    ({"mode": "variable", "global_block_indices": [0, 4], "global_block_end_indices": [1]}, "1 ends for"),
     ({"mode": "variable", "global_block_indices": [4], "global_block_end_indices": [4]}, "at or before"),
     ({"mode": "bslongformer", "global_block_indices": [64]}, "0 to 63"), ({"num_blocks": 3}, "unknown key")],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value))

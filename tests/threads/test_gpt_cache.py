@@ -14,6 +14,7 @@ from tests.harness.threads import run_ranks
 FEATURES = {
     "features": TinyConfig(**LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True),
     "windows": TinyConfig(**LLAMA, window_size=(3, 0), window_attn_skip_freq="2"),
+    "blocks": TinyConfig(**LLAMA, sparse_attention="local", sparse_block=2),
     "sinks": TinyConfig(window_size=(4, 0), softmax_type="learnable")}
 
 

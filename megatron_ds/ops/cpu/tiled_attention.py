@@ -16,8 +16,10 @@ The same formulas without b hold without a sink: a sink is a key of the score b 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -55,10 +57,11 @@ class Visible:
         """-inf in scores [heads, r, rows, keys] where a query does not see a key. total: number of heads"""
         if not has_memory(scores):
             return
-        block = self.pattern.layout.block if self.pattern.layout is not None else 1
-        for columns in tile.partly_hidden(self.pattern, block):
-            hidden = torch.from_numpy(tile.hidden(self.pattern, block, columns))
-            scores[..., columns].add_(torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf))
+        for edge in tile.edges:
+            part = scores[..., edge.columns]
+            part += _edge_bias(self.pattern, len(tile.rows), edge.offset, part.shape[-1])
+        if tile.seen is not None:
+            _close_blocks(scores, tile.seen, self.pattern.layout.block)
         if self.documents is not None:
             self._close_documents(scores, tile, heads, total)
         if self.padding is not None:
@@ -73,6 +76,35 @@ class Visible:
             return
         closed = ids[:, rows, None] != ids[:, None, _columns(tile)]                 # [b, rows, keys]
         scores.masked_fill_(_of_heads(closed, heads, total)[:, None], -math.inf)
+
+
+@lru_cache(maxsize=256)
+def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) -> torch.Tensor:
+    """[rows, columns], -inf where a query does not see a key; offset: from the first query to the first key.
+    The same for all tiles but the first and the last ones of a sequence."""
+    distance = torch.arange(columns) + offset - torch.arange(rows)[:, None]
+    hidden = torch.zeros(rows, columns, dtype=torch.bool)
+    if pattern.after is not None:
+        hidden |= distance > pattern.after
+    if pattern.left is not None:
+        hidden |= distance < -pattern.left
+    return torch.zeros(rows, columns).masked_fill_(hidden, -math.inf)
+
+
+def _close_blocks(scores: torch.Tensor, seen: np.ndarray, block: int) -> None:
+    """-inf in the blocks that a layout hides, in place: from the first to the last column that has one."""
+    partly = np.flatnonzero(~seen.all(axis=0))
+    first, stop = int(partly[0]), int(partly[-1]) + 1
+    if 2 * len(partly) < stop - first:              # few columns far from each other
+        runs = np.split(partly, np.flatnonzero(np.diff(partly) > 1) + 1)
+        spans = [(int(run[0]), int(run[-1]) + 1) for run in runs]
+    else:
+        spans = [(first, stop)]
+    for first, stop in spans:
+        hidden = torch.from_numpy(~seen[:, first:stop])
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+        bias = bias[:, None, :, None].expand(-1, block, -1, block).reshape(len(seen) * block, -1)
+        scores[..., first * block:stop * block] += bias
 
 
 def worth_tiling(positions: int, pattern: AttentionPattern) -> bool:
@@ -113,7 +145,7 @@ class _TiledAttention(torch.autograd.Function):
         sums = queries.new_empty(heads, r, s)                                       # logarithms of rows' sums
         sinks = None if sink is None else sink.detach().float().view(-1, r).repeat(q.shape[1], 1)[..., None]
         for some, tile, rows, taken in _parts(seen, heads, s, r, has_memory(q)):
-            scores = _scores(queries, keys, scale, some, rows, taken)
+            scores = _scores(heads_first(queries[some, rows]), taken(keys, some), scale, r)
             seen.close(scores, tile, some, heads)
             most = scores.amax(-1)                                                  # [heads, r, rows]
             if sinks is not None:
@@ -142,14 +174,15 @@ class _TiledAttention(torch.autograd.Function):
         queries, keys, values, dresult = _wide(query_view(q, k), key_view(k), key_view(v), dresult)
         dqueries, dkeys, dvalues = query_view(dq, k), torch.zeros_like(keys), torch.zeros_like(values)
         for some, tile, rows, taken in _parts(seen, heads, s, r, has_memory(q)):
-            scores = _scores(queries, keys, ctx.scale, some, rows, taken)
+            q_tile, do_tile = heads_first(queries[some, rows]), heads_first(dresult[some, rows])
+            k_tile = taken(keys, some)
+            scores = _scores(q_tile, k_tile, ctx.scale, r)
             seen.close(scores, tile, some, heads)
             p = scores.sub_(sums[some, :, rows, None]).exp_().flatten(1, 2)         # [heads, r rows, keys]
-            q_tile, do_tile = heads_first(queries[some, rows]), heads_first(dresult[some, rows])
             taken.add(dvalues, some, p.transpose(1, 2).bmm(do_tile))
             ds = do_tile.bmm(taken(values, some).transpose(1, 2))                   # dp
             ds.sub_(of_row[some, :, rows].flatten(1, 2)[..., None]).mul_(p)
-            dq_tile = rows_first(ds.bmm(taken(keys, some)), dqueries)
+            dq_tile = rows_first(ds.bmm(k_tile), dqueries)
             dqueries[some, rows] = dq_tile.mul_(ctx.scale).to(q.dtype)
             taken.add(dkeys, some, ds.transpose(1, 2).bmm(q_tile))
         dkeys *= ctx.scale
@@ -197,13 +230,11 @@ def _parts(seen: Visible, heads: int, s: int, r: int,
             yield slice(first, min(first + step, heads)), tile, rows, taken
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, some: slice, rows: slice,
-            taken: _Taken) -> torch.Tensor:
+def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float, r: int) -> torch.Tensor:
     """scale * q kᵀ: [heads, r, rows, keys]."""
-    q_tile, k_tile = heads_first(queries[some, rows]), taken(keys, some)
     scores = q_tile.new_empty(len(q_tile), q_tile.shape[1], k_tile.shape[1])
     torch.baddbmm(scores, q_tile, k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    return scores.unflatten(1, (queries.shape[2], -1))
+    return scores.unflatten(1, (r, -1))
 
 
 def _wide(*views: torch.Tensor) -> list[torch.Tensor]:
