@@ -12,7 +12,8 @@ SPARSE = ("--sparse-attention bigbird --sparse-block 2 --sparse-num-random-block
 
 
 @pytest.mark.parametrize("style, features, layout", [
-    ("gpt2", SPARSE, "tp=2,pp=2,dp=2,zero=2,recompute=selective"), ("llama", SPARSE, "cp=2,tp=2,comm_type=a2a"),
+    ("gpt2", SPARSE, "tp=2,pp=2,dp=2,zero=2,recompute=selective"),
+    ("llama", SPARSE, "cp=2,tp=2,comm_type=a2a"),
     ("llama", WINDOWS, "cp=2"), ("gpt2", WINDOWS, "cp=2,comm_type=a2a"),
     ("llama", WINDOWS, "cp=2,tp=2,sp=1,comm_type=all_gather,recompute=full")])
 def test_ranks_train_like_one_process(style, features, layout):
