@@ -25,7 +25,7 @@ from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.ops.sparse_layouts import block_layout
 
-# What the columns of the table call them → (blocks of 16 tokens, blocks of 64), options without the prefix.
+# Name in the table → options without their prefix, for blocks of 16 tokens.
 LAYOUTS = {
     "fixed, 64 local, 16 global": dict(mode="fixed", num_local_blocks=64, num_global_blocks=16),
     "fixed, 16 local, 2 global": dict(mode="fixed", num_local_blocks=16, num_global_blocks=2),
@@ -43,7 +43,8 @@ def options(mode: str, block: int, **more: int) -> SparseOptions:
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--channels", type=int, default=64)

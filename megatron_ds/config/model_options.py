@@ -61,7 +61,8 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
         switches={"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--openai-gelu": "gelu"},
         help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.")
     add_bias_linear: bool = option(
-        True, switches={"--disable-bias-linear": False}, help="Give the linear layers biases.")
+        True, switches={"--disable-bias-linear": False},
+        help="Give the linear layers biases. Without them, --activation gelu_exact is the default.")
     add_qkv_bias: bool = option(
         False, help="Give the projection of queries, keys and values a bias, also with "
                     "--disable-bias-linear.")

@@ -50,7 +50,7 @@ _FLAGS = {
     "--data-path": "data dataset datasets data-dir dataset-path train-data train-file corpus",
     "--lr-warmup-iters": "warmup warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
     "--lr-warmup-fraction": "warmup-ratio warmup-fraction",
-    "--lr-decay-style": "scheduler lr-scheduler lr-scheduler-type lr-schedule",
+    "--lr-decay-style": "scheduler lr-scheduler lr-scheduler-type",
     "--weight-decay": "wd weightdecay",
     "--clip-grad": "gradient-clipping grad-clip max-grad-norm clip-grad-norm",
     "--num-layers": "layers n-layer n-layers num-hidden-layers depth",
@@ -84,7 +84,8 @@ _SENTENCES = {
     "there is no profiler yet; --trace DIR records the timeline of the pipeline":
         "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
-    "metrics go to the log, to --tensorboard-dir and to --metrics-jsonl": "wandb report-to mlflow",
+    "metrics go to the log, to --tensorboard-dir, to --wandb-project and to --metrics-jsonl":
+        "wandb report-to mlflow",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files":
         "tokenizer tokenizer-path tokenizer-name",
     "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",

@@ -168,8 +168,7 @@ def _names_of_layers(weights: Mapping[str, StoredTensor], folder: object) -> dic
             names[name] = f"{ROOT}encoder.final_layernorm.{leaf}"
         else:
             raise CheckpointError(f"{weights[name].place}: layer {number} of the pipeline holds {leaf}, "
-                                  "which no "
-                                  "layer of Megatron-DeepSpeed's GPT does.")
+                                  "which no layer of Megatron-DeepSpeed's GPT does.")
     return names
 
 
@@ -181,12 +180,9 @@ def packing_of(raw: RawCheckpoint, model: ModelConfig, wanted: str | None) -> st
     """
     if wanted == "thirds" and model.query_groups != model.num_attention_heads:
         raise CheckpointError(f"{raw.folder}: --qkv-packing thirds, and {model.num_attention_heads} heads "
-                              "share "
-                              f"{model.query_groups} keys and values: Megatron-DeepSpeed then cuts the rows "
-                              "into "
-                              "equal thirds, which are not queries, keys and values, so that what it trained "
-                              "is "
-                              "no attention that this package computes.")
+                              f"share {model.query_groups} keys and values: Megatron-DeepSpeed then cuts the "
+                              "rows into equal thirds, which are not queries, keys and values, so that what "
+                              "it trained is no attention that this package computes.")
     if wanted is not None:
         return wanted
     if model.num_attention_heads == 1:

@@ -231,20 +231,10 @@ class CoreAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
-        pattern, mask = self.seen(batch, self.heads(q))
+        pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
         return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None,
                          scoring=Scoring(sink=self.sink(self.heads(q))))
-
-    def seen(self, batch: Batch, heads: range) -> tuple[AttentionPattern, torch.Tensor | None]:
-        """(pattern, mask) as `ops.core_attention.attention` takes them. Distances are those of the positions
-        in whole sequences, also where a batch holds only some of their tokens."""
-        pattern, mask = self.pattern.of_heads(heads), batch.attention_mask
-        if pattern.is_plain or batch.places is None:
-            return pattern, mask
-        index = batch.places.index.expand(batch.size, -1)
-        hidden = pattern.mask(index, index)                                     # [b, n or 1, k, k]
-        return CAUSAL if pattern.causal else FULL, hidden if mask is None else hidden | mask
 
     def heads(self, q: torch.Tensor) -> range:
         """Global numbers of the heads of q [s, b, n, d]."""
@@ -258,3 +248,16 @@ class CoreAttention(nn.Module):
         keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
         return KeepMask(p, keys, heads=range(first, first + heads), rows=rows,
                         cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)
+
+
+def seen_keys(pattern: AttentionPattern, batch: Batch) -> tuple[AttentionPattern, torch.Tensor | None]:
+    """(pattern, mask) of the tokens that a batch holds, as `ops.core_attention.attention` takes them.
+
+    Distances are those of the positions in whole sequences, also where only some of their tokens are present.
+    """
+    mask = batch.attention_mask
+    if pattern.is_plain or batch.places is None:
+        return pattern, mask
+    index = batch.places.index.expand(batch.size, -1)
+    hidden = pattern.mask(index, index)                                         # [b, n or 1, k, k]
+    return CAUSAL if pattern.causal else FULL, hidden if mask is None else hidden | mask

@@ -25,7 +25,8 @@ from .sink import AppendedFile
 
 TAGS = {"learning-rate": "learning_rate", "decoupled-learning-rate": "decoupled_learning_rate",
         "batch-size": "global_batch_size", "loss-scale": "loss_scale",
-        "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
+        "grad-norm": "grad_norm", "grad-noise-scale": "grad_noise_scale",
+        "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
         "batch-generator-time": "data_seconds", "num-zeros": "num_zeros", "params-norm": "params_norm",
         "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
 TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",
@@ -62,7 +63,8 @@ def scalars_of(record: Record, timers: bool) -> tuple[dict[str, float], dict[str
         values = ((tag, getattr(record, name)) for tag, name in tags.items())
         times = record.times if timers else {}
         others = {tag: value for tag, value in values if value is not None} | dict(record.tags) | {
-            f"{name}-time": max(seconds) for name, seconds in times.items() if name != "batch-generator"}
+            f"{name}-time": max(seconds.values()) for name, seconds in times.items()
+            if name != "batch-generator"}
     return losses, others
 
 
