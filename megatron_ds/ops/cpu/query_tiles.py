@@ -12,7 +12,8 @@
 Neighbouring blocks of queries share a tile where the scores that only some of them need cost less than to
 read the common keys again. A product of few rows is slower per row, and keys are gathered for each tile: what
 a tile costs is taken as keys * (rows + `OVERHEAD`). Measured on one core of an AMD EPYC, a row of a product
-costs 1.4 times as much with 16 rows as with 256, the same from 32 on. Pure values, without tensors.
+costs 1.4 times as much with 16 rows as with 256, the same from 32 on. Small tiles are stacked, so that few
+operations work on many of them. Pure values, without tensors.
 """
 
 import math
@@ -23,10 +24,10 @@ from functools import lru_cache
 import numpy as np
 
 from ..attention_pattern import AttentionPattern
-from ..block_layout import BlockLayout
 
-OVERHEAD = 8                     # rows
+OVERHEAD = 16                    # rows
 MOST_ROWS = 256
+PADDING = 1.06                   # the most keys of tiles that are worked on together, over the least
 
 
 @dataclass(frozen=True)
@@ -41,32 +42,103 @@ class Edge:
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
-class QueryTile:
-    """rows   positions of the queries
-    keys   positions of the keys: a range, or an int64 array that is made of blocks
-    blocks  numbers of those blocks; None for a range
+@dataclass(frozen=True)
+class RangeTile:
+    """Consecutive positions of queries and of keys.
+
     edges  columns in which queries see some of the keys
-    seen   bool [blocks of rows, blocks of keys], False where the layout hides a block and no edge does;
-           None: no such block
     """
 
     rows: range
-    keys: range | np.ndarray
-    blocks: np.ndarray | None = None
+    keys: range
     edges: tuple[Edge, ...] = ()
-    seen: np.ndarray | None = None
+
+    @property
+    def scores(self) -> int:
+        """Of a head."""
+        return len(self.rows) * len(self.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTiles:
+    """Several tiles of equal shape, whose keys are gathered: t tiles of m blocks of queries and k of keys.
+
+    rows   int64 [t, m], numbers of consecutive blocks
+    keys   int64 [t, k], numbers of blocks
+    seen   bool [t, m, k], which of them are computed in vain, being False
+    block  positions of a block
+    """
+
+    rows: np.ndarray
+    keys: np.ndarray
+    seen: np.ndarray
+    block: int
+
+    @property
+    def scores(self) -> int:
+        """Of a head."""
+        return self.seen.size * self.block**2
 
 
 @lru_cache(maxsize=1024)
-def tiles_of(pattern: AttentionPattern, positions: int) -> tuple[QueryTile, ...]:
-    """The tiles of a sequence. A layout is the same for all heads, of blocks that divide the positions."""
-    if pattern.layout is None:
-        return tuple(_window_tiles(pattern, positions))
-    return tuple(_layout_tiles(pattern, pattern.layout, positions))
+def range_tiles(pattern: AttentionPattern, positions: int) -> tuple[RangeTile, ...]:
+    """The tiles of a sequence, for a pattern without layout."""
+    return tuple(_window_tiles(pattern, positions))
 
 
-def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[QueryTile]:
+@lru_cache(maxsize=1024)
+def block_tiles(pattern: AttentionPattern, positions: int, most: int) -> tuple[BlockTiles, ...]:
+    """The tiles of a layout that is the same for all heads, of blocks that divide the positions.
+
+    pattern: hides nothing more than later keys. most: scores of tiles that are worked on at once
+    """
+    (seen,), block = pattern.layout.up_to(positions), pattern.layout.block
+    seen = np.tril(seen) if pattern.causal else seen
+    together = min((1, 2, 4, 8, 16), key=lambda count: _cost(seen, block, count))
+    found = []
+    for first in range(0, len(seen), together):
+        part = seen[first:first + together]
+        found.append((first, np.flatnonzero(part.any(axis=0)), part))
+    found.sort(key=lambda tile: (len(tile[2]), len(tile[1])))           # alike next to each other
+    return tuple(_stacked(tiles, block) for tiles in _batches(found, block, most))
+
+
+def _cost(seen: np.ndarray, block: int, together: int) -> float:
+    """Of tiles of so many blocks of queries; those of more than `MOST_ROWS` rows are not made."""
+    if together > max(1, MOST_ROWS // block) or together > len(seen):
+        return math.inf
+    keys = np.logical_or.reduceat(seen, np.arange(0, len(seen), together)).sum()
+    return float(keys) * (together * block + OVERHEAD)
+
+
+def _batches(found: list, block: int, most: int) -> Iterator[list]:
+    """Runs of tiles with equal numbers of rows and nearly equal numbers of keys."""
+    batch: list = []
+    for tile in found:
+        _, keys, part = tile
+        if batch:
+            same = len(part) == len(batch[0][2]) and len(keys) <= PADDING * len(batch[0][1])
+            scores = (len(batch) + 1) * len(part) * max(1, len(keys)) * block**2
+            if not same or scores > most:
+                yield batch
+                batch = []
+        batch.append(tile)
+    yield batch
+
+
+def _stacked(tiles: list, block: int) -> BlockTiles:
+    """Tiles as one value; missing keys are block 0, which no query of the tile sees."""
+    width = max(1, max(len(keys) for _, keys, _ in tiles))
+    blocks = np.zeros((len(tiles), width), dtype=np.int64)
+    seen = np.zeros((len(tiles), len(tiles[0][2]), width), dtype=bool)
+    for i, (_, keys, part) in enumerate(tiles):
+        blocks[i, :len(keys)] = keys
+        seen[i, :, :len(keys)] = part[:, keys]
+    rows = np.array([first for first, _, _ in tiles])[:, None] + np.arange(len(tiles[0][2]))
+    return BlockTiles(rows, blocks, seen, block)
+
+
+def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[RangeTile]:
     sides = [side for side in (pattern.left, pattern.after) if side is not None]
     widest = positions if None in (pattern.left, pattern.after) else min(positions, sum(sides) + 1)
     rows = min(MOST_ROWS, max(32, 16 * round(math.sqrt(OVERHEAD * widest) / 16)))
@@ -74,28 +146,7 @@ def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[QueryTi
     for start in whole[::rows]:
         queries = whole[start:start + rows]
         keys = pattern.keys_of(queries, whole)
-        yield QueryTile(queries, keys, edges=tuple(_edges(pattern, queries, keys, 0)))
-
-
-def _layout_tiles(pattern: AttentionPattern, layout: BlockLayout, positions: int) -> Iterator[QueryTile]:
-    (seen,), block, whole = layout.up_to(positions), layout.block, range(positions)
-    inside = np.zeros_like(seen)                    # blocks of which the pattern shows something
-    for i in range(len(seen)):
-        keys = pattern.keys_of(whole[i * block:(i + 1) * block], whole)
-        inside[i, keys.start // block:-(-keys.stop // block)] = True
-    closed, seen = ~seen & inside, seen & inside
-    for first, stop in _groups(seen, block):
-        blocks = np.flatnonzero(seen[first:stop].any(axis=0))
-        rows, edges, column = whole[first * block:stop * block], [], 0
-        for run in _runs(blocks):
-            part = whole[run.start * block:run.stop * block]
-            edges += _edges(pattern, rows, part, column)
-            column += len(part)
-        keys, numbers = (blocks[:, None] * block + np.arange(block)).reshape(-1), blocks
-        if len(blocks) and len(blocks) == blocks[-1] - blocks[0] + 1:
-            keys, numbers = whole[blocks[0] * block:(blocks[-1] + 1) * block], None
-        part = ~closed[first:stop][:, blocks]
-        yield QueryTile(rows, keys, numbers, tuple(edges), None if part.all() else part)
+        yield RangeTile(queries, keys, edges=tuple(_edges(pattern, queries, keys, 0)))
 
 
 def _edges(pattern: AttentionPattern, rows: range, keys: range, column: int) -> Iterator[Edge]:
@@ -106,33 +157,3 @@ def _edges(pattern: AttentionPattern, rows: range, keys: range, column: int) -> 
     if pattern.left is not None and keys.start < rows.stop - 1 - pattern.left:
         stop = min(keys.stop, rows.stop - 1 - pattern.left)
         yield Edge(slice(column, column + stop - keys.start), keys.start - rows.start)
-
-
-def _groups(seen: np.ndarray, block: int) -> list[tuple[int, int]]:
-    """Runs [first, stop) of blocks of queries that share a tile: those that cost least together."""
-    most, count = max(1, MOST_ROWS // block), len(seen)
-    best = np.zeros(count + 1)                      # of the blocks before
-    before = np.zeros(count + 1, dtype=np.int64)
-    costs = np.full((count, most), np.inf)          # of a tile that ends with block i and has j + 1 blocks
-    union = seen.copy()
-    for j in range(most):
-        if j:
-            union[j:] |= seen[:-j]
-        costs[j:, j] = union[j:].sum(axis=1) * ((j + 1) * block + OVERHEAD)
-    for i in range(count):
-        sizes = np.arange(1, min(most, i + 1) + 1)
-        totals = best[i + 1 - sizes] + costs[i, sizes - 1]
-        size = int(totals.argmin())
-        best[i + 1], before[i + 1] = totals[size], i - size
-    groups, stop = [], count
-    while stop:
-        groups.append((int(before[stop]), stop))
-        stop = groups[-1][0]
-    return groups[::-1]
-
-
-def _runs(numbers: np.ndarray) -> Iterator[range]:
-    """Runs of consecutive numbers."""
-    if len(numbers):
-        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
-            yield range(int(run[0]), int(run[-1]) + 1)
