@@ -152,7 +152,7 @@ KEYS = table(
         "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
             "comms_logger compression_training eigenvalue elasticity memory_breakdown "
-            "progressive_layer_drop quantize_training sparse_attention "
+            "progressive_layer_drop quantize_training "
             "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
             "zero_optimization.zero_quantized_nontrainable_weights "
             "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",

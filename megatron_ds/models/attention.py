@@ -266,7 +266,7 @@ class CoreAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
-        pattern, mask = seen_keys(self.pattern, batch)
+        pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
         return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None,
                          scoring=Scoring(sink=self.sink(self.heads(q)),

@@ -8,6 +8,7 @@ Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) 
 attention fills one of them.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +21,8 @@ from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from ..ops.block_layout import BlockLayout
+from ..ops.sparse_layouts import block_layout, has_random_blocks
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import KVCache, Rotary, SelfAttention
 from .context_attention import make_core
@@ -74,6 +77,8 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
     blocks = []
     for i, (experts, pattern) in enumerate(zip(config.experts, patterns(config, causal), strict=True)):
         name = f"{prefix}.{i}"
+        if config.sparse_attention is not None:
+            pattern = replace(pattern, layout=sparse_layout(config, name, ctx.seed, causal))
         blocks.append(Layer(
             name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern,
                     comm_type=ctx.comm_type(i)),
@@ -91,10 +96,18 @@ def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:
     return [window if has_window else whole for has_window in config.windowed]
 
 
+def sparse_layout(config: ModelConfig, name: str, seed: int, causal: bool) -> BlockLayout:
+    """Blocks that the heads of a layer see, of the longest sequence; shorter ones have its first blocks."""
+    key = (seed, name) if has_random_blocks(config) else ()
+    return block_layout(config, config.positions, config.num_attention_heads, causal, *key)
+
+
 def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern) -> str:
     """Layers of one kind cost the same: where numbers of experts differ, they are part of the name."""
     is_pyramid = len({number for number in config.experts if number}) > 1
     kind = "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
+    if pattern.layout is not None:
+        return f"sparse_{kind}"
     return kind if pattern.is_plain else f"windowed_{kind}"
 
 

@@ -205,6 +205,8 @@ def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
 
 
 @pytest.mark.parametrize("style, features", [
+    ("gpt", "--sparse-attention fixed --sparse-block 8"),
+    ("gqa", "--sparse-attention local --sparse-block 8 --bf16"),
     ("gpt", "--window-size 10,0"), ("gqa", "--window-size 100,0 --window-attn-skip-freq 2"), ("llama",
      "--window-size 20,0 --softmax-type learnable"), ("bert", "--window-size 10,5 --bf16"),
     ("llama", "--softmax-type off-by-one --bf16"), ("gpt", "--window-size 6,0 --softmax-type learnable")])
