@@ -48,7 +48,7 @@ LAYOUT_KEYS = {
     "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
     "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
-    "logits": "--cross-entropy-chunks",
+    "logits": "--cross-entropy-chunks", "tiles": "--tiled-mlp",
 }
 SWITCHES = {"sp", "prescale"}
 ENDLESS = 1 << 40    # samples

@@ -23,6 +23,7 @@ from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, KVCache, Rotary, SelfAttention
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
+from .sequence_tiles import in_tiles, number_of_tiles
 
 
 class Block(nn.Module):
@@ -137,9 +138,15 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(width, config.hidden_size, ctx,
                                             name=f"{name}.linear_fc2",
                                             init_std=output_std, bias=config.add_bias_linear)
+        self.tiles, self.ranks = ctx.mlp_tiles, ctx.slice.tensor.size
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [s(/t), b, h] → the same shape. `batch` is not used."""
+        """x [s(/t), b, h] → the same shape, in `ctx.mlp_tiles` tiles. `batch` is not used."""
+        tiles = number_of_tiles(self.tiles, len(x) * self.ranks, x.shape[-1])
+        return in_tiles(self.of_tile, x, list(self.parameters()), min(tiles, len(x)))
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        """Some tokens: x [.., b, h] → the same shape."""
         return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
 
 

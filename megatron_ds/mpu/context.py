@@ -135,7 +135,9 @@ class ParallelContext:
     seed               of dropout masks and token selection; initial weights have theirs in
                        `tensor_parallel.init`
     logit_chunks       parts of a micro-batch for which the head and the loss are computed one by one; 1: the
-                       head returns logits
+                       head returns logits; 0: as many as `tensor_parallel.logits_in_chunks` finds suitable
+    mlp_tiles          tiles of a sequence to which a dense feed-forward is applied one by one; 0: one for as
+                       many tokens as the hidden size
     """
 
     groups: GroupSource | None = None
@@ -145,6 +147,7 @@ class ParallelContext:
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
     logit_chunks: int = 1
+    mlp_tiles: int = 1
 
     def group(self, *axes: str) -> Group:
         """The group over these mesh axes; collective over the world when it is first used."""

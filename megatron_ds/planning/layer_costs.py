@@ -100,7 +100,7 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
         if layer.is_block and train.recompute_granularity and train.recompute_num_layers is None:
             again = cost.forward if train.recompute_granularity == "full" else scores
             cost = replace(cost, input_grad=cost.input_grad + again)
-        if kind == head and train.cross_entropy_chunks > 1:      # the product again; one loop for gradients
+        if kind == head and train.cross_entropy_chunks != 1:     # the product again; one loop for gradients
             cost = LayerCost(cost.forward, cost.forward + cost.input_grad + cost.weight_grad, 0.0)
         costs[kind] = cost
     return costs

@@ -25,7 +25,7 @@ def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
     return ParallelContext(mesh, config.parallel.sequence_parallel, precision, mesh.device, train.seed,
                            Recompute(train.recompute_granularity, train.recompute_num_layers),
-                           train.cross_entropy_chunks)
+                           train.cross_entropy_chunks, train.tiled_mlp)
 
 
 def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:
