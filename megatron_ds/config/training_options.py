@@ -178,6 +178,16 @@ class TrainConfig:
     recompute_num_layers: int | None = option(
         None, at_least=1, flags=["--activations-checkpoint-num-layers"],
         help="Layers of each stage that are recomputed. Default: all.")
+    checkpoint_in_cpu: bool = option(False, json="activation_checkpointing.cpu_checkpointing",
+        help="Inputs of fully recomputed layers wait in host memory for their backward. The copies run beside "
+             "the model. On a CPU they are there already.",
+        avoid="A layer must compute longer than its input is copied: s·b·h elements each way.")
+    distribute_saved_activations: bool = option(
+        False, switches={"--distribute-checkpointed-activations": True, "--partition-activations": True},
+        json="activation_checkpointing.partition_activations",
+        help="Each tensor-parallel rank keeps its part of the inputs of fully recomputed layers, which are "
+             "gathered in backward. With --sequence-parallel they are divided in any case.",
+        avoid="--sequence-parallel divides more activations, for fewer bytes sent.")
     cross_entropy_chunks: int = option(1, at_least=0, switches={"--tiled-logits": 0},
         help="Compute the output head and the loss for this many parts of a micro-batch, one after another, "
              "so that the logits of all its tokens never exist at once. 0 (--tiled-logits): as many that the "

@@ -92,8 +92,7 @@ KEYS = table(
         "it does not turn recomputation on (--recompute-granularity does), and how recomputed layers keep "
         "their input changes no number":
             "activation_checkpointing.contiguous_memory_optimization "
-            "activation_checkpointing.cpu_checkpointing activation_checkpointing.number_checkpoints "
-            "activation_checkpointing.partition_activations "
+            "activation_checkpointing.number_checkpoints "
             "activation_checkpointing.synchronize_checkpoint_boundary",
         "torch.compile is not used; it would change no number": "compile",
         "DeepSpeed has no such key: CUDA_VISIBLE_DEVICES is a variable of the environment":

@@ -21,6 +21,7 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, KVCache, Rotary, SelfAttention
+from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
@@ -40,6 +41,7 @@ class Block(nn.Module):
         self.parallel_residual = config.use_parallel_residual
         self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
+        self.keep_input = input_keeper(ctx)
         self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
@@ -50,7 +52,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         """A cache excludes recomputation of the block, which would append to it twice."""
         if self.granularity == "full" and cache is None:
-            return recompute(self._forward, x, batch)
+            return recompute(self._forward, x, batch, keep=self.keep_input)
         return self._forward(x, batch, cache)
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
@@ -74,7 +76,7 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
     return [Layer(name := f"{prefix}.{i}", partial(make, experts, name, ctx),
                   _kind(config, experts), is_block=True, recompute=ctx.recompute,
                   noun="block with experts" if experts else "",
-                  flops=partial(block_flops, config, experts, causal=causal))
+                  flops=partial(block_flops, config, experts, causal=causal, tiles=ctx.mlp_tiles))
             for i, experts in enumerate(config.experts)]
 
 
@@ -156,10 +158,11 @@ def output_std(config: ModelConfig) -> float:
 
 
 def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
-                causal: bool = True) -> LayerFlops:
+                causal: bool = True, tiles: int = 1) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix.
 
-    A block with experts counts the k experts of a token, its dense part, and the router.
+    A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
+    feed-forward, as in `ParallelContext.mlp_tiles`
     """
     s, h = seq_length, config.hidden_size
     queries = config.num_attention_heads * config.head_dim
@@ -169,4 +172,5 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
              else config.ffn_size)
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * (0.5 if causal else 1.0) * s * s * queries
-    return LayerFlops(float(s * (projections + feed_forward)), scores)
+    again = s * feed_forward / 3 if number_of_tiles(tiles, s, h) > 1 else 0.0
+    return LayerFlops(float(s * (projections + feed_forward)), scores, again)

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, LayoutError
+from ..host.waiting_tensors import WaitingTensors
 from .group import Group, solo
 from .param_spec import ParamSpec
 
@@ -107,10 +108,14 @@ class Recompute:
 
     granularity  None; "selective": core attention; "full": whole blocks
     num_layers   blocks of each pipeline stage that recompute, from its first; None for all
+    offload      inputs of recomputed blocks wait in host memory
+    partition    each tensor-parallel rank keeps a part of them, unless sequence parallelism divides them
     """
 
     granularity: str | None = None
     num_layers: int | None = None
+    offload: bool = False
+    partition: bool = False
 
     def __post_init__(self):
         if self.granularity not in GRANULARITIES:
@@ -164,6 +169,11 @@ class ParallelContext:
         tp, cp = self.tp, self.group("cp")
         return SequenceSlice.of(tp=(tp.rank, tp.size), sequence_parallel=self.sequence_parallel,
                                 cp=(cp.rank, cp.size))
+
+    @cached_property
+    def waiting(self) -> WaitingTensors:
+        """Tensors of this rank that wait in host memory for their backward."""
+        return WaitingTensors()
 
     @property
     def sequence_group(self) -> Group | None:

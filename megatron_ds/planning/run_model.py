@@ -24,7 +24,8 @@ def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     """What the layers of a run need in addition to the sizes of the model."""
     train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
     return ParallelContext(mesh, config.parallel.sequence_parallel, precision, mesh.device, train.seed,
-                           Recompute(train.recompute_granularity, train.recompute_num_layers),
+                           Recompute(train.recompute_granularity, train.recompute_num_layers,
+                                     train.checkpoint_in_cpu, train.distribute_saved_activations),
                            train.cross_entropy_chunks, train.tiled_mlp)
 
 
