@@ -168,7 +168,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
 
 
 def _with_kept_inputs(config: RunConfig) -> RunConfig:
-    """How recomputed layers keep their inputs: a DeepSpeed JSON may say it without recomputation."""
+    """How recomputed layers keep their inputs: a DeepSpeed JSON may have it without
+    recomputation."""
     paths = ("train.checkpoint_in_cpu", "train.distribute_saved_activations")
     if config.train.recompute_granularity != "full":
         config = _without(config, _of_deepspeed(config, paths),

@@ -179,8 +179,8 @@ class TrainConfig:
         None, at_least=1, flags=["--activations-checkpoint-num-layers"],
         help="Layers of each stage that are recomputed. Default: all.")
     checkpoint_in_cpu: bool = option(False, json="activation_checkpointing.cpu_checkpointing",
-        help="Inputs of fully recomputed layers wait in host memory for their backward. The copies run beside "
-             "the model. On a CPU they are there already.",
+        help="Inputs of fully recomputed layers wait in host memory for their backward. The copies run "
+             "beside the model. On a CPU they are there already.",
         avoid="A layer must compute longer than its input is copied: s·b·h elements each way.")
     distribute_saved_activations: bool = option(
         False, switches={"--distribute-checkpointed-activations": True, "--partition-activations": True},

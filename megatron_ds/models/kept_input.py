@@ -5,7 +5,7 @@
     --checkpoint-in-cpu                 on a GPU a copy in host memory (host/waiting_tensors.py)
 
 Both together keep the part in host memory. Without sequence parallelism x is the same on all tensor-parallel
-ranks; with it x is a part already (Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1, "Pa" and "Pa+cpu").
+ranks; with it x is a part already (Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1).
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ Again = Callable[[], torch.Tensor]
 
 
 class InputKeeper:
-    """Keeps inputs of the blocks of a rank, as `ctx.recompute` says."""
+    """Keeps inputs of the blocks of a rank, by `ctx.recompute`."""
 
     def __init__(self, group: Group, waiting: WaitingTensors | None):
         """group: ranks that hold the same x and keep a part each. waiting: None to keep x on the device."""

@@ -34,7 +34,6 @@ from ..ops.product import affine_into, product_into
 from .cross_entropy import own_columns, target_weights, token_losses
 from .weight_grad import GradientSum
 
-
 # Rows of a suitable chunk: fewer leave the processors of a GPU or a CPU idle, more only take memory.
 FEWEST_ROWS, MOST_ROWS = 256, 4096
 

@@ -97,11 +97,11 @@ def test_values_that_ask_for_nothing_are_silent_and_others_are_listed():
     settings, listed = settings_of({
         "wall_clock_breakdown": False, "autotuning": {"enabled": False, "fast": True},
         "wandb": {"enabled": False, "project": "x"}, "cuda_visible_devices": 0,
-        "activation_checkpointing": {"partition_activations": True, "profile": False},
+        "activation_checkpointing": {"number_checkpoints": 4, "profile": False},
         "zero_optimization": {"contiguous_gradients": True, "round_robin_gradients": False}})
     assert settings == {"logging.timing_log_level": 0}
     assert [name.partition(" ")[2] for name in listed] == [
-        "cuda_visible_devices", "activation_checkpointing.partition_activations",
+        "cuda_visible_devices", "activation_checkpointing.number_checkpoints",
         "zero_optimization.contiguous_gradients"] or len(listed) == 2
 
 

@@ -14,6 +14,7 @@ from megatron_ds.host.waiting_tensors import WaitingTensor, WaitingTensors
 from megatron_ds.models.kept_input import InputKeeper
 from megatron_ds.mpu.group import solo
 from megatron_ds.planning.world_plan import plan_world
+from megatron_ds.training.startup_text import kept_inputs_text
 from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.threads import run_ranks
@@ -74,9 +75,9 @@ def test_on_a_cpu_parts_are_kept_as_planned_and_the_rest_as_without(style, flags
 
 
 # ------------------------------------------------------------------ a GPU that does not exist
-@pytest.mark.parametrize("layout, dtype", [(IN_HOST, "fp32"), (f"{IN_HOST},pp=2,dp=2,zero=1", "bf16"),
+@pytest.mark.parametrize("layout, dtype", [(f"{IN_HOST},pp=2,dp=2,zero=1", "bf16"),
                                            (f"{IN_HOST},tp=2,parts=1", "fp32"),
-                                           (f"{IN_HOST},zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32")])
+                                           (f"{IN_HOST},zero=3,offload=cpu,offload_param=cpu", "fp32")])
 def test_steps_on_a_gpu_are_ordered_and_train_like_the_cpu(layout, dtype):
     most = []
 
@@ -100,17 +101,22 @@ def test_steps_on_a_gpu_are_ordered_and_train_like_the_cpu(layout, dtype):
         assert "copy" in beside
 
 
-@pytest.mark.parametrize("owner, name, left_out", [(Mark, "wait", lambda mark: None),
-                                                   (SideStream, "behind_current", SideStream.apart),
-                                                   (WaitingTensor, "leave", lambda waiting: _let_go(waiting))])
-def test_a_wait_that_is_left_out_is_found(owner, name, left_out):
-    with patch.object(owner, name, left_out):
-        assert train(IN_HOST, "cuda").problems
-
-
-def _let_go(waiting):
+def leave_at_once(waiting):
+    """`WaitingTensor.leave` without the wait."""
     x, waiting.near = waiting.near, None
     return x
+
+
+@pytest.mark.parametrize("owner, name, left_out", [(Mark, "wait", lambda mark: None),
+                                                   (SideStream, "behind_current", SideStream.apart),
+                                                   (WaitingTensor, "leave", leave_at_once)])
+def test_a_wait_that_is_left_out_is_found(owner, name, left_out):
+    with fake_cuda(), FakeGpu() as gpu, patch.object(owner, name, left_out):
+        keep, batch = InputKeeper(solo("tp"), WaitingTensors()), batch_of(Ledger())
+        agains = [keep(torch.full((4,), float(i), device="cuda").mul_(2), batch) for i in range(3)]
+        for i in (2, 1, 0):
+            agains[i]().mul_(2)
+    assert gpu.order.problems
 
 
 def test_the_input_before_comes_back_while_a_block_is_at_work():
@@ -131,6 +137,22 @@ def test_the_input_before_comes_back_while_a_block_is_at_work():
         agains.clear()
         assert not keep.waiting.nbytes
     assert not gpu.order.problems
+
+
+# ------------------------------------------------------------------ options
+@pytest.mark.parametrize("flags, ranks, effects", [
+    (["--recompute-granularity", "full"], 2, (True, True)), ([], 2, (False, False)),
+    (["--recompute-granularity", "full"], 1, (True, False)),
+    (["--recompute-granularity", "full", "--sequence-parallel"], 2, (True, False))])
+def test_a_deepspeed_json_sets_how_inputs_are_kept_and_not_whether_to_recompute(flags, ranks, effects, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true}}')
+    config = parse([*JOB, *flags, "--deepspeed_config", str(path), "--seq-length", "32", "--micro-batch-size",
+                    "1", "--tensor-model-parallel-size", str(ranks)], world_size=ranks)
+    assert (config.train.checkpoint_in_cpu, config.train.distribute_saved_activations) == effects
+    assert len(config.without_effect) == effects.count(False)
+    assert "has no effect" in kept_inputs_text(config, "cpu") or not effects[0]
+    assert ("host memory" in kept_inputs_text(config, "cuda")) == effects[0]
 
 
 # ------------------------------------------------------------------ plans
@@ -154,7 +176,8 @@ def test_a_plan_for_gpus_moves_the_inputs_to_the_host_and_two_stay():
 
 def test_parts_cost_a_gather_of_each_input():
     ranks = RANKS["tp"]
-    parts, whole = (plan("cuda", *ranks[1], *more, ranks=2) for more in (["--distribute-saved-activations"], []))
+    parts, whole = (plan("cuda", *ranks[1], *more, ranks=2)
+                    for more in (["--distribute-saved-activations"], []))
     inputs = 256 * 2 * 64 * 2
     assert whole.kept - parts.kept == 3 * inputs // 2
     key = ("all_gather", "tp", 2)

@@ -33,7 +33,7 @@ def config_of(style, **more) -> TinyConfig:
 
 def gradients(config, group, tiles, *, sequence_parallel=False, main_grad=False, dtype=torch.float32,
               frozen=()):
-    """(y, dx, the gradients of the parameters) of a rank, and how often products with the first weight ran."""
+    """(y, dx, the gradients of the parameters) of a rank, and how many tiles ran."""
     ctx = replace(context_of(group, sequence_parallel=sequence_parallel, dtype=dtype), mlp_tiles=tiles)
     mlp = MLP(config, "mlp", ctx, output_std=0.1)
     for i, (name, p) in enumerate(mlp.named_parameters()):
