@@ -40,7 +40,9 @@ from ..errors import ConfigError
 
 # Accepted options in addition to those of SECTIONS.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-         "logging.log_interval", "logging.tensorboard_dir")
+         "logging.log_interval", "logging.tensorboard_dir",
+         # of megatron_ds.checkpointing.configure, which takes the same JSON
+         "train.checkpoint_in_cpu", "train.distribute_saved_activations")
 SECTIONS = ("optimizer.", "zero.")
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",

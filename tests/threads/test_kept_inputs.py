@@ -1,6 +1,7 @@
 """What recomputed blocks keep of their inputs, in parts and in host memory, against inputs kept whole: on
 threads, on a GPU that does not exist, and in plans."""
 
+import json
 from unittest.mock import patch
 
 import pytest
@@ -144,9 +145,10 @@ def test_the_input_before_comes_back_while_a_block_is_at_work():
     (["--recompute-granularity", "full"], 2, (True, True)), ([], 2, (False, False)),
     (["--recompute-granularity", "full"], 1, (True, False)),
     (["--recompute-granularity", "full", "--sequence-parallel"], 2, (True, False))])
-def test_a_deepspeed_json_sets_how_inputs_are_kept_and_not_whether_to_recompute(flags, ranks, effects, tmp_path):
+def test_a_deepspeed_json_sets_how_inputs_are_kept_if_layers_are_recomputed(flags, ranks, effects, tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text('{"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true}}')
+    block = {"partition_activations": True, "cpu_checkpointing": True}
+    path.write_text(json.dumps({"activation_checkpointing": block}))
     config = parse([*JOB, *flags, "--deepspeed_config", str(path), "--seq-length", "32", "--micro-batch-size",
                     "1", "--tensor-model-parallel-size", str(ranks)], world_size=ranks)
     assert (config.train.checkpoint_in_cpu, config.train.distribute_saved_activations) == effects
