@@ -4,10 +4,10 @@ Note: allocator settings on a CPU (glibc; on other systems nothing changes).
 
     keep freed    glibc returns large freed blocks to the kernel, and the next use of each page is a page
                   fault. Training frees and allocates the same activations every micro-batch.
-    return freed  where memory is scarce: a block above 4 MiB has pages of its own, which go back to the kernel
-                  when it is freed. In the heap such blocks leave holes, and by default glibc has them there
-                  once the first was freed: a recomputing GPT of 14 M parameters took 280 MiB more for 4,096
-                  tokens, of 1,010. Page faults cost such runs little beside the work on large tensors.
+    return freed  where memory is scarce: a block above 4 MiB has pages of its own, which go back to the
+                  kernel when it is freed. In the heap such blocks leave holes, and by default glibc has them
+                  there once the first was freed: a recomputing GPT of 14 M parameters took 280 MiB more for
+                  4,096 tokens, of 1,010. Page faults cost such runs little beside the work on large tensors.
     one arena     glibc gives each thread an arena of its own, and memory freed in one serves no other.
                   Communication threads copy buckets: their arenas would be held in addition to the main one,
                   which has enough free memory when gradients are summed.

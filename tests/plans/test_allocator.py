@@ -42,10 +42,10 @@ before = resident_mib()
 libc.free(block)
 kept = before - resident_mib() < 32
 held = []
-for _ in range(4):                              # the second and later ones lie in the heap, unless told not to
+for _ in range(4):                          # the second and later ones lie in the heap, unless told not to
     block = libc.malloc(24 << 20)
     ctypes.memset(block, 1, 24 << 20)
-    held.append(libc.malloc(100_000))           # above it, so that the heap cannot shrink
+    held.append(libc.malloc(100_000))       # above it, so that the heap cannot shrink
     before = resident_mib()
     libc.free(block)
 print(inside, kept, before - resident_mib() < 12)
@@ -55,7 +55,7 @@ print(inside, kept, before - resident_mib() < 12)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
 @pytest.mark.parametrize("asked, one_arena, kept, later", [
     ("none", False, False, True), ("return", True, False, False), ("keep", True, True, True)])
-def test_threads_share_the_main_heap_and_freed_memory_is_kept_when_asked(asked, one_arena, kept, later):
+def test_threads_share_the_main_heap_and_freed_memory_is_kept_if_asked(asked, one_arena, kept, later):
     said = subprocess.run([sys.executable, "-c", PROBE, asked], capture_output=True, text=True,
                           check=True).stdout.split()
     assert said == [str(one_arena), str(kept), str(later)]
