@@ -8,7 +8,7 @@ light.
     5  checkpoint  planning
     4  models
     3½ moe
-    3  tensor_parallel  pipeline  zero               siblings never import one another
+    3  tensor_parallel  context_parallel  pipeline  zero             siblings never import one another
     2½ optim
     2  ops  data  comm  recipes
     1  config  mpu  accelerator  checkpointing
@@ -29,8 +29,8 @@ PACKAGE = ROOT / "megatron_ds"
 LAYERS = {
     "errors": 0, "registry": 0, "ramps": 0, "difficulty": 0, "version": 0,
     "cli": 0, "launch_env": 0, "host": 0,
-    "config": 1, "mpu": 1, "ops": 2, "data": 2, "recipes": 2, "tensor_parallel": 3, "pipeline": 3,
-    "zero": 3, "optim": 2.5, "moe": 3.5, "models": 4,
+    "config": 1, "mpu": 1, "ops": 2, "data": 2, "recipes": 2, "tensor_parallel": 3,
+    "context_parallel": 3, "pipeline": 3, "zero": 3, "optim": 2.5, "moe": 3.5, "models": 4,
     "checkpoint": 5, "planning": 5, "conversion": 5.5, "training": 6, "engine": 7,
     "accelerator": 1, "comm": 2, "checkpointing": 1, "utils": 8}
 FILES_BELOW = ("mpu.grid",)          # files that count as layer 0: arithmetic on the standard library

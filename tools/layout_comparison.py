@@ -37,7 +37,7 @@ from megatron_ds.training.step import train_step
 # Key of a layout → its flag. Those of SWITCHES are flags without a value, given if the value of the key is 1.
 LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
-    "ep": "--expert-model-parallel-size",
+    "ep": "--expert-model-parallel-size", "cp": "--context-parallel-size", "comm_type": "--cp-comm-type",
     "sp": "--sequence-parallel", "schedule": "--pipeline-schedule",
     "chunks": "--num-virtual-stages-per-pipeline-rank", "cut": "--pipeline-cut", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
@@ -85,7 +85,7 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
                               f"Write key=value pairs with keys {', '.join(LAYOUT_KEYS)}.")
         values[key] = value
     world = 1
-    for axis in ("tp", "pp", "dp"):
+    for axis in ("tp", "cp", "pp", "dp"):
         if not values.get(axis, "1").isdigit():
             raise ConfigError(f"layout {text!r}: {axis}={values[axis]} is not a positive number.")
         world *= int(values.get(axis, "1"))

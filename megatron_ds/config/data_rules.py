@@ -134,24 +134,31 @@ def lengths(config: RunConfig) -> Iterator[str]:
         yield (f"[curriculum_max_length] is longer than [seq_length], the length of a sample. Use {whole} or "
                "less.")
         return
-    yield from _split_by_tensor_ranks(config, length_difficulty(curriculum, whole))
+    yield from _split_by_ranks(config, length_difficulty(curriculum, whole))
 
 
-def _split_by_tensor_ranks(config: RunConfig, difficulty: Difficulty) -> Iterator[str]:
-    """With sequence parallelism every length is divisible by the tensor-parallel size."""
-    tp, train = config.parallel.tensor_model_parallel_size, config.train
-    if not (config.parallel.sequence_parallel and tp > 1):
+def _split_by_ranks(config: RunConfig, difficulty: Difficulty) -> Iterator[str]:
+    """Ranks that share a sequence divide every length."""
+    parts, train = config.sequence_parts, config.train
+    if parts == 1:
         return
     samples = train.train_samples or (train.train_tokens or 0) // max(1, getattr(difficulty, "minimum", 1))
     steps = train.train_iters or samples // (train.global_batch_size or 1)
     for step in range(1, steps + 1):
         length = difficulty.at(step)
-        if length % tp:
-            yield (f"the curriculum contains the length {length}, which is not a multiple of the "
-                   f"tensor-parallel size {tp}: with [sequence_parallel] each rank holds an equal slice of "
-                   f"the sequence. Use lengths, and a --curriculum-length-step, that are multiples of {tp}.")
-        if length % tp or length == difficulty.maximum:
+        if length % parts:
+            yield (f"the curriculum contains the length {length}, which is not a multiple of {parts}: "
+                   f"{_sharing(config)} share a sequence equally. Use lengths, and a "
+                   f"--curriculum-length-step, that are multiples of {parts}.")
+        if length % parts or length == difficulty.maximum:
             return
+
+
+def _sharing(config: RunConfig) -> str:
+    """The sizes of the ranks that share a sequence."""
+    names = ["[context_parallel_size]"] * (config.parallel.context_parallel_size > 1)
+    names += ["[tensor_model_parallel_size] with [sequence_parallel]"] * config.parallel.sequence_parallel
+    return "ranks of " + " and ".join(names)
 
 
 def samples(config: RunConfig) -> Iterator[str]:
@@ -239,14 +246,13 @@ def dropping_blocks(config: RunConfig) -> Iterator[str]:
                "tokens. Choose blocks with --random-ltd-layer-ids.")
 
 
-def sequence_parallel(config: RunConfig) -> Iterator[str]:
-    """With sequence parallelism the number of kept tokens is divisible by the tensor-parallel size."""
-    ltd, t, length = config.random_ltd, config.parallel.tensor_model_parallel_size, config.model.seq_length
-    if not ltd.random_ltd or not config.parallel.sequence_parallel or t == 1 or not length:
+def divided_tokens(config: RunConfig) -> Iterator[str]:
+    """Ranks that share a sequence divide the number of kept tokens."""
+    ltd, t, length = config.random_ltd, config.sequence_parts, config.model.seq_length
+    if not ltd.random_ltd or t == 1 or not length:
         return
     most, multiple = ltd.random_ltd_max_tokens or length, ltd.random_ltd_tokens_per_step
-    why = ("[tensor_model_parallel_size]: with --sequence-parallel each rank holds an equal part of the kept "
-           "tokens")
+    why = f"{t}: {_sharing(config)} hold equal parts of the kept tokens"
     if multiple % t and ltd.random_ltd_min_tokens != most:
         yield (f"[random_ltd_tokens_per_step] is not a multiple of {why}. Use --random-ltd-tokens-per-step "
                f"{neighbours(multiple, t)}.")
@@ -256,4 +262,4 @@ def sequence_parallel(config: RunConfig) -> Iterator[str]:
 
 
 DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert, lengths, samples, folding,
-              random_ltd_is_on, kept_tokens, dropping_blocks, sequence_parallel)
+              random_ltd_is_on, kept_tokens, dropping_blocks, divided_tokens)

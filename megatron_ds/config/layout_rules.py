@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .messages import divisors, either, given, neighbours
 from .run import RunConfig
+from .uneven_stages import ACCOUNTS, COUNTS, given_of, uneven_layout
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 CHUNKS = "parallel.num_virtual_stages_per_pipeline_rank"
@@ -75,10 +76,33 @@ def norms(config: RunConfig) -> Iterator[str]:
                          "applies to the norms of queries and keys. Remove it, or add --qk-layernorm.")
 
 
-def not_available_yet(config: RunConfig) -> Iterator[str]:
-    """Mesh axes that no layer uses yet."""
-    if config.parallel.context_parallel_size > 1:
-        yield "[context_parallel_size]: context parallelism is not available yet. Use 1, or remove the flag."
+def context_parallel(config: RunConfig) -> Iterator[str]:
+    """Ranks that split a sequence hold equal parts of it, or equal numbers of heads."""
+    model, parallel = config.model, config.parallel
+    c, kinds = parallel.context_parallel_size, parallel.cp_comm_type
+    if c == 1:
+        return
+    if len(kinds) > 1 and model.num_layers and len(kinds) != model.num_layers:
+        yield (f"[cp_comm_type] names {len(kinds)} ways for [num_layers]. Give one, or one for each layer.")
+    t = parallel.tensor_model_parallel_size
+    chunks = config.sequence_parts
+    if model.seq_length and model.seq_length % chunks:
+        yield (f"[seq_length] is not a multiple of {chunks}: each of [context_parallel_size] ranks holds "
+               f"{_parts(config)} of a sequence. Use --seq-length "
+               f"{neighbours(model.seq_length, chunks)}.")
+    heads = model.num_attention_heads
+    if "a2a" in kinds and heads and heads % t == 0:
+        groups = (model.num_query_groups or heads) // t
+        fits = [d for d in divisors(heads // t) if groups % d == 0 or d % max(groups, 1) == 0]
+        if c not in fits:
+            yield (f"[cp_comm_type] divides heads among [context_parallel_size] ranks, and each "
+                   f"tensor-parallel rank has {heads // t} heads in {groups} groups. Use "
+                   f"--context-parallel-size {either(fits)}, or --cp-comm-type p2p.")
+
+
+def _parts(config: RunConfig) -> str:
+    part = "two equal chunks" if config.is_zigzag else "an equal run"
+    return part + ", divided among tensor-parallel ranks," * config.parallel.sequence_parallel
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
@@ -148,7 +172,7 @@ def offloading(config: RunConfig) -> Iterator[str]:
 def world(config: RunConfig) -> Iterator[str]:
     """The world size is a multiple of the ranks that hold one copy of the model."""
     ranks, size = config.world_size, config.parallel.model_parallel_size
-    if ranks % size and config.parallel.context_parallel_size == 1:  # `not_available_yet` reports others
+    if ranks % size:
         tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
         fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
         options = [f"{TP} {either(fits)}"] if fits and ranks % pp == 0 else []
@@ -174,7 +198,8 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
         if number and number % t:
             yield (f"{name} is not a multiple of [tensor_model_parallel_size]: {reason}. Use {TP} "
                    f"{either(fits)}.")
-    if config.parallel.sequence_parallel and model.seq_length and model.seq_length % t:
+    alone = config.parallel.context_parallel_size == 1          # `context_parallel` reports others
+    if config.parallel.sequence_parallel and alone and model.seq_length and model.seq_length % t:
         yield ("[seq_length] is not a multiple of [tensor_model_parallel_size]: with --sequence-parallel "
                "each rank holds an equal slice of the sequence. Use --seq-length "
                f"{neighbours(model.seq_length, t)}, or remove --sequence-parallel.")
@@ -184,8 +209,7 @@ def pipeline(config: RunConfig) -> Iterator[str]:
     """Each stage has a layer, and an explicit layout has all layers."""
     layers, ranks = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     cut, stages = config.parallel.pipeline_layout, ranks * (config.pipeline_chunks or 1)
-    chunks = CHUNKS if config.parallel.num_virtual_stages_per_pipeline_rank else CHUNK_LAYERS
-    several = f" × [{chunks}]" if config.pipeline_chunks else ""
+    several = f" × [{_chunks(config)}]" if config.pipeline_chunks else ""
     if layers and cut is None and layers < stages:
         fits = f"at most {layers} stages in all"
         if stages == ranks:
@@ -205,16 +229,45 @@ def pipeline(config: RunConfig) -> Iterator[str]:
 
 def uneven_pipeline(config: RunConfig) -> Iterator[str]:
     """First and last stages of another number of layers leave the same number to all others."""
-    parallel = config.parallel
-    paths = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers")
-    if config.model.num_layers and parallel.pipeline_layout is None:
-        if parallel.pipeline_model_parallel_size == 1:
-            yield from given(config, paths, "without --pipeline-model-parallel-size: there is one stage. "
-                                            "Remove it.")
-        else:
-            yield from given(config, paths, "cannot be the layers of a stage: the other stages cannot share "
-                             "the rest of [num_layers] evenly. Use --pipeline-layout, which states the "
-                             "layers of each stage.")
+    parallel, wanted = config.parallel, uneven_layout(config)
+    counts, accounts = given_of(config, COUNTS), given_of(config, ACCOUNTS)
+    if not config.model.num_layers or not counts + accounts or wanted and wanted == parallel.pipeline_layout:
+        return
+    if parallel.pipeline_layout is not None:
+        yield from given(config, [*counts, *accounts], "changes the layers of stages, which "
+                         "[pipeline_layout] states. Give only one of the two.")
+    elif parallel.pipeline_model_parallel_size == 1:
+        yield from given(config, counts, "without --pipeline-model-parallel-size: there is one stage. "
+                                         "Remove it.")
+    elif counts and accounts:
+        yield from given(config, accounts, f"cannot be combined with [{counts[0]}], which states the layers "
+                         "of a stage. Give only one of the two.")
+    elif counts and (config.pipeline_chunks or 1) > 1:
+        yield from given(config, counts, f"is the layers of a rank, which [{_chunks(config)}] divides into "
+                         "several stages. Use --pipeline-layout, which states the layers of each stage.")
+    elif counts:
+        yield from given(config, counts, "cannot be the layers of a stage: the other stages cannot share "
+                         "the rest of [num_layers] evenly. Use --pipeline-layout, which states the layers "
+                         "of each stage.")
+    else:
+        yield _uneven_accounts(config, accounts)
+
+
+def _uneven_accounts(config: RunConfig, accounts: list[str]) -> str:
+    stages = config.parallel.pipeline_model_parallel_size * (config.pipeline_chunks or 1)
+    several = f" × [{_chunks(config)}]" if config.pipeline_chunks else ""
+    total = config.model.num_layers + len(accounts)
+    fits = either([n - len(accounts) for n in (total // stages * stages, (total // stages + 1) * stages)
+                   if n > len(accounts)])
+    names = " and ".join(f"[{path}]" for path in accounts)
+    return (f"{names} with [num_layers] makes {total} layers, which {stages} stages, "
+            f"[pipeline_model_parallel_size]{several}, cannot share evenly. Use --num-layers {fits}, or "
+            "--pipeline-layout, which states the layers of each stage.")
+
+
+def _chunks(config: RunConfig) -> str:
+    """The option that sets the number of stages on each rank."""
+    return CHUNKS if config.parallel.num_virtual_stages_per_pipeline_rank else CHUNK_LAYERS
 
 
 def virtual_stages(config: RunConfig) -> Iterator[str]:
@@ -267,6 +320,6 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, not_available_yet, zero_options, communication,
+LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, context_parallel, zero_options, communication,
                 offloading, world, tensor_parallel, pipeline, uneven_pipeline, virtual_stages,
                 pipeline_tuning, rank_order)

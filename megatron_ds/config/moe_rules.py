@@ -203,6 +203,10 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
         yield ("[moe_router_load_balancing_type] compares the tokens of a micro-batch, but with "
                "[sequence_parallel] and [tensor_model_parallel_size] a rank has only some of them, so the "
                "result would depend on the layout. Remove --sequence-parallel, or use aux_loss.")
+    elif not by_experts and parallel.context_parallel_size > 1:
+        yield ("[moe_router_load_balancing_type] compares the tokens of a micro-batch, but with "
+               "[context_parallel_size] a rank has only some of them, so the result would depend on the "
+               "layout. Use --context-parallel-size 1, or aux_loss.")
 
 
 def capacity(config: RunConfig) -> Iterator[str]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from .option import DTYPE_NAMES, option
 
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -16,7 +18,15 @@ class ParallelConfig:
         switches={"--no-pipeline-parallel": 1}, help="Number of ranks that each hold some of the layers.",
         avoid="With fewer than about four times as many micro-batches, ranks wait for each other.")
     context_parallel_size: int = option(
-        1, at_least=1, help="Number of ranks that split the sequence. Not available yet: only 1 is accepted.")
+        1, at_least=1, flags=["--ds-sequence-parallel-size"],
+        help="Number of ranks that split each sequence, for long ones; --ds-sequence-parallel-size also sets "
+             "--cp-comm-type a2a.",
+        avoid="The sequence length must be a multiple of twice this number, of this number with a2a.")
+    cp_comm_type: tuple[str, ...] = option(("p2p",), choices=COMM_TYPES,
+        help="How ranks that split a sequence share attention: p2p passes keys and values around a ring, "
+             "all_gather gathers them, a2a (Ulysses) exchanges tokens for heads. One, or one for each layer.",
+        avoid="a2a divides the heads that tensor parallelism leaves; it sends less from about 4 ranks on. "
+              "all_gather keeps the keys of whole sequences.")
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
         help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size.",
         avoid="It is not the number of experts: that is --num-experts.")

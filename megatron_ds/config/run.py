@@ -6,6 +6,7 @@ The layers below `training` receive numbers and groups, not the whole configurat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from math import lcm
 from types import MappingProxyType
 from typing import Any
 
@@ -75,6 +76,19 @@ class RunConfig:
                         tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
                         ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size,
                         order=p.rank_order)
+
+    @property
+    def is_zigzag(self) -> bool:
+        """Whether context-parallel ranks hold two chunks of a sequence instead of one: where queries attend
+        to keys of other ranks, and later tokens see more keys than earlier ones."""
+        return self.model.model != "bert" and set(self.parallel.cp_comm_type) != {"a2a"}
+
+    @property
+    def sequence_parts(self) -> int:
+        """The number of tokens of a sequence, or kept of it, is a multiple of this."""
+        parallel, c = self.parallel, self.parallel.context_parallel_size
+        t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return lcm(c * (1 + (self.is_zigzag and c > 1)), c * t)
 
     @property
     def num_microbatches(self) -> int:

@@ -149,8 +149,9 @@ KEYS = table(
             "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
         "write --tensor-model-parallel-size, or give an engine a module that is split.": "tensor_parallel",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
-        "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.":
-            "csv_monitor comet monitor_config wandb.group",
+        "metrics go to the log, to TensorBoard, to W&B and to --metrics-jsonl. Remove it.":
+            "csv_monitor comet monitor_config",
+        "a run of W&B is in no group. Remove it.": "wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it.":
             "flops_profiler",

@@ -46,18 +46,17 @@ MEGATRON_FLAGS = table(
         "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
     },
     refused={
-        "context parallelism is not available. Remove it.":
-            "--cp-comm-type --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
-            "--ds-sequence-parallel-fpdt-offloading --hierarchical-context-parallel-sizes",
+        "attention is not divided into chunks of a sequence. Remove it.":
+            "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
+            "--ds-sequence-parallel-fpdt-offloading",
         "multi-latent attention is not available. Remove it.":
             "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
             "--qk-pos-emb-head-dim --rotary-scaling-factor --v-head-dim",
-        "attention is softmax attention over all earlier tokens. Remove it.":
+        "attention is softmax attention. Remove it.":
             "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
             "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
             "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
-            "--linear-num-value-heads --linear-value-head-dim --softmax-type --window-attn-skip-freq "
-            "--window-size",
+            "--linear-num-value-heads --linear-value-head-dim",
         "predicting more than the next token is not available. Remove it.":
             "--mtp-loss-scaling-factor --mtp-num-layers",
         "distillation is not available. Remove it.":
@@ -94,9 +93,6 @@ MEGATRON_FLAGS = table(
             "the layers of a model are chosen by its options. Remove it.", ("local", *OFF)),
         "--error-injection-rate": Answer(
             "errors are not injected", "errors are not injected. Remove it.", ("0", *OFF)),
-        "--ds-sequence-parallel-size": Answer(
-            "sequences are not split",
-            "splitting sequences over ranks (Ulysses) is not available. Remove it.", ("1", *OFF)),
         "--megatron-fsdp-main-params-dtype": Answer(
             "master weights are in fp32", "master weights are in fp32. Remove it.", ("fp32", *OFF)),
         "--megatron-fsdp-main-grads-dtype": Answer(

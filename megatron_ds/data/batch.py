@@ -51,7 +51,9 @@ class Batch:
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
     kept_tokens   tokens of each sample that a token-dropping layer keeps (models/random_ltd.py); None: all of
                   them
-    places        positions of the tokens inside such a layer; None where all tokens are present
+    places        positions of the tokens where only some are present: inside such a layer, or under context
+                  parallelism; None where all tokens are present
+    whole         under context parallelism the batch of all tokens, of which this one has those of the rank
     ledger        where layers add loss terms and metrics; closed outside of a pipeline stage
     """
 
@@ -68,6 +70,7 @@ class Batch:
     sentence_order: torch.Tensor | None = None
     kept_tokens: int | None = None
     places: Places | None = None
+    whole: "Batch | None" = None
     ledger: Ledger = CLOSED
 
     @property
@@ -134,13 +137,26 @@ class Batch:
         return range(self.places.length), self.places.index[..., rows.start:rows.stop].expand(self.size, -1)
 
     def cut(self, part: SequenceSlice) -> "Batch":
-        """The tokens that a rank holds of each sequence under context parallelism; without it, this batch."""
+        """The tokens that a rank holds of each sequence under context parallelism; without it, this batch.
+
+        The order of the segments is predicted from the first token, so it counts on the first rank alone.
+        """
         index = part.index(self.seq_length, self.tokens.device)
         if index is None:
             return self
-        # Layers that drop tokens keep the same share of the tokens on each rank.
-        kept = None if self.kept_tokens is None else self.kept_tokens // part.context.size
-        return replace(self.at_places(index), kept_tokens=kept)
+        order = self.sentence_order
+        if order is not None and part.context.rank > 0:
+            order = torch.full_like(order, -1)
+        return replace(self.at_places(index), sentence_order=order, whole=self)
+
+    @property
+    def counted_tokens(self) -> torch.Tensor:
+        """fp32 scalar: number of tokens that count in the loss, also those that other ranks hold."""
+        return (self.loss_mask if self.whole is None else self.whole.loss_mask).float().sum()
+
+    def keep(self, index: torch.Tensor, part: SequenceSlice) -> "Batch":
+        """The tokens at index [b, k] of the whole sequences, ascending, and of these the rank's part."""
+        return (self if self.whole is None else self.whole).at_places(index).cut(part)
 
     def with_ledger(self, ledger: Ledger) -> "Batch":
         """This batch for one stage. `documents` is made once for all stages of a rank."""
@@ -169,13 +185,15 @@ class Batch:
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = {name: t[start:stop] for name, t in self.tensors().items()}
-        return replace(self, **rows, sample_ids=self.sample_ids[start:stop])
+        whole = None if self.whole is None else self.whole._rows(start, stop)
+        return replace(self, **rows, sample_ids=self.sample_ids[start:stop], whole=whole)
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Move each tensor. A row that is expanded over samples (stride 0) stays so."""
         def moved(t: torch.Tensor) -> torch.Tensor:
             return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
-        return replace(self, **{name: moved(t) for name, t in self.tensors().items()})
+        whole = None if self.whole is None else self.whole._map(move)
+        return replace(self, **{name: moved(t) for name, t in self.tensors().items()}, whole=whole)
 
 
 def document_numbers(ends: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,8 @@ class Loss:
     """The main loss of one micro-batch on the last stage: fp32 scalars on the device.
 
     objective  to be differentiated; further loss terms are in the ledger of the batch
-    total      sum of the losses of the tokens that count, detached; for the log
-    tokens     number of tokens that count
+    total      sum of the losses of the tokens that count on this rank, detached; for the log
+    tokens     number of tokens that count, of the whole sequences
     """
 
     objective: torch.Tensor
@@ -47,7 +47,8 @@ def gpt_loss(logits: torch.Tensor | LogitsInChunks, batch: Batch, *, tp: Group, 
     """Loss of logits [s, b, Vp / t] against `batch.labels` [b, s], where `batch.loss_mask` is not 0.
 
     The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every
-    micro-batch has the same weight, as in Megatron. `per_token`: the objective is their sum, and the
+    micro-batch has the same weight, as in Megatron. Under context parallelism it is the rank's share of that
+    mean. `per_token`: the objective is their sum, and the
     optimizer step divides the gradient by the tokens of the whole global batch, so every token has the same
     weight. Label smoothing applies to training alone. The logits are overwritten. Collective over tp.
     """
@@ -56,7 +57,7 @@ def gpt_loss(logits: torch.Tensor | LogitsInChunks, batch: Batch, *, tp: Group, 
     losses = (logits.cross_entropy(labels, vocab_size, smoothing) if isinstance(logits, LogitsInChunks)
               else vocab_parallel_cross_entropy(logits, labels, tp, vocab_size, smoothing))         # [s, b]
     mask = batch.loss_mask.t().to(losses.dtype)
-    total, tokens = (losses * mask).sum(), mask.sum()
+    total, tokens = (losses * mask).sum(), batch.counted_tokens
     return Loss(total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens)
 
 

@@ -8,13 +8,14 @@ sample) alone, so tensor-parallel ranks, pipeline stages, a recomputed forward a
 communication. The block is any layer: it receives hidden states of k tokens, and a batch with their
 positions, which rotary embeddings, attention masks and dropout use.
 
-Note: how tokens travel with sequence parallelism. A rank holds s/t positions and any number of the kept
-tokens, while the block needs k/t tokens on each rank. Each rank writes its kept tokens into k rows of zeros,
-in the order of the sequence. A reduce-scatter of these gives each rank k/t of them, exactly, because one rank
-alone adds something to a row. After the block an all-gather returns all k rows, and each rank takes those of
-its own positions. Backward is the same two, exchanged.
+Note: how tokens travel where ranks share a sequence, by sequence or context parallelism. A rank holds s/r
+positions and any number of the kept tokens, while the block needs k/r tokens on each rank, as if the sequence
+had k tokens. Each rank writes its kept tokens into k rows of zeros, in the order of the sequence. A
+reduce-scatter of these gives each rank its k/r of them, exactly, because one rank alone adds something to a
+row. After the block an all-gather returns all k rows, and each rank takes those of its own positions.
+Backward is the same two, exchanged.
 
-Letters: s positions, b samples, k kept tokens of each sample, t tensor-parallel ranks, h channels.
+Letters: s positions, b samples, k kept tokens of each sample, r ranks that share a sequence, h channels.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,7 +47,7 @@ def _wrap(layer: Layer, ctx: ParallelContext) -> nn.Module:
 
 
 class RandomLTD(nn.Module):
-    """x [s(/t), b, h] → the same shape.
+    """x [s(/r), b, h] → the same shape.
 
     In evaluation, and if `batch.kept_tokens` is None, the block sees all tokens.
     """
@@ -60,45 +61,65 @@ class RandomLTD(nn.Module):
         self.block.set_recompute(granularity)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
-        """Apply the block to the kept tokens. With sequence parallelism collective; see the note above."""
+        """Apply the block to the kept tokens. Collective where ranks share a sequence; see the note above."""
         kept = batch.kept_tokens
-        if kept is None or kept >= batch.seq_length or not batch.training:
+        if kept is None or kept >= batch.whole_length or not batch.training:
             return self.block(x, batch, cache)
         index = self.draw(kept, batch)                                          # [b, k]
-        rows, inside = self.rows(index, x)
-        group = self.ctx.sequence_group
+        rows, inside = self.rows(index, x, batch)
         x, part = _Pick.apply(x, rows, inside, kept)                            # part [k, b, h]
-        if group is not None:
-            part = reduce_scatter_to_sequence_region(part, group)               # [k/t, b, h]
-        part = self.block(part, batch.at_places(index))
-        if group is not None:
-            part = gather_from_sequence_region(part, group)                     # [k, b, h]
+        part = self.shared(part)                                                # [k/r, b, h]
+        part = self.joined(self.block(part, batch.keep(index, self.ctx.slice)))
         return _Put.apply(x, part, rows, inside)
 
-    def draw(self, kept: int, batch: Batch) -> torch.Tensor:
-        """Which tokens of each sample: int64 [b, k], ascending."""
-        size = self.ctx.slice.tensor.size
-        if kept % size:
-            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {size}, the number of "
-                              "tensor-parallel ranks that share a sequence. Keep a multiple of it.")
-        keys = [(self.ctx.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
-        return random_subset(keys, kept, batch.seq_length, batch.tokens.device)
+    def shared(self, part: torch.Tensor) -> torch.Tensor:
+        """[k, b, h], each row on one rank and 0 on the others → this rank's rows [k/r, b, h]."""
+        ranks = self.ctx.sequence_ranks
+        if ranks is None:
+            return part
+        order = self.ctx.slice.order(len(part), part.device)
+        if order is not None:
+            part = part.index_select(0, order)
+        return reduce_scatter_to_sequence_region(reduce_scatter_to_sequence_region(part, ranks.cp), ranks.tp)
 
-    def rows(self, index: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """[k/r, b, h] → all rows [k, b, h], in the order of the sequence."""
+        ranks = self.ctx.sequence_ranks
+        if ranks is None:
+            return part
+        part = gather_from_sequence_region(gather_from_sequence_region(part, ranks.tp), ranks.cp)
+        order = self.ctx.slice.order(len(part), part.device)
+        return part if order is None else part.index_select(0, order.argsort())
+
+    def draw(self, kept: int, batch: Batch) -> torch.Tensor:
+        """Which tokens of each sample, of the whole sequence: int64 [b, k], ascending."""
+        if kept % (parts := self.ctx.slice.parts):
+            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {parts}, in which the "
+                              "ranks that share a sequence divide it. Keep a multiple of it.")
+        keys = [(self.ctx.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
+        return random_subset(keys, kept, batch.whole_length, batch.tokens.device)
+
+    def rows(self, index: torch.Tensor, x: torch.Tensor,
+             batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows, inside) of the kept tokens, in the order of [k, b].
 
-        rows    of x as [s(/t) b, h]; for tokens that other ranks hold, one beyond the last
+        rows    of x as [s(/r) b, h]; for tokens that other ranks hold, one beyond the last
         inside  whether this rank holds the token; None when it holds all
         """
         held, samples = x.shape[:2]
         column = torch.arange(samples, device=index.device)
-        rank, size = self.ctx.slice.tensor
-        if size == 1:
+        part = self.ctx.slice
+        if part.tensor.size * part.context.size == 1:
             return (index.t() * samples + column).flatten(), None
-        here = index.t() - rank * held
-        inside = ((here >= 0) & (here < held)).flatten()
-        rows = (here * samples + column).flatten()
-        return rows.where(inside, held * samples), inside
+        positions, rows = part.index(batch.whole_length, index.device), part.rows(batch.seq_length)
+        if positions is None:
+            here = index.t() - rows.start
+            inside = (here >= 0) & (here < held)
+        else:
+            positions = positions[rows.start:rows.stop].contiguous()
+            here = torch.searchsorted(positions, index.t().contiguous()).clamp(max=held - 1)
+            inside = positions[here] == index.t()
+        return (here * samples + column).where(inside, held * samples).flatten(), inside.flatten()
 
 
 class _Pick(torch.autograd.Function):

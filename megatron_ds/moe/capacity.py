@@ -22,9 +22,8 @@ import torch
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..host.device_copies import on_device
-from ..mpu import collectives
 from ..mpu.context import ParallelContext
-from ..mpu.group import Group
+from ..mpu.sequence_ranks import SequenceRanks
 from .router import Routing
 
 
@@ -87,9 +86,9 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
     by_sample = lambda t: t.view(-1, samples, k).transpose(0, 1)                       # [b, s(/t), k]
     experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
     experts, weights = by_sample(experts), by_sample(routing.weights.detach())
-    group = ctx.sequence_group
-    if group is not None:
-        experts, weights = _gathered(experts, weights, group)
+    ranks = ctx.sequence_ranks
+    if ranks is not None:
+        experts, weights = _gathered(experts, weights, ranks)
     if capacity.scope == "micro-batch":
         experts, weights = (t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights))
     # Sequences without padding have one capacity.
@@ -99,18 +98,18 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
     keeps = kept_slots(experts, weights, capacity, most)
     if capacity.scope == "micro-batch":
         keeps = keeps.view(-1, samples, k).transpose(0, 1)
-    if group is not None:
-        keeps = collectives.shard(keeps, group, dim=1)
-    planned = capacity.planned(experts.shape[0], experts.shape[1]) // (1 if group is None else group.size)
+    if ranks is not None:
+        keeps = ranks.own(keeps, dim=1)
+    planned = capacity.planned(experts.shape[0], experts.shape[1]) // (1 if ranks is None else ranks.size)
     return replace(routing.keeping(keeps.transpose(0, 1).reshape(-1, k)), planned=planned)
 
 
 def _gathered(experts: torch.Tensor, weights: torch.Tensor,
-              group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights [b, s, k] from those of the ranks, [b, s/t, k], in one all-gather."""
+              ranks: SequenceRanks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights [b, s, k] from those of the ranks, [b, s/t, k], together."""
     bits = torch.int64 if weights.dtype is torch.float64 else torch.int32
     both = torch.stack((experts.to(bits), weights.contiguous().view(bits)), 2)         # [b, s/t, 2, k]
-    both = collectives.all_gather(both, group, dim=1)
+    both = ranks.gather(both, dim=1)
     return both[:, :, 0].to(experts.dtype), both[:, :, 1].contiguous().view(weights.dtype)
 
 

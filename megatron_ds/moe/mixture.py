@@ -73,18 +73,21 @@ class MixtureOfExperts(nn.Module):
         """
         config, ledger, balance = self.config, batch.ledger, self.router.balance
         squares = bool(config.moe_z_loss_coeff) and batch.training
+        ranks = self.ctx.sequence_ranks
         totals = Totals.of(chosen, limited.kept, sets_of(config, batch.size) if batch.training else 1,
-                           self.ctx.sequence_group, counted, squares)
+                           None if ranks is None else ranks.every, counted, squares)
         if batch.training:
             add_losses(ledger, totals, config, balance.share)
-        balance.count(totals.whole.demand, batch)
+        if self.ctx.cp.rank == 0:                   # the totals are those of all context-parallel ranks
+            balance.count(totals.whole.demand, batch)
         record_load(ledger, self.name.removesuffix(".mlp"), totals, limited is not chosen, balance.bias)
 
     def _dispatch(self, routing: Routing, capacity: Capacity, samples: int) -> Dispatch | PaddedDispatch:
         if not capacity.padded:
             return Dispatch(routing, self.num_experts, self.groups)
-        sets, tokens = capacity.sets(samples), len(routing.experts) * self.groups.parts
-        return PaddedDispatch(routing, self.num_experts, self.groups, sets, capacity.rows(tokens // sets))
+        sets, held = capacity.sets(samples), len(routing.experts) * self.groups.parts
+        places = min(capacity.rows(held * self.ctx.cp.size // sets), held // sets)
+        return PaddedDispatch(routing, self.num_experts, self.groups, sets, places)
 
     def _joined(self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
         if dense is None:

@@ -38,10 +38,9 @@ from torch.autograd.function import once_differentiable
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
-from ..mpu import collectives
 from ..mpu.context import ParallelContext
-from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.sequence_ranks import SequenceRanks
 from ..ops.dropout import sample_keys
 from ..ops.keyed_random import random_numbers, shift_right
 from ..tensor_parallel.linear import new_shard
@@ -107,7 +106,7 @@ class Router(nn.Module):
         noise = None
         if noise_kind == "gumbel":
             noise = self._uniform(batch, self.num_experts).flatten(0, 1).log().neg().log().neg()
-        tokens = Tokens(batch.size, counted, batch.training, self.ctx.sequence_group)
+        tokens = Tokens(batch.size, counted, batch.training, self.ctx.sequence_ranks)
         self.balance.place(logits.device)
         return self.choose(logits, self.config, self.balance.bias, noise, tokens)
 
@@ -155,13 +154,13 @@ class Tokens:
     samples   sequences; token t belongs to sequence t modulo `samples`
     counted   bool [T], False for padding; None: all tokens
     training  False in evaluation
-    group     ranks that divide the sequences; None: this rank has them whole
+    ranks     those that divide the sequences; None: this rank has them whole
     """
 
     samples: int = 1
     counted: torch.Tensor | None = None
     training: bool = True
-    group: Group | None = None
+    ranks: SequenceRanks | None = None
 
 
 def choose(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None,
@@ -227,7 +226,7 @@ def choose_tokens(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor 
     """Each expert takes its C = ceil(k n / E) best tokens of each sequence with n tokens besides padding.
 
     A token has from 0 to E experts: its first slots, by number, are kept, the others are not. Of equal scores
-    the earlier position is taken. Groups and bias have no effect. Collective over `tokens.group`.
+    the earlier position is taken. Groups and bias have no effect. Collective over `tokens.ranks`.
     """
     k, score = config.moe_router_topk, SCORES[config.moe_router_score_function]
     scores, ranked = score(logits), score(_noisy(logits, noise))
@@ -235,19 +234,19 @@ def choose_tokens(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor 
     if tokens.counted is not None:
         ranked = ranked.masked_fill(~tokens.counted[:, None], -1)
     table = ranked.view(-1, tokens.samples, num_experts).permute(1, 2, 0)              # [b, E, s(/t)]
-    if tokens.group is not None:
-        table = collectives.all_gather(table.contiguous(), tokens.group, dim=2)        # [b, E, s]
+    if tokens.ranks is not None:
+        table = tokens.ranks.gather(table.contiguous(), dim=2)                         # [b, E, s]
     most = ceil(k * table.shape[2] / num_experts)
     lengths = (table[:, 0] >= 0).sum(1)                                                # [b], without padding
     limits = (k * lengths + num_experts - 1) // num_experts
     within = torch.arange(most, device=table.device) < limits[:, None, None]           # [b, 1, C]
     taken = torch.zeros_like(table, dtype=torch.bool)
     taken.scatter_(2, largest(table, most), within.expand(-1, num_experts, -1))
-    if tokens.group is not None:
-        taken = collectives.shard(taken, tokens.group, dim=2)
+    if tokens.ranks is not None:
+        taken = tokens.ranks.own(taken, dim=2)
     kept = taken.permute(2, 0, 1).reshape(-1, num_experts)                             # [T, E]
     unkept, experts = (~kept).to(torch.uint8).sort(dim=1, stable=True)
-    planned = tokens.samples * num_experts * most // (1 if tokens.group is None else tokens.group.size)
+    planned = tokens.samples * num_experts * most // (1 if tokens.ranks is None else tokens.ranks.size)
     return Routing(experts, _scaled(scores.gather(1, experts), config), _shares(scores), logits,
                    unkept == 0, planned)
 
@@ -270,9 +269,6 @@ def _check_layout(choice: Choice, ctx: ParallelContext) -> None:
                           f"but {context * tensor} ranks divide each sequence (--sequence-parallel or "
                           "--context-parallel-size), so the choice would differ from that of one process. "
                           "Leave these off, or balance by aux_loss.")
-    if choice is choose_tokens and context > 1:
-        raise ConfigError("--moe-router-load-balancing-type expert_choice compares all tokens of a sequence, "
-                          f"but --context-parallel-size {context} divides it. Use 1, or balance by aux_loss.")
 
 
 def _noisy(logits: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:

@@ -6,9 +6,10 @@ Asking for a group of several ranks for the first time connects it, which is col
 (`mesh.py`).
 
 `SequenceSlice`: two axes divide a sequence, in two steps. Context parallelism decides which tokens a *batch*
-of the rank holds: two chunks, one from each half, so that causal attention costs the same on every rank.
-Sequence parallelism then divides those tokens, in their order, over the tensor-parallel ranks: each holds the
-*rows* of hidden states of its part between two linear layers.
+of the rank holds: two chunks, one from each half, so that causal attention costs the same on every rank
+("zigzag"), or one run of tokens where every rank has the same work anyway. Sequence parallelism then divides
+those tokens, in their order, over the tensor-parallel ranks: each holds the *rows* of hidden states of its
+part between two linear layers.
 
     8 tokens, cp 2, tp 2          cp 0: 0 1 | 6 7            cp 1: 2 3 | 4 5
                                   tp 0: 0 1   tp 1: 6 7      tp 0: 2 3   tp 1: 4 5
@@ -17,6 +18,7 @@ Tokens of one cp rank are in ascending order. Without context parallelism a batc
 rows are a contiguous run; then nothing here makes a tensor.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +31,7 @@ from ..errors import ConfigError, LayoutError
 from ..host.waiting_tensors import WaitingTensors
 from .group import Group, solo
 from .param_spec import ParamSpec
+from .sequence_ranks import SequenceRanks
 
 
 class Part(NamedTuple):
@@ -44,36 +47,57 @@ class SequenceSlice:
 
     context  part of the sequence whose tokens the batches of this rank hold
     tensor   part of those tokens whose hidden states this rank holds between linear layers
+    zigzag   each context-parallel rank holds two chunks, one from each half; otherwise one run
     """
 
     context: Part = Part()
     tensor: Part = Part()
+    zigzag: bool = True
 
     @classmethod
     def of(cls, *, tp: tuple[int, int] = (0, 1), sequence_parallel: bool = False,
-           cp: tuple[int, int] = (0, 1)) -> "SequenceSlice":
+           cp: tuple[int, int] = (0, 1), zigzag: bool = True) -> "SequenceSlice":
         """The slice of a rank with these (rank, size). Without sequence parallelism tp does not split."""
-        return cls(Part(*cp), Part(*tp) if sequence_parallel else Part())
+        return cls(Part(*cp), Part(*tp) if sequence_parallel else Part(), zigzag)
+
+    @property
+    def parts(self) -> int:
+        """The length of a sequence must be a multiple of this number."""
+        size = self.context.size
+        return math.lcm(size * (1 + (self.zigzag and size > 1)), size * self.tensor.size)
 
     def batch_length(self, length: int) -> int:
         """Tokens of a sequence of `length` in a batch of this rank. Raises LayoutError if not divisible."""
-        if self.context.size == 1:
-            return length
-        chunks = 2 * self.context.size
-        if length % chunks:
+        size, chunks = self.context.size, self.context.size * (1 + self.zigzag)
+        if size > 1 and length % chunks:
+            held = "two equal chunks" if self.zigzag else "an equal run of them"
             raise LayoutError(f"a sequence of {length} tokens is not divisible by {chunks}: each of "
-                              f"{self.context.size} context-parallel ranks holds two equal chunks. Use a "
-                              f"multiple of {chunks} tokens.")
-        return length // self.context.size
+                              f"{size} context-parallel ranks holds {held}. Use a multiple of {chunks} "
+                              "tokens.")
+        return length // size
+
+    def runs(self, length: int, rank: int | None = None) -> tuple[range, ...]:
+        """Positions, ascending, of the tokens in a batch of a context-parallel rank; None: of this one."""
+        held, size = self.batch_length(length), self.context.size
+        rank = self.context.rank if rank is None else rank
+        if size == 1 or not self.zigzag:
+            return (range(rank * held, (rank + 1) * held),)
+        chunk = held // 2
+        return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
 
     def index(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """Positions, int64 [k] ascending, of the tokens in a batch of this rank; None for all tokens."""
-        held = self.batch_length(length)
         if self.context.size == 1:
             return None
-        chunk, (rank, size) = held // 2, self.context
-        first = torch.arange(rank * chunk, (rank + 1) * chunk, device=device)
-        return torch.cat((first, first + (2 * size - 1 - 2 * rank) * chunk))
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs(length)])
+
+    def order(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """int64 [length]: positions in the order of the context-parallel ranks that hold them; None if that
+        is ascending."""
+        if self.context.size == 1 or not self.zigzag:
+            return None
+        return torch.cat([torch.arange(run.start, run.stop, device=device)
+                          for rank in range(self.context.size) for run in self.runs(length, rank)])
 
     def rows(self, held: int) -> range:
         """The range, within the `held` tokens, whose hidden states this rank holds between linear layers.
@@ -143,6 +167,8 @@ class ParallelContext:
                        head returns logits; 0: as many as `tensor_parallel.logits_in_chunks` finds suitable
     mlp_tiles          tiles of a sequence to which a dense feed-forward is applied one by one; 0: one for as
                        many tokens as the hidden size
+    zigzag             of `SequenceSlice`
+    cp_comm_type       how context-parallel ranks share attention: of all layers, or of each
     """
 
     groups: GroupSource | None = None
@@ -152,7 +178,13 @@ class ParallelContext:
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
     logit_chunks: int = 1
+    zigzag: bool = True
+    cp_comm_type: tuple[str, ...] = ("p2p",)
     mlp_tiles: int = 1
+
+    def comm_type(self, layer: int) -> str:
+        """How context-parallel ranks share the attention of a layer."""
+        return self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0]
 
     def group(self, *axes: str) -> Group:
         """The group over these mesh axes; collective over the world when it is first used."""
@@ -164,11 +196,16 @@ class ParallelContext:
         return self.group("tp")
 
     @cached_property
+    def cp(self) -> Group:
+        """The context-parallel group."""
+        return self.group("cp")
+
+    @cached_property
     def slice(self) -> SequenceSlice:
         """Which tokens of a sequence this rank holds."""
-        tp, cp = self.tp, self.group("cp")
+        tp, cp = self.tp, self.cp
         return SequenceSlice.of(tp=(tp.rank, tp.size), sequence_parallel=self.sequence_parallel,
-                                cp=(cp.rank, cp.size))
+                                cp=(cp.rank, cp.size), zigzag=self.zigzag)
 
     @cached_property
     def waiting(self) -> WaitingTensors:
@@ -179,6 +216,15 @@ class ParallelContext:
     def sequence_group(self) -> Group | None:
         """Ranks that divide the rows of a sequence between linear layers; None if each holds all rows."""
         return self.tp if self.sequence_parallel else None
+
+    @cached_property
+    def sequence_ranks(self) -> SequenceRanks | None:
+        """Ranks that hold different tokens of a sequence; None if this rank holds all of them."""
+        tp, cp = self.sequence_group or solo("tp"), self.cp
+        if tp.size * cp.size == 1:
+            return None
+        every = self.group("tp", "cp") if tp.size > 1 < cp.size else cp if cp.size > 1 else tp
+        return SequenceRanks(every, tp, cp, self.slice)
 
     @property
     def partial_over(self) -> tuple[str, ...]:

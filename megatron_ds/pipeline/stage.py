@@ -164,7 +164,7 @@ class Stage:
         terms = [entry for entry in added if entry.weight is not None and entry.value.requires_grad]
         if not terms or not torch.is_grad_enabled():
             return x
-        tokens = batch.loss_mask.sum() if self.per_token else None
+        tokens = batch.counted_tokens if self.per_token else None
         return attach(x, [entry.value for entry in terms], [entry.gradient(scale, tokens) for entry in terms])
 
     def _cross(self, i: int, grad: Tensor) -> None:

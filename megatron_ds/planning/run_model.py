@@ -26,7 +26,8 @@ def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     return ParallelContext(mesh, config.parallel.sequence_parallel, precision, mesh.device, train.seed,
                            Recompute(train.recompute_granularity, train.recompute_num_layers,
                                      train.checkpoint_in_cpu, train.distribute_saved_activations),
-                           train.cross_entropy_chunks, train.tiled_mlp)
+                           train.cross_entropy_chunks, config.is_zigzag, config.parallel.cp_comm_type,
+                           train.tiled_mlp)
 
 
 def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:
@@ -45,7 +46,7 @@ def sequence_slice(config: RunConfig) -> SequenceSlice:
     """The slice of the first rank. Plans use it for all ranks, as all slices have the same length."""
     p = config.parallel
     return SequenceSlice.of(tp=(0, p.tensor_model_parallel_size), sequence_parallel=p.sequence_parallel,
-                            cp=(0, p.context_parallel_size))
+                            cp=(0, p.context_parallel_size), zigzag=config.is_zigzag)
 
 
 def boundary_shape(config: RunConfig) -> tuple[int, int, int]:

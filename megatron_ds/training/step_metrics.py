@@ -118,11 +118,16 @@ class StepMetrics:
         return row
 
     def _row(self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float) -> torch.Tensor:
-        """This rank's sums, on the device. The first tensor-parallel rank reports for all of them."""
+        """This rank's sums, on the device.
+
+        The first tensor-parallel rank reports for all of them. Context-parallel ranks report their parts of
+        the losses, and the first of them what all know, the tokens and the number of losses.
+        """
         device, reports = self.mesh.device, self.mesh.coordinate("tp") == 0
+        counts = self.mesh.coordinate("cp") == 0
         known = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
         known[3] = votes
-        if reports and losses and not self.per_token:
+        if reports and counts and losses and not self.per_token:
             known[1] = len(losses)
         row = on_device(known, device)
         if not reports:
@@ -131,7 +136,8 @@ class StepMetrics:
             pairs = column([x for loss in losses for x in (loss.total, loss.tokens)], device)
             totals, tokens = pairs.view(-1, 2).unbind(1)
             row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
-            row[2] = tokens.sum()
+            if counts:
+                row[2] = tokens.sum()
             if self.per_token:
                 row[1] = row[2]
         place = {name: 4 + 2 * i for i, name in enumerate(self.names)}

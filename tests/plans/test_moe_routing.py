@@ -274,7 +274,7 @@ class Ranks:
         return Group("-".join(axes), tuple(range(size)), 0, None)
 
 
-@pytest.mark.parametrize("kind, refused", [("sinkhorn", ("tp", "cp")), ("expert_choice", ("cp",)),
+@pytest.mark.parametrize("kind, refused", [("sinkhorn", ("tp", "cp")), ("expert_choice", ()),
                                            ("aux_loss", ())], ids=str)
 def test_a_choice_among_tokens_of_other_ranks_is_refused(kind, refused):
     config = routing_config(moe_router_load_balancing_type=(kind,))

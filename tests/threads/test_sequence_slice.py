@@ -63,7 +63,7 @@ def test_a_batch_of_some_tokens_is_narrowed_further():
     part = SequenceSlice(context=Part(1, 2))
     index, inner = part.index(12), torch.tensor([[0, 2, 5], [1, 3, 4], [0, 1, 2]])
     cut = batch.cut(part)
-    assert cut.kept_tokens == 3 and not cut.is_narrowed and cut.position_ids.stride(0) == 0
+    assert cut.kept_tokens == 6 and not cut.is_narrowed and cut.position_ids.stride(0) == 0
     nested, direct = cut.at_places(inner), batch.at_places(index[inner])
     assert nested.is_narrowed and nested.places.length == direct.places.length == 12
     for name, tensor in direct.tensors().items():
@@ -146,14 +146,23 @@ class PerToken(torch.nn.Module):
         return x + self.drop(self.mlp(x, batch), batch)
 
 
-def test_a_layer_that_drops_tokens_takes_a_batch_that_holds_some_already():
-    config, ctx = STYLES["gpt2"], context_of(seed=3)
-    batch, part = make_batch(config, s=12, kept_tokens=6), SequenceSlice(context=Part(0, 2))
-    x = torch.randn(12, 3, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    index, cut, block = part.index(12), batch.cut(part), PerToken(config, ctx)
-    layer = RandomLTD(block, "layer", ctx)
+@pytest.mark.parametrize("cp, tp", [(2, 1), (2, 2), (3, 1)])
+def test_a_layer_that_drops_tokens_keeps_the_same_ones_where_ranks_share_the_sequence(cp, tp):
+    config, kept = STYLES["gpt2"], 12
+    batch = make_batch(config, s=24, kept_tokens=kept)
+    x = torch.randn(24, 3, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    ctx = context_of(seed=3)
     with torch.no_grad():
-        y, through_block = layer(x[index], cut), block(x, replace(batch, kept_tokens=None))[index]
-    kept = torch.zeros(6, 3, dtype=torch.bool).scatter(0, layer.draw(3, cut).t(), True)
-    assert torch.equal(y[~kept], x[index][~kept])
-    torch.testing.assert_close(y[kept], through_block[kept], rtol=1e-6, atol=1e-6)   # products of other sizes
+        expected = RandomLTD(PerToken(config, ctx), "layer", ctx)(x, batch)
+
+    def main(rank, world):
+        mesh = Mesh(Grid(tp=tp, cp=cp), rank, world.connect)
+        ctx = ParallelContext(mesh, sequence_parallel=tp > 1, seed=3)
+        layer, part = RandomLTD(PerToken(config, ctx), "layer", ctx), batch.cut(ctx.slice)
+        rows = ctx.slice.rows(part.seq_length)
+        held = part.places.index[rows.start:rows.stop]
+        with torch.no_grad():
+            return held, layer(x[held], part)
+
+    for held, y in run_ranks(cp * tp, main):
+        torch.testing.assert_close(y, expected[held], rtol=1e-6, atol=1e-6)          # products of other sizes

@@ -1,0 +1,1 @@
+"""Attention over sequences whose tokens are divided among the ranks of a group."""

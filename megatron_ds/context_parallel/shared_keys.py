@@ -1,0 +1,61 @@
+"""`SharedKeys`: attention of a rank's own queries to the keys of all ranks, which pass by block by block.
+
+Any number of heads; attention of each query is computed on one rank. Forward keeps what attention of one
+process keeps of the rank's tokens: q, k, v, the output and its log-sum-exp. In backward the keys pass by once
+more.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..mpu.group import Group
+from ..ops.attention_tiles import Runs, Seen
+from ..ops.partial_attention import PartialAttention, PartialGradients
+from .block_exchange import BlockExchange
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """A call is collective over `group`, and so is its backward.
+
+    positions  of the tokens of each rank of the group
+    """
+
+    group: Group
+    exchange: BlockExchange
+    positions: tuple[Runs, ...]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen,
+                 scale: float | None = None, sink: torch.Tensor | None = None) -> torch.Tensor:
+        """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens, sink [n] → [s, b, n * d]."""
+        return _Attention.apply(q, k, v, sink, self, seen, scale or 1 / math.sqrt(q.shape[-1]))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sink, shared, seen, scale):
+        own = torch.stack((k, v))
+        partial = PartialAttention(q, shared.positions[shared.group.rank], seen, scale, sink)
+        for owner, (keys, values) in shared.exchange.forward(own, shared.group):
+            partial.add(keys, values, shared.positions[owner])
+        out, sums = partial.result()
+        ctx.save_for_backward(q, own, sink, out, sums)
+        ctx.shared, ctx.seen, ctx.scale = shared, seen, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, own, sink, out, sums = ctx.saved_tensors
+        shared = ctx.shared
+        total = torch.empty_like(own, dtype=torch.float32)
+        partial = PartialGradients(q, shared.positions[shared.group.rank], ctx.seen, ctx.scale, (out, sums),
+                                   dout.contiguous())
+        for owner, (keys, values), gradient in shared.exchange.backward(own, shared.group, total):
+            partial.add(keys, values, shared.positions[owner], gradient)
+        dk, dv = total.to(own.dtype)
+        dsink = None if sink is None else partial.of_sink(sink)
+        return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None

@@ -1,0 +1,111 @@
+"""Core attention of a rank that holds some tokens of each sequence, by the name of its communication.
+
+    p2p         keys and values travel around the context-parallel ranks (`context_parallel.block_exchange`)
+    all_gather  they are gathered at once
+    a2a         each rank attends with some of the heads over all tokens (`context_parallel.head_exchange`)
+
+A core takes q [s/c, b, n/t, d], k and v [s/c, b, g/t, d] and a batch with `Batch.whole`, and returns
+[s/c, b, n/t * d]. Calls are collective over cp, forward and backward. Letters: c context-parallel ranks; the
+others as in attention.py.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+from torch import nn
+
+from ..config.model_options import ModelConfig
+from ..context_parallel.block_exchange import BlockExchange, Gather, Ring
+from ..context_parallel.head_exchange import spread_groups, to_heads, to_tokens
+from ..context_parallel.shared_keys import SharedKeys
+from ..data.batch import Batch
+from ..mpu.context import ParallelContext, SequenceSlice
+from ..ops.attention_pattern import CAUSAL, AttentionPattern
+from ..ops.attention_tiles import Keep, Runs, Seen, Tile
+from ..ops.dropout import KeepMask, sample_keys
+from ..ops.keep_tables import keep_masks, keep_scale
+from .attention import CoreAttention, Sink, seen_keys
+
+
+def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
+              pattern: AttentionPattern = CAUSAL, comm_type: str = "p2p") -> nn.Module:
+    """The core attention of a layer. name: of its dropout site."""
+    if ctx.cp.size == 1:
+        return CoreAttention(config, name, ctx, pattern=pattern)
+    return COMM_TYPES[comm_type](config, name, ctx, pattern=pattern)
+
+
+class SharedKeysAttention(nn.Module):
+    """Attention of the rank's tokens with all heads; keys and values of other ranks pass by."""
+
+    def __init__(self, exchange: BlockExchange, config: ModelConfig, name: str, ctx: ParallelContext, *,
+                 pattern: AttentionPattern = CAUSAL):
+        super().__init__()
+        self.exchange, self.site, self.ctx = exchange, name, ctx
+        self.dropout, self.pattern = config.attention_dropout, pattern
+        self.sink = Sink(config, name, ctx)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the note above."""
+        whole, p = batch.whole, self.dropout if batch.training else 0.0
+        pattern, mask = seen_keys(self.pattern, whole)
+        seen = Seen(pattern, whole.document_ids, mask, self._keep(q, p, whole) if p else None)
+        positions = _positions(self.ctx.slice, whole.seq_length)
+        first = self.ctx.tp.rank * q.shape[2]
+        sink = self.sink(range(first, first + q.shape[2]))
+        return SharedKeys(self.ctx.cp, self.exchange, positions)(q, k, v, seen, sink=sink)
+
+    def _keep(self, q: torch.Tensor, p: float, whole: Batch) -> Keep:
+        """Draws what is kept of a tile, from the tables of the whole sequences."""
+        heads, device = q.shape[2], q.device
+        first = self.ctx.tp.rank * heads
+        keys = sample_keys(self.ctx.seed, self.site, whole.sample_ids)
+        rows, picked = whole.positions()
+        table = KeepMask(p, keys, range(first, first + heads), rows, len(rows), picked, device)
+        if picked is not None:
+            return partial(_slice_of, table.mask, keep_scale(p))
+        return partial(_draw, table.of_heads, p, len(rows), (len(keys), heads), device)
+
+
+def _slice_of(mask: torch.Tensor, scale: float, tile: Tile) -> tuple[torch.Tensor, float]:
+    rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
+    return mask[:, :, rows, columns], scale
+
+
+def _draw(keys: list, p: float, length: int, shape: tuple[int, int], device: torch.device,
+          tile: Tile) -> tuple[torch.Tensor, float]:
+    drawn = keep_masks(p, keys, tile.queries, length, device=device)                  # whole rows
+    return drawn[:, :, tile.keys.start:tile.keys.stop].unflatten(0, shape), keep_scale(p)
+
+
+class HeadsAttention(nn.Module):
+    """Attention of some heads over all tokens."""
+
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *,
+                 pattern: AttentionPattern = CAUSAL):
+        super().__init__()
+        self.ctx = ctx
+        self.core = CoreAttention(config, name, ctx, pattern=pattern,
+                                  head_rank=ctx.tp.rank * ctx.cp.size + ctx.cp.rank)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the note above."""
+        group, whole = self.ctx.cp, batch.whole
+        order = self.ctx.slice.order(whole.seq_length, q.device)
+        q, k, v = to_heads((q, spread_groups(k, group.size), spread_groups(v, group.size)), group, order)
+        out = self.core(q, k, v, whole)                                              # [s, b, n/(t c) * d]
+        return to_tokens(out.unflatten(2, (q.shape[2], -1)), group, order).flatten(2)
+
+
+@lru_cache(maxsize=8)
+def _positions(part: SequenceSlice, length: int) -> tuple[Runs, ...]:
+    """Of the tokens of each context-parallel rank."""
+    return tuple(Runs(part.runs(length, rank)) for rank in range(part.context.size))
+
+
+COMM_TYPES: dict[str, Callable[..., nn.Module]] = {
+    "p2p": partial(SharedKeysAttention, Ring()),
+    "all_gather": partial(SharedKeysAttention, Gather()),
+    "a2a": HeadsAttention,
+}

@@ -1,0 +1,162 @@
+"""Tiles of a matrix of attention scores: which parts of a block must be computed, and which need a mask.
+
+Queries and keys of a block are runs of positions, such as the two chunks that a context-parallel rank holds.
+`Seen.tiles` divides the block into tiles, of which hidden ones are left out, so a causal mask, a window or
+separate documents save the work that they hide:
+
+    queries | 0 1 2 3 | 12 13 14 15         keys 4 .. 11 of another rank, causal:
+                                            0 .. 3    see nothing: no tile
+                                            12 .. 15  see all of them: one tile without a mask
+
+Only host numbers decide: document ids on a GPU are not read, and then only mask elements.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .attention_pattern import AttentionPattern
+from .product import has_memory
+
+ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Contiguous positions, in ascending order, that a tensor holds one after another."""
+
+    ranges: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranges))
+
+    def __iter__(self) -> Iterator[tuple[int, range]]:
+        """(first row in the tensor, positions) of each run."""
+        first = 0
+        for positions in self.ranges:
+            yield first, positions
+            first += len(positions)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of the queries × columns of the keys that a block holds.
+
+    queries, keys  their positions
+    is_whole       every query sees every key, so no mask is needed
+    """
+
+    rows: slice
+    columns: slice
+    queries: range
+    keys: range
+    is_whole: bool
+
+
+Keep = Callable[[Tile], tuple[torch.Tensor, float]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which keys a query sees.
+
+    pattern    by positions
+    documents  int64 [b, s], not decreasing: a query sees keys of its own document only; None: of all
+    mask       bool [b or 1, n or 1, s or 1, s], True where a query does not see a key; None: nothing more
+    keep       tile → (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
+    """
+
+    pattern: AttentionPattern
+    documents: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    keep: Keep | None = None
+
+    def tiles(self, queries: Runs, keys: Runs) -> Iterator[Tile]:
+        """The tiles of a block, by rows, then by columns; each element is in one tile at most."""
+        for first_row, rows in queries:
+            for first_column, columns in keys:
+                for part, seen, is_whole in self._parts(rows, columns):
+                    yield Tile(_slice(part, rows, first_row), _slice(seen, columns, first_column), part, seen,
+                               is_whole)
+
+    def hidden(self, tile: Tile, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """bool [b or 1, n or 1, rows, columns], True where a query does not see a key; None: nowhere."""
+        if tile.is_whole:
+            return None
+        q, k = (torch.arange(r.start, r.stop, device=device) for r in (tile.queries, tile.keys))
+        hidden = self.pattern.hidden(q, k)
+        masks = [] if hidden is None else [hidden[None, None]]
+        rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
+        if self.documents is not None:
+            masks.append((self.documents[:, rows, None] != self.documents[:, None, columns])[:, None])
+        if self.mask is not None:
+            masks.append(self.mask[:, :, rows if self.mask.shape[2] > 1 else slice(None), columns])
+        for other in masks[1:]:
+            masks[0] = masks[0] | other
+        return masks[0] if masks else None
+
+    def _parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+        """(queries, keys, whether no mask is needed) of the tiles of two runs."""
+        if self.keep is None and self._sees_all(queries, keys):
+            yield queries, keys, True
+        elif self.keep is None and self.is_causal_only and queries == keys:
+            yield queries, keys, False
+        else:
+            for rows in _pieces(queries, ROWS):
+                for columns, is_whole in self._columns(rows, self._seen_by(rows, keys)):
+                    yield rows, columns, is_whole
+
+    def _columns(self, queries: range, keys: range) -> Iterator[tuple[range, bool]]:
+        """Pieces of the keys, and whether all is seen; neighbours of which all is seen are joined."""
+        start = keys.start
+        for piece in _pieces(keys, COLUMNS):
+            if self.keep is None and self._sees_all(queries, piece):
+                continue
+            if start < piece.start:
+                yield range(start, piece.start), True
+            yield piece, False
+            start = piece.stop
+        if start < keys.stop:
+            yield range(start, keys.stop), True
+
+    def _seen_by(self, queries: range, keys: range) -> range:
+        seen = self.pattern.keys_of(queries, keys)
+        if self.documents is None or not _is_readable(self.documents) or not len(seen):
+            return seen
+        # Ids do not decrease, so keys of earlier documents come before all others, and of later ones after.
+        first, last = self.documents[:, queries.start, None], self.documents[:, queries.stop - 1, None]
+        ids = self.documents[:, seen.start:seen.stop]
+        inside = ((ids >= first) & (ids <= last)).any(0).nonzero()
+        if not len(inside):
+            return range(seen.start, seen.start)
+        return range(seen.start + int(inside[0]), seen.start + int(inside[-1]) + 1)
+
+    def _sees_all(self, queries: range, keys: range) -> bool:
+        if self.mask is not None or not self.pattern.sees_all(queries, keys):
+            return False
+        if self.documents is None:
+            return True
+        first, last = min(queries.start, keys.start), max(queries.stop, keys.stop) - 1
+        return _is_readable(self.documents) and bool(
+            (self.documents[:, first] == self.documents[:, last]).all())
+
+    @property
+    def is_causal_only(self) -> bool:
+        """Whether nothing but later keys is hidden."""
+        return (self.pattern.causal and self.pattern.is_plain and self.mask is None
+                and self.documents is None)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and has_memory(tensor)
+
+
+def _pieces(run: range, size: int) -> Iterator[range]:
+    for start in range(run.start, run.stop, size):
+        yield range(start, min(start + size, run.stop))
+
+
+def _slice(part: range, run: range, first: int) -> slice:
+    """The rows of `part` in a tensor whose row `first` is the first position of `run`."""
+    return slice(first + part.start - run.start, first + part.stop - run.start)

@@ -1,0 +1,232 @@
+"""Attention to some of the keys at a time: output and log-sum-exp, merged into those of all keys.
+
+    forward    of each tile (O', l');   l = log Σ exp l',   O = Σ exp(l' - l) O'
+    backward   of each tile, from the final l and D = rowsum(dO ∘ O):
+               P = exp(scale q kᵀ - l),  dv = Pᵀ dO,  dS = P ∘ (dO vᵀ - D),
+               dq = scale dS k,  dk = scale dSᵀ q
+
+Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P, and dO vᵀ is multiplied by
+keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
+
+Implementations of a tile: torch's fused attention of CPUs and of GPUs, whose backward takes the output and
+the log-sum-exp of all keys; elementary operations with dropout.
+
+Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .attention_tiles import Runs, Seen, Tile
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_GPU = torch.ops.aten._scaled_dot_product_efficient_attention
+_GPU_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+
+class PartialAttention:
+    """Output and log-sum-exp of queries over the keys that were added so far.
+
+    queries [q, b, n, d]; positions: theirs; sink: [n], as in `scoring.Scoring`, or None
+    """
+
+    def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float,
+                 sink: torch.Tensor | None = None):
+        self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
+        q, b, n, d = queries.shape
+        self.out = queries.new_zeros(b, q, n, d, dtype=torch.float32).transpose(1, 2)          # [b, n, q, d]
+        self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
+        if sink is not None:
+            self.sums.copy_(sink[:, None])                  # a key of that score, whose value is zero
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs) -> None:
+        """Attend to a block of keys and values [k, b, g, d], each key in one block only."""
+        keys, values = _heads(keys), _heads(values)
+        for tile in self.seen.tiles(self.positions, positions):
+            operands = _Operands.of(self.queries, keys, values, self.scale, tile, self.seen)
+            out, sums = operands.kernel.forward(operands)
+            _merge_(self.out[:, :, tile.rows], self.sums[:, :, tile.rows], out, sums)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [q, b, n * d] in the dtype of the queries, 0 where a query sees no key; and the log-sum-exp
+        fp32 [b, n, q]."""
+        out = self.out.to(self.queries.dtype)
+        return out.permute(2, 0, 1, 3).flatten(2), self.sums
+
+
+class PartialGradients:
+    """Gradients of `PartialAttention`, block of keys by block of keys.
+
+    result   what `PartialAttention.result` returned after all keys
+    dout     [q, b, n * d]
+    """
+
+    def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float,
+                 result: tuple[torch.Tensor, torch.Tensor], dout: torch.Tensor):
+        self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
+        self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
+        self.sums = _finite(result[1])
+        self.dq = torch.zeros_like(queries, dtype=torch.float32)                               # [q, b, n, d]
+
+    def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
+        """The gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
+        of_rows = (self.dout.float() * self.out).sum(-1)                                       # [b, n, q]
+        return -((sink.float()[:, None] - self.sums).exp() * of_rows).sum((0, 2)).to(sink.dtype)
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs, dkv: torch.Tensor) -> None:
+        """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""
+        keys, values = _heads(keys), _heads(values)
+        totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
+        for tile in self.seen.tiles(self.positions, positions):
+            operands = _Operands.of(self.queries, keys, values, self.scale, tile, self.seen)
+            final = _Final(*(t[:, :, tile.rows] for t in (self.dout, self.out, self.sums)))
+            parts = operands.kernel.backward(operands, final)
+            for total, at, part in zip(totals, (tile.rows, tile.columns, tile.columns), parts, strict=True):
+                total[:, :, at] += part
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Of one tile: q [b, n, rows, d], k and v [b, g, columns, d].
+
+    bias      [b or 1, n or 1, rows, columns] to be added to the scores, 0 or -inf; None
+    triangle  a causal mask of the tile itself is added
+    keep      (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    bias: torch.Tensor | None
+    triangle: bool
+    keep: tuple[torch.Tensor, float] | None
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile: Tile,
+           seen: Seen) -> "_Operands":
+        keep = None if seen.keep is None else seen.keep(tile)
+        triangle = keep is None and not tile.is_whole and tile.queries == tile.keys and seen.is_causal_only
+        hidden = None if triangle else seen.hidden(tile, q.device)
+        bias = None
+        if hidden is not None:
+            bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -math.inf)
+        return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, bias, triangle,
+                   keep)
+
+    @property
+    def kernel(self) -> "_Kernel":
+        if self.keep is not None:
+            return _ELEMENTARY
+        return _ON_CPU if self.q.device.type in ("cpu", "meta") else _ON_GPU
+
+    def spread(self, t: torch.Tensor) -> torch.Tensor:
+        """[b, g, columns, d] → [b, n, columns, d]: each query head has its keys."""
+        heads = self.q.shape[1]
+        return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+
+    def joined(self, t: torch.Tensor) -> torch.Tensor:
+        """[b, n, columns, d] → [b, g, columns, d], sums over the query heads of a group."""
+        groups = self.k.shape[1]
+        return t if t.shape[1] == groups else t.unflatten(1, (groups, -1)).sum(2)
+
+
+class _Final(NamedTuple):
+    """Of the rows of a tile, over all keys: dout and out [b, n, rows, d], log-sum-exp fp32 [b, n, rows]."""
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    sums: torch.Tensor
+
+
+class _Kernel(NamedTuple):
+    """forward   of a tile → out [b, n, rows, d], and the log-sum-exp fp32 [b, n, rows]
+    backward  → dq, dk, dv of the tile
+    """
+
+    forward: Callable[[_Operands], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[[_Operands, _Final], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _cpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = _CPU(t.q, t.k, t.v, 0.0, t.triangle, attn_mask=t.bias, scale=t.scale)
+    return out, _with_empty_rows(sums, t.bias)
+
+
+def _cpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _CPU_BACKWARD(final.dout, t.q, t.k, t.v, final.out, final.sums, 0.0, t.triangle, attn_mask=t.bias,
+                         scale=t.scale)
+
+
+def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
+    out, sums, *_ = _GPU(t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale)
+    return out, _with_empty_rows(sums[:, :, :t.q.shape[2]], t.bias)                  # torch pads the rows
+
+
+def _gpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
+    sums = F.pad(final.sums, (0, -final.sums.shape[2] % 32))
+    unused = torch.zeros((), dtype=torch.int64, device=t.q.device)                   # the state of a dropout
+    dq, dk, dv, _ = _GPU_BACKWARD(final.dout, t.q, t.spread(t.k), t.spread(t.v), bias, final.out, sums,
+                                  unused, unused, 0.0, [True, True, True, False], t.triangle, scale=t.scale)
+    return dq, t.joined(dk), t.joined(dv)
+
+
+def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(t)
+    sums = scores.logsumexp(-1)
+    return _kept(t, (scores - _finite(sums)[..., None]).exp()) @ t.spread(t.v.float()), sums
+
+
+def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    p, dout = (_scores(t) - final.sums[..., None]).exp(), final.dout.float()
+    dp = _kept(t, dout @ t.spread(t.v.float()).transpose(-1, -2))
+    ds = p * (dp - (dout * final.out.float()).sum(-1, keepdim=True)) * t.scale
+    dk, dv = ds.transpose(-1, -2) @ t.q.float(), _kept(t, p).transpose(-1, -2) @ dout
+    return ds @ t.spread(t.k.float()), t.joined(dk), t.joined(dv)
+
+
+_ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensors without memory
+_ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
+_ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
+
+
+def _scores(t: _Operands) -> torch.Tensor:
+    """fp32 [b, n, rows, columns], -inf where hidden."""
+    scores = t.q.float() * t.scale @ t.spread(t.k.float()).transpose(-1, -2)
+    return scores if t.bias is None else scores.add_(t.bias)
+
+
+def _kept(t: _Operands, p: torch.Tensor) -> torch.Tensor:
+    mask, factor = t.keep
+    return p * mask * factor
+
+
+def _with_empty_rows(sums: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """-inf for rows without keys, where torch's fused kernels have another number."""
+    return sums if bias is None else sums.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+
+
+def _merge_(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
+    """Merge another part into `out` and its log-sum-exp, in place. A part without keys has -inf."""
+    both = torch.logaddexp(sums, more_sums)
+    finite = _finite(both)
+    out.mul_((sums - finite).exp().unsqueeze(-1)).add_(more * (more_sums - finite).exp().unsqueeze(-1))
+    sums.copy_(both)
+
+
+def _finite(sums: torch.Tensor) -> torch.Tensor:
+    """0 for a row without keys, so that exponentials of its scores are 0 instead of NaN."""
+    return sums.masked_fill(sums == -math.inf, 0.0)
+
+
+def _heads(t: torch.Tensor) -> torch.Tensor:
+    """[s, b, n, d] → [b, n, s, d], a view."""
+    return t.permute(1, 2, 0, 3)
