@@ -33,8 +33,6 @@ MEGATRON_FLAGS = table(
         "recomputation has one implementation; --checkpoint-activations or --recompute-granularity turns it "
         "on":
             "--deepspeed-activation-checkpointing",
-        "with --sequence-parallel every rank keeps a slice of each activation":
-            "--distribute-checkpointed-activations --distribute-saved-activations",
         "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
         "weights are drawn where they are kept": "--init-model-with-meta-device",
         "gradients are averaged over the ranks": "--ddp-average-in-collective",
@@ -75,9 +73,9 @@ MEGATRON_FLAGS = table(
         "errors are not injected. Remove it.": "--error-injection-type",
         "torch's default decides how matrix products of bf16 are summed. Remove it.":
             "--disable-bf16-reduced-precision-matmul",
-        "activations stay on the device. Write --recompute-granularity full if they do not fit.":
-            "--checkpoint-in-cpu --cpu-offloading-num-layers --fine-grained-activation-offloading "
-            "--offload-modules",
+        "activations that are not recomputed stay on the device. Write --recompute-granularity full if they "
+        "do not fit, with --checkpoint-in-cpu if inputs of layers do not fit either.":
+            "--cpu-offloading-num-layers --fine-grained-activation-offloading --offload-modules",
         "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.":
             "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
         "write --finetune, which loads weights only and starts at the first step.":

@@ -26,8 +26,10 @@ from ..ops.sparse_layouts import block_layout, has_random_blocks
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import KVCache, Rotary, SelfAttention
 from .context_attention import make_core
+from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
+from .sequence_tiles import in_tiles, number_of_tiles
 
 
 class Block(nn.Module):
@@ -44,6 +46,7 @@ class Block(nn.Module):
         self.parallel_residual = config.use_parallel_residual
         self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
+        self.keep_input = input_keeper(ctx)
         self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
@@ -54,7 +57,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         """A cache excludes recomputation of the block, which would append to it twice."""
         if self.granularity == "full" and cache is None:
-            return recompute(self._forward, x, batch)
+            return recompute(self._forward, x, batch, keep=self.keep_input)
         return self._forward(x, batch, cache)
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
@@ -84,7 +87,7 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
                     comm_type=ctx.comm_type(i)),
             _kind(config, experts, pattern), is_block=True, recompute=ctx.recompute,
             noun="block with experts" if experts else "",
-            flops=partial(block_flops, config, experts, pattern=pattern)))
+            flops=partial(block_flops, config, experts, pattern=pattern, tiles=ctx.mlp_tiles)))
     return blocks
 
 
@@ -168,9 +171,15 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(width, config.hidden_size, ctx,
                                             name=f"{name}.linear_fc2",
                                             init_std=output_std, bias=config.add_bias_linear)
+        self.tiles, self.ranks = ctx.mlp_tiles, ctx.slice.tensor.size
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [s(/t), b, h] → the same shape. `batch` is not used."""
+        """x [s(/t), b, h] → the same shape, in `ctx.mlp_tiles` tiles. `batch` is not used."""
+        tiles = number_of_tiles(self.tiles, len(x) * self.ranks, x.shape[-1])
+        return in_tiles(self.of_tile, x, list(self.parameters()), min(tiles, len(x)))
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        """Some tokens: x [.., b, h] → the same shape."""
         return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
 
 
@@ -180,11 +189,12 @@ def output_std(config: ModelConfig) -> float:
 
 
 def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
-                pattern: AttentionPattern = CAUSAL) -> LayerFlops:
+                pattern: AttentionPattern = CAUSAL, tiles: int = 1) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
     window the scores within it.
 
-    A block with experts counts the k experts of a token, its dense part, and the router.
+    A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
+    feed-forward, as in `ParallelContext.mlp_tiles`
     """
     s, h = seq_length, config.hidden_size
     queries = config.num_attention_heads * config.head_dim
@@ -194,4 +204,5 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
              else config.ffn_size)
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * pattern.pairs(s) * queries
-    return LayerFlops(float(s * (projections + feed_forward)), scores)
+    again = s * feed_forward / 3 if number_of_tiles(tiles, s, h) > 1 else 0.0
+    return LayerFlops(float(s * (projections + feed_forward)), scores, again)

@@ -55,6 +55,7 @@ class RankPlan:
     kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
     reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
+    in_host     activations in host memory, at the maximum; not in `kept` and not in `peak`
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankPlan:
     traffic: Traffic
     of_experts: int = 0
     reserved: int = 0
+    in_host: int = 0
 
     @property
     def peak(self) -> int:
@@ -141,7 +143,8 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
         {where: count for where, count in places.items() if where != "device"}, buffers,
         most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
         sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES),
-        most_kept(program, {stage.index: stage.run.reserved for stage in stages}))
+        most_kept(program, {stage.index: stage.run.reserved for stage in stages}),
+        most_kept(program, {stage.index: stage.run.in_host for stage in stages}))
 
 
 @cache
