@@ -72,16 +72,18 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
     """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
     make = partial(transformer_block, config, rotary=rotary, causal=causal)
     return [Layer(name := f"{prefix}.{i}", partial(make, experts, name, ctx, comm_type=ctx.comm_type(i)),
-                  _kind(config, experts), is_block=True, recompute=ctx.recompute,
+                  _kind(config, experts, ctx, i), is_block=True, recompute=ctx.recompute,
                   noun="block with experts" if experts else "",
                   flops=partial(block_flops, config, experts, causal=causal))
             for i, experts in enumerate(config.experts)]
 
 
-def _kind(config: ModelConfig, experts: int) -> str:
-    """Layers of one kind cost the same: where numbers of experts differ, they are part of the name."""
+def _kind(config: ModelConfig, experts: int, ctx: ParallelContext, layer: int) -> str:
+    """Layers of one kind cost the same: where numbers of experts differ, they are part of the name, and so
+    is how context-parallel ranks share attention."""
     is_pyramid = len({number for number in config.experts if number}) > 1
-    return "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
+    kind = "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
+    return f"{kind}_{ctx.comm_type(layer)}" if len(set(ctx.cp_comm_type)) > 1 else kind
 
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,

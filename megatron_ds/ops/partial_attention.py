@@ -39,7 +39,8 @@ class PartialAttention:
     def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float):
         self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
         q, b, n, d = queries.shape
-        self.out = queries.new_zeros(b, q, n, d, dtype=torch.float32).transpose(1, 2)          # [b, n, q, d]
+        # In the memory order of the result, which is then no copy.
+        self.out = _heads(queries.new_zeros(q, b, n, d, dtype=torch.float32))                  # [b, n, q, d]
         self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs) -> None:
