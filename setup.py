@@ -48,7 +48,8 @@ else:
     flags = [] if sys.platform == "win32" else flags
     extensions = [
         Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"],
-                          depends=["csrc/cpu_adam_kernel.h", "csrc/pool.h"],
+                          depends=["csrc/cpu_adam_kernel.h", "csrc/pool.h", "csrc/processors.h",
+                                   "csrc/vector_math.h"],
                           cxx_std=17, extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._gelu", ["csrc/gelu.cpp"],
                           depends=["csrc/pool.h", "csrc/processors.h", "csrc/vector_math.h"], cxx_std=17,

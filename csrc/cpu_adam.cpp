@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "vector_math.h"
 
 namespace py = pybind11;
 
@@ -87,24 +88,6 @@ struct Variant {
 
 // ------------------------------------------------------------------------------------------------------------- scalar
 namespace scalar {
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-inline float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-inline uint16_t to_bf16(float x) {
-    const uint32_t bits = bits_of(x);
-    const uint32_t quiet = bits | 0x400000, nearest = bits + 0x7fff + (bits >> 16 & 1);
-    return uint16_t(((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest) >> 16);      // a choice, not a branch: vectorizes
-}
 
 inline uint16_t to_fp16(float x) {
     const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;

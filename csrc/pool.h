@@ -43,11 +43,14 @@ inline void set_control_word([[maybe_unused]] uint32_t word) {
 // region. Null without such a runtime in the process, and in a forked child, where a team of the parent has no threads.
 using ParallelRegion = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
+#ifdef HAS_FORK
+const pid_t LOADED_BY = getpid();
+#endif
+
 inline ParallelRegion parallel_region() {
 #ifdef HAS_FORK
-    static const pid_t owner = getpid();
     static const auto found = reinterpret_cast<ParallelRegion>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    return owner == getpid() ? found : nullptr;
+    return LOADED_BY == getpid() ? found : nullptr;
 #else
     return nullptr;
 #endif
@@ -94,7 +97,7 @@ public:
         wake_.notify_all();
         job();
         std::unique_lock<std::mutex> lock(mutex_);
-        wanted_ = 0;      // whoever has not woken up by now is not needed
+        wanted_ = 0;      // helpers that have not woken up by now are not needed
         done_.wait(lock, [&] { return started_ == finished_; });
         job_ = nullptr;
     }
@@ -152,7 +155,8 @@ inline Pool& pool() {
 }
 
 // Runs job on `threads` threads, the caller's among them, until all have returned. job must share the work out itself and be
-// complete with fewer threads: when another caller is using the pool, or the system grants none, the caller works alone.
+// complete with fewer threads: inside a parallel region, when another caller is using the pool, or when the system grants none,
+// the caller works alone.
 inline void run_on_threads(int threads, const std::function<void()>& job) {
     if (threads <= 1) return job();
     if (const ParallelRegion region = parallel_region()) return Team(region).run(threads, job);

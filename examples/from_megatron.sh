@@ -32,8 +32,9 @@ if [ -z "$source" ]; then
 fi
 
 step "1. the run goes on from it, on 2 ranks (TP 2): model, weights, Adam's state and iteration come from the files"
+# The tokenizer of --mock-data has one id more than --vocab-size, the end of a document: N - 1 makes N rows.
 torchrun "$here/pretrain_gpt.py" --load "$source" --save "$out/continued" --mock-data --seq-length 32 \
-    ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} "${schedule[@]}" --tensor-model-parallel-size 2
+    ${VOCAB_SIZE:+--vocab-size "$((VOCAB_SIZE - 1))"} "${schedule[@]}" --tensor-model-parallel-size 2
 
 step "2. the result as a checkpoint of Megatron-LM"
 convert --load "$out/continued" --save "$out/to_megatron" --to torch_dist

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--arguments", nargs="*", default=[], metavar="WORD", help="$1, $2, … of the script")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="variables",
                         help="environment variables of the script")
-    parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not say it")
+    parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not state it")
     parser.add_argument("--summary", action="store_true",
                         help="one line for each file, then how often each flag is refused or unknown")
     args = parser.parse_args()

@@ -20,11 +20,18 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.conversion.formats import ALIASES, FORMATS, Wishes, detected, format_of
+from megatron_ds.conversion.formats import ALIASES, FORMATS, Format, Wishes, detected, format_of
 from megatron_ds.conversion.stored_tensor import LogicalCheckpoint
 from megatron_ds.errors import CheckpointError, ConfigError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+# Wishes that some formats do not use → their flags.
+FLAGS = {"iteration": "--iteration", "vocab_size": "--vocab-size", "dtype": "--dtype", "family": "--family",
+         "shard_bytes": "--max-shard-size", "tensor_parallel": "--target-tensor-parallel-size",
+         "pipeline_parallel": "--target-pipeline-parallel-size", "allow_missing": "--allow-missing",
+         "allow_unused": "--allow-unused", "qkv_packing": "--qkv-packing"}
+OF_VERIFY = {"vocab_size", "qkv_packing"}           # also used to read what was written
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,8 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-shard-size", type=size_of, default=5 * 10**9, metavar="SIZE",
         help="longest file of a Hugging Face folder, such as 5GB (default)")
     add("--target-tensor-parallel-size", type=int, default=1, metavar="N",
-        help="of formats whose files have a layout")
-    add("--target-pipeline-parallel-size", type=int, default=1, metavar="N", help="the same")
+        help="tensor-parallel size of the written files, for formats whose files have one")
+    add("--target-pipeline-parallel-size", type=int, default=1, metavar="N",
+        help="pipeline-parallel size of the written files, for formats whose files have one")
     add("--allow-missing", action="append", default=[], metavar="PATTERN",
         help="tensors that the source may lack; they get the values of a new model")
     add("--allow-unused", action="append", default=[], metavar="PATTERN",
@@ -76,19 +84,34 @@ def main(args: argparse.Namespace) -> int:
     target = format_of(args.target or default)
     if target.write is None:
         raise ConfigError(f"--to {target.name}: the {target.noun} is only read.")
+    if args.verify and not target.can_verify:
+        raise ConfigError(f"--verify: a written {target.noun} does not describe its model, so it cannot be "
+                          "read again. Omit --verify.")
     if args.save.resolve() == args.load.resolve():
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
     wishes = Wishes(args.iteration, args.vocab_size, args.dtype, args.max_shard_size, args.family,
                     args.target_tensor_parallel_size, args.target_pipeline_parallel_size,
                     tuple(args.allow_missing), tuple(args.allow_unused), args.no_optim,
                     args.qkv_packing)
+    check_used(wishes, source, target, args.verify)
     checkpoint = source.read(args.load, wishes)
     print(f"read {args.load}: {source.noun}{described(checkpoint)}", flush=True)
     total = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
     with progress(total) as done:
         lines = target.write(checkpoint, args.save, Wishes(**{**vars(wishes), "done": done}))
     print("\n".join(lines), flush=True)
-    return verify(checkpoint, target.read(args.save, Wishes()), args.tolerance) if args.verify else 0
+    if args.verify:
+        verify_written(checkpoint, args, target)
+    return 0
+
+
+def check_used(wishes: Wishes, source: Format, target: Format, verify: bool) -> None:
+    """Raises ConfigError naming the flags that neither the source nor the target uses."""
+    used = {*source.reads, *target.writes, *(OF_VERIFY & {*target.reads} if verify else ())}
+    if odd := [flag for name, flag in FLAGS.items()
+               if name not in used and getattr(wishes, name) != getattr(Wishes, name)]:
+        raise ConfigError(f"{' and '.join(odd)}: neither reading the {source.noun} nor writing the "
+                          f"{target.noun} uses it. Omit it.")
 
 
 def described(checkpoint: LogicalCheckpoint) -> str:
@@ -104,9 +127,21 @@ def described(checkpoint: LogicalCheckpoint) -> str:
     return "".join(parts) + "".join(f"\n{what}: {', '.join(names)}" for what, names in lists.items() if names)
 
 
-def verify(source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float) -> int:
+def verify_written(source: LogicalCheckpoint, args: argparse.Namespace, target: Format) -> None:
+    """Read the new folder and compare it. Raises CheckpointError, and the folder stays."""
+    wishes = Wishes(vocab_size=source.model.get("vocab_size"), qkv_packing=args.qkv_packing,
+                    weights_only=True)
+    try:
+        verify(source, target.read(args.save, wishes), args.tolerance)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {args.save} was written, and this verification of it failed: delete "
+                              "it.") from error
+
+
+def verify(source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float) -> None:
     """Print the largest difference of the outputs. Raises CheckpointError if it is above the tolerance."""
     from megatron_ds.conversion.family import model_of
+    from megatron_ds.conversion.huggingface_format import detect
     from megatron_ds.conversion.logits_proof import largest_difference, outputs_of, random_tokens
 
     tokens = random_tokens(model_of(source.model, source.folder))
@@ -117,7 +152,9 @@ def verify(source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: floa
         raise CheckpointError(f"{text}: above {tolerance:g} of it. The conversion is wrong, or the weights "
                               "were rounded to another dtype; --tolerance sets the limit.")
     print(f"verified: {text}")
-    return 0
+    if not detect(source.folder) and not detect(target.folder):
+        print("both outputs were computed by this package, none by the program that the files are of: an "
+              "error that reading and writing have in common is not noticed")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ..errors import CheckpointError
 from .chunk_file import saved_crc32
+from .cover import covers_once
 from .folder import INDEX_FILE, read_regular
 from .index_pickle import unpickled
 from .run_file import check_crc32, read_run_file
@@ -131,29 +132,6 @@ def _tensor_problems(name: str, tensor: dcp.TensorStorageMetadata, storage: Mapp
         held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         yield (f"the {len(tensor.chunks)} chunks of {name} overlap or leave holes: they have {held} "
                f"elements, and its shape {list(shape)} has {math.prod(shape)}")
-
-
-def covers_once(shape: Sequence[int], chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
-    """Whether the boxes `chunks`, each inside `shape`, hold every element exactly once.
-
-    They do if and only if their corners, with alternating signs, add up to those of the whole box. The signed
-    corners are the mixed difference of the function "number of boxes that hold this element", and a function
-    that is 0 far away is determined by its mixed difference. In two dimensions, for two adjacent boxes, the
-    corners between them cancel:
-
-        + --- - + --- -        + ----------- -
-        |     | |     |   =    |             |         2**d corners a box: 2 s for 640,000 boxes of a matrix
-        - --- + - --- +        - ----------- +
-    """
-    total: dict[tuple[int, ...], int] = {}
-    for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((c.offsets, c.sizes, 1) for c in chunks)]:
-        corners = [((), sign)]
-        for at, n in zip(offsets, sizes):
-            corners = ([(corner + (at,), s) for corner, s in corners]
-                       + [(corner + (at + n,), -s) for corner, s in corners])
-        for corner, s in corners:
-            total[corner] = total.get(corner, 0) + s
-    return not any(total.values())
 
 
 def _overlaps(storage: Mapping) -> Iterator[str]:

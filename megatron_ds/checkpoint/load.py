@@ -187,14 +187,17 @@ def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
 
 def check_same_model(saved: Mapping, current: Mapping) -> None:
     """Raises CheckpointError naming the fields, with both values, in which two nested dicts differ."""
+    if differing := differences(saved, current):
+        raise CheckpointError(f"the checkpoint belongs to another run: {'; '.join(differing)}. Loading it "
+                              "would train a different model or on different data. Give the flags it was "
+                              "saved with (its run.json works as --config), or another --load.")
+
+
+def differences(saved: Mapping, current: Mapping) -> list[str]:
+    """The fields in which two nested dicts differ, each with both values."""
     theirs, ours = dict(_flat(saved)), dict(_flat(current))
-    differing = [name for name in sorted(theirs | ours) if theirs.get(name, ABSENT) != ours.get(name, ABSENT)]
-    if differing:
-        differences = "; ".join(f"{name}: checkpoint {_show(theirs, name)}, this run {_show(ours, name)}"
-                                for name in differing)
-        raise CheckpointError(f"the checkpoint belongs to another run: {differences}. Loading it would train "
-                              "a different model or on different data. Give the flags it was saved with (its "
-                              "run.json works as --config), or another --load.")
+    return [f"{name}: checkpoint {_show(theirs, name)}, this run {_show(ours, name)}"
+            for name in sorted(theirs | ours) if theirs.get(name, ABSENT) != ours.get(name, ABSENT)]
 
 
 def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -16,6 +16,7 @@ from .moe_options import MOE_PATHS
 from .reading import PartOf, Setting, reject
 from .run import RunConfig, Source, all_options
 from .training_schedule import parse_batch_steps
+from .uneven_stages import ACCOUNTS, uneven_layout
 
 
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
@@ -62,10 +63,14 @@ def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int
 
 
 def with_activation(config: RunConfig) -> RunConfig:
-    """Without Megatron's fused GELU, which is the tanh approximation, GELU is exact."""
-    if config.train.bias_gelu_fusion or "model.activation" in config.sources:
+    """Without Megatron's fused GELU, which is the tanh approximation, GELU is exact. Megatron fuses it with
+    the bias of the linear layer before it, so without biases it is exact, too.
+    """
+    fused = config.train.bias_gelu_fusion and config.model.add_bias_linear
+    if fused or "model.activation" in config.sources:
         return config
-    return _derived(config, "model.activation", "gelu_exact", "--no-bias-gelu-fusion")
+    why = "--disable-bias-linear" if config.train.bias_gelu_fusion else "--no-bias-gelu-fusion"
+    return _derived(config, "model.activation", "gelu_exact", why)
 
 
 def with_ulysses(config: RunConfig) -> RunConfig:
@@ -121,8 +126,6 @@ ULYSSES = "--ds-sequence-parallel-size"
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
-UNEVEN = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers",
-          "parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split")
 SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
           "checkpoint.no_save_optim")
 DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",
@@ -165,8 +168,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     if config.checkpoint.load is None:
         config = _without(config, ("optimizer.use_checkpoint_opt_param_scheduler",
                                    "checkpoint.use_checkpoint_args"), "there is no --load DIR")
-    if config.logging.tensorboard_dir is None:
-        config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir DIR")
+    if config.logging.tensorboard_dir is None and config.logging.wandb_project is None:
+        config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir or --wandb-project")
     if config.checkpoint.save is None:
         config = _without(config, SAVING, "no checkpoint is written without --save DIR")
     return config
@@ -174,37 +177,11 @@ def without_useless_options(config: RunConfig) -> RunConfig:
 
 def _with_layout(config: RunConfig) -> RunConfig:
     """The layers of each stage, where options other than --pipeline-layout state them."""
-    parallel, layers = config.parallel, config.model.num_layers
-    if not any(not config.is_default(path) for path in UNEVEN) or not layers or parallel.pipeline_layout:
+    if config.parallel.pipeline_model_parallel_size == 1:
+        config = _without(config, ACCOUNTS, "there is one pipeline stage")
+    if config.parallel.pipeline_layout is not None or (layout := uneven_layout(config)) is None:
         return config
-    ranks, chunks = parallel.pipeline_model_parallel_size, config.pipeline_chunks or 1
-    asks = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
-    counts = None if asks and chunks > 1 else _stage_layers(config, layers, ranks * chunks)
-    if ranks == 1 or counts is None:                        # reported by `layout_rules`
-        return config
-    text = "|".join("t" * count for count in counts)
-    return _derived(config, "parallel.pipeline_layout", f"E{text}L", "the layers of the stages")
-
-
-def _stage_layers(config: RunConfig, layers: int, stages: int) -> list[int] | None:
-    """Decoder layers of each stage; None if they cannot be divided as asked, or there is one stage."""
-    parallel = config.parallel
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if stages < 2:
-        return None
-    if first is not None or last is not None:
-        middle = layers - (first or 0) - (last or 0)
-        others = stages - (first is not None) - (last is not None)
-        if middle < 0 or (middle % others if others else middle):
-            return None
-        each = middle // others if others else 0
-        return [first] * (first is not None) + [each] * others + [last] * (last is not None)
-    with_first = parallel.account_for_embedding_in_pipeline_split
-    with_last = parallel.account_for_loss_in_pipeline_split
-    each, rest = divmod(layers + with_first + with_last, stages)
-    if rest:
-        return None
-    return [each - with_first, *[each] * (stages - 2), each - with_last]
+    return _derived(config, "parallel.pipeline_layout", layout, "the layers of the stages")
 
 
 def _of_deepspeed(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -233,13 +210,15 @@ def _without_experts(config: RunConfig) -> RunConfig:
 
 
 def _with_mock_data(config: RunConfig) -> RunConfig:
-    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer; in a file it
-    is an error beside a corpus. Mock tokens need a vocabulary size, but no tokenizer.
+    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer, unless the
+    size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
+    size, but no tokenizer.
     """
     source = config.sources.get("data.mock_data")
     if source is not None and source.kind == "flag":
         config = _without(config, DATA, "--mock-data is used instead")
-        if config.data.tokenizer_type not in (None, "NullTokenizer") and config.model.vocab_size is not None:
+        size = config.sources.get("model.vocab_size")
+        if config.data.tokenizer_type not in (None, "NullTokenizer") and size and size.kind != "script":
             config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES),
                               "mock data needs no tokenizer")
     if config.data.tokenizer_type is not None:

@@ -8,7 +8,7 @@ are ignored, but names are checked.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -56,6 +56,7 @@ TRANSLATED: Mapping[str, Option] = {
         float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
     **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
+ADAM_W_MODE = "optimizer.params.adam_w_mode"
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 _ADAM = {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "max_grad_norm"}
 OPTIMIZER_PARAMS = {"adam": _ADAM, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
@@ -107,15 +108,18 @@ def with_autos(block: Mapping[str, Any], values: Mapping[str, Any], prefix: str 
     return {name: replaced(name, value) for name, value in block.items()}
 
 
-def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any]) -> None:
-    """Store the values of known keys in the document, and accept or refuse the others."""
-    is_off = block.get("enabled") is False
+def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any], is_off: bool = False) -> None:
+    """Store the values of known keys in the document, and accept or refuse the others.
+
+    is_off: a block around this one is switched off
+    """
+    is_off = is_off or block.get("enabled") is False
     for name, value in block.items():
         key = prefix + name
         is_block = any(known.startswith(key + ".") for known in document.known) or key not in KEYS and any(
             known.startswith(key + ".") for known in KEYS)
         if is_block and isinstance(value, dict):
-            _collect(document, key + ".", value)
+            _collect(document, key + ".", value, is_off)
         elif is_block:
             document.refuse(f'{document.path}: "{key}" should be a block {{ … }}, not {shown(value)}.')
         elif key in document.known:
@@ -145,6 +149,7 @@ def _declared(document: JsonDocument) -> None:
                                                                             False) is False}
     off |= {"wandb."} if document.values.get("wandb.enabled", False) is not True else set()
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
+    off |= {ADAM_W_MODE} if _is_adamw(document) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
             document.copy(key, option.path)
@@ -167,9 +172,16 @@ def _optimizer(document: JsonDocument) -> None:
         name = OPTIMIZERS[kind.lower()]
         document.give("optimizer.optimizer", name, "optimizer.type")
         document.refuse_params("optimizer", kind, OPTIMIZER_PARAMS[name])
+    if _is_adamw(document) and document.take(ADAM_W_MODE) is False:
+        document.without_effect[f"{document.path} {ADAM_W_MODE}"] = (
+            "the weight decay of the type AdamW is decoupled in any case, as in DeepSpeed")
     document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
     for number, beta in enumerate(document.take("optimizer.params.betas") or (), 1):
         document.give(f"optimizer.adam_beta{number}", beta, "optimizer.params.betas")
+
+
+def _is_adamw(document: JsonDocument) -> bool:
+    return str(document.values.get("optimizer.type")).lower() == "adamw"
 
 
 def _scheduler(document: JsonDocument) -> None:
@@ -222,11 +234,12 @@ def _tensorboard(document: JsonDocument) -> None:
         document.give("logging.tensorboard_dir", folder, "tensorboard.output_path")
 
 
-def load_json(path: str, flag: str) -> dict[str, Any]:
-    """The block of a JSON file. flag: the flag that gave the file, for messages. Raises ConfigError."""
-    text = text_of(path, flag)
+def unique_keys(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """The `object_pairs_hook` that raises ConfigError for a key that occurs twice in a block.
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    path: of the file, for messages
+    """
+    def block_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -234,8 +247,14 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
                               "would keep only the last. Remove one.")
         return dict(pairs)
 
+    return block_of
+
+
+def load_json(path: str, flag: str) -> dict[str, Any]:
+    """The block of a JSON file. flag: the flag that gave the file, for messages. Raises ConfigError."""
+    text = text_of(path, flag)
     try:
-        document = json.loads(text, object_pairs_hook=once)
+        document = json.loads(text, object_pairs_hook=unique_keys(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
                           f"{error.colno}.") from None

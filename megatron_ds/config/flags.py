@@ -93,6 +93,11 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 _without_option(line, typed, words)
         except ConfigError as error:
             line.refuse(error, spellings()[flag].option.path if flag in spellings() else None)
+    return settled(line)
+
+
+def settled(line: CommandLine) -> CommandLine:
+    """The line without settings that other flags override, and with its contradictions as problems."""
     given = {(setting.path, setting.value) for setting in line.settings}
     line.settings = [setting for setting in line.settings if not any(
         (setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]

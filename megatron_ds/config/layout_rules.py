@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .messages import divisors, either, given, neighbours
 from .run import RunConfig
+from .uneven_stages import ACCOUNTS, COUNTS, given_of, uneven_layout
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 CHUNKS = "parallel.num_virtual_stages_per_pipeline_rank"
@@ -208,8 +209,7 @@ def pipeline(config: RunConfig) -> Iterator[str]:
     """Each stage has a layer, and an explicit layout has all layers."""
     layers, ranks = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     cut, stages = config.parallel.pipeline_layout, ranks * (config.pipeline_chunks or 1)
-    chunks = CHUNKS if config.parallel.num_virtual_stages_per_pipeline_rank else CHUNK_LAYERS
-    several = f" × [{chunks}]" if config.pipeline_chunks else ""
+    several = f" × [{_chunks(config)}]" if config.pipeline_chunks else ""
     if layers and cut is None and layers < stages:
         fits = f"at most {layers} stages in all"
         if stages == ranks:
@@ -229,16 +229,45 @@ def pipeline(config: RunConfig) -> Iterator[str]:
 
 def uneven_pipeline(config: RunConfig) -> Iterator[str]:
     """First and last stages of another number of layers leave the same number to all others."""
-    parallel = config.parallel
-    paths = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers")
-    if config.model.num_layers and parallel.pipeline_layout is None:
-        if parallel.pipeline_model_parallel_size == 1:
-            yield from given(config, paths, "without --pipeline-model-parallel-size: there is one stage. "
-                                            "Remove it.")
-        else:
-            yield from given(config, paths, "cannot be the layers of a stage: the other stages cannot share "
-                             "the rest of [num_layers] evenly. Use --pipeline-layout, which states the "
-                             "layers of each stage.")
+    parallel, wanted = config.parallel, uneven_layout(config)
+    counts, accounts = given_of(config, COUNTS), given_of(config, ACCOUNTS)
+    if not config.model.num_layers or not counts + accounts or wanted and wanted == parallel.pipeline_layout:
+        return
+    if parallel.pipeline_layout is not None:
+        yield from given(config, [*counts, *accounts], "changes the layers of stages, which "
+                         "[pipeline_layout] states. Give only one of the two.")
+    elif parallel.pipeline_model_parallel_size == 1:
+        yield from given(config, counts, "without --pipeline-model-parallel-size: there is one stage. "
+                                         "Remove it.")
+    elif counts and accounts:
+        yield from given(config, accounts, f"cannot be combined with [{counts[0]}], which states the layers "
+                         "of a stage. Give only one of the two.")
+    elif counts and (config.pipeline_chunks or 1) > 1:
+        yield from given(config, counts, f"is the layers of a rank, which [{_chunks(config)}] divides into "
+                         "several stages. Use --pipeline-layout, which states the layers of each stage.")
+    elif counts:
+        yield from given(config, counts, "cannot be the layers of a stage: the other stages cannot share "
+                         "the rest of [num_layers] evenly. Use --pipeline-layout, which states the layers "
+                         "of each stage.")
+    else:
+        yield _uneven_accounts(config, accounts)
+
+
+def _uneven_accounts(config: RunConfig, accounts: list[str]) -> str:
+    stages = config.parallel.pipeline_model_parallel_size * (config.pipeline_chunks or 1)
+    several = f" × [{_chunks(config)}]" if config.pipeline_chunks else ""
+    total = config.model.num_layers + len(accounts)
+    fits = either([n - len(accounts) for n in (total // stages * stages, (total // stages + 1) * stages)
+                   if n > len(accounts)])
+    names = " and ".join(f"[{path}]" for path in accounts)
+    return (f"{names} with [num_layers] makes {total} layers, which {stages} stages, "
+            f"[pipeline_model_parallel_size]{several}, cannot share evenly. Use --num-layers {fits}, or "
+            "--pipeline-layout, which states the layers of each stage.")
+
+
+def _chunks(config: RunConfig) -> str:
+    """The option that sets the number of stages on each rank."""
+    return CHUNKS if config.parallel.num_virtual_stages_per_pipeline_rank else CHUNK_LAYERS
 
 
 def virtual_stages(config: RunConfig) -> Iterator[str]:

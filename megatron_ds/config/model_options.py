@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from .attention_options import AttentionOptions
 from .moe_options import MoEOptions
 from .option import option
 
 
 @dataclass(frozen=True)
-class ModelConfig(MoEOptions):
+class ModelConfig(AttentionOptions, MoEOptions):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")
@@ -59,7 +60,8 @@ class ModelConfig(MoEOptions):
         switches={"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--openai-gelu": "gelu"},
         help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.")
     add_bias_linear: bool = option(
-        True, switches={"--disable-bias-linear": False}, help="Give the linear layers biases.")
+        True, switches={"--disable-bias-linear": False},
+        help="Give the linear layers biases. Without them, --activation gelu_exact is the default.")
     add_qkv_bias: bool = option(
         False, help="Give the projection of queries, keys and values a bias, also with "
                     "--disable-bias-linear.")

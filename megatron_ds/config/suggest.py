@@ -84,7 +84,8 @@ _SENTENCES = {
     "there is no profiler yet; --trace DIR records the timeline of the pipeline":
         "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
-    "metrics go to the log, to --tensorboard-dir and to --metrics-jsonl": "wandb report-to mlflow",
+    "metrics go to the log, to --tensorboard-dir, to --wandb-project and to --metrics-jsonl":
+        "wandb report-to mlflow",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files":
         "tokenizer tokenizer-path tokenizer-name",
     "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",

@@ -208,8 +208,9 @@ class TrainConfig:
              "in torch's operations alone.",
         avoid="torch is slower; it shows whether a difference comes from a kernel of this package.")
     bias_gelu_fusion: bool = option(
-        True, help="In Megatron the fused GELU is the tanh approximation and the other one exact: "
-                   "--no-bias-gelu-fusion makes --activation gelu_exact the default.",
+        True, help="In Megatron the GELU that is fused with a bias is the tanh approximation and the other "
+                   "one exact: --no-bias-gelu-fusion makes --activation gelu_exact the default, as "
+                   "--disable-bias-linear does.",
         avoid="It chooses the activation, not an implementation: write --activation.")
 
 
@@ -225,8 +226,7 @@ class CheckpointConfig:
         help="Format of the checkpoint in --load, such as huggingface. Default: detected.")
     qkv_packing: str | None = option(None, choices=("heads", "thirds"),
         help="Order of the rows of query_key_value in a checkpoint of Megatron-DeepSpeed in --load, which "
-             "does not "
-             "record it.")
+             "does not record it.")
     overwrite_save: bool = option(False,
         help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start "
              "here.",
@@ -272,15 +272,17 @@ class LoggingConfig:
         False, help="Log the norm of all weights, as params norm.",
         avoid="It reads all weights at each log line.")
     log_num_zeros_in_grad: bool = option(
-        False, help="Log the number of elements of the gradient that are exactly zero.",
+        False, help="Log the number of elements of the gradient that are exactly zero; as in Megatron, those "
+                    "of rows that pad the vocabulary count, so it depends on --tensor-model-parallel-size.",
         avoid="It reads the gradients once more in each step.")
-    log_memory_to_tensorboard: bool = option(False, help="Write the memory of rank 0 to TensorBoard.")
+    log_memory_to_tensorboard: bool = option(False, help="Write the memory of rank 0 to TensorBoard and W&B.")
     log_world_size_to_tensorboard: bool = option(
-        False, help="Write the number of ranks to TensorBoard.")
+        False, help="Write the number of ranks to TensorBoard and W&B.")
     log_timers_to_tensorboard: bool = option(False,
-        help="Write the times of --timing-log-level to TensorBoard: of each, the largest of all ranks.")
+        help="Write the times of --timing-log-level to TensorBoard and W&B: of each, the largest of all "
+             "ranks.")
     log_optimizer_states_to_tensorboard: bool = option(False,
-        help="Write norms and largest values of Adam's moments and of the weights to TensorBoard.",
+        help="Write norms and largest values of Adam's moments and of the weights to TensorBoard and W&B.",
         avoid="It reads the whole state at each log line.")
     timing_log_level: int = option(0, choices=(0, 1, 2), json="wall_clock_breakdown",
         values={"true": 2, "false": 0},

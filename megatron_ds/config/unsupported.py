@@ -92,8 +92,7 @@ KEYS = table(
         "it does not turn recomputation on (--recompute-granularity does), and how recomputed layers keep "
         "their input changes no number":
             "activation_checkpointing.contiguous_memory_optimization "
-            "activation_checkpointing.cpu_checkpointing activation_checkpointing.number_checkpoints "
-            "activation_checkpointing.partition_activations "
+            "activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations "
             "activation_checkpointing.synchronize_checkpoint_boundary",
         "torch.compile is not used; it would change no number": "compile",
         "DeepSpeed has no such key: CUDA_VISIBLE_DEVICES is a variable of the environment":
@@ -135,6 +134,8 @@ KEYS = table(
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     },
     refused={
+        "activations stay on the device. Write --recompute-granularity full if they do not fit.":
+            "activation_checkpointing.cpu_checkpointing",
         "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
             "autotuning comms_logger compression_training eigenvalue elasticity memory_breakdown "
@@ -150,8 +151,9 @@ KEYS = table(
             "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
         "write --tensor-model-parallel-size, or give an engine a module that is split.": "tensor_parallel",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
-        "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.":
-            "csv_monitor comet monitor_config wandb.group",
+        "metrics go to the log, to TensorBoard, to W&B and to --metrics-jsonl. Remove it.":
+            "csv_monitor comet monitor_config",
+        "a run of W&B is in no group. Remove it.": "wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it.":
             "flops_profiler",

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .deepspeed_folder import EngineFiles, count, entry, files_of, open_file, scalar, shapes_in
 from .deepspeed_stage0 import stage0_state
 from .foreign_pickle import ForeignObject, fields_of
+from .malformed import refuses_malformed
 from .stored_tensor import MASTER, WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
 from .tensor_parallel_merge import RankPacking, merged_over_tp
 from .zero_shards import (
@@ -55,6 +56,7 @@ class RankState:
     common: Mapping[str, Any]
 
 
+@refuses_malformed
 def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | None = None) -> RawCheckpoint:
     """The checkpoint in a folder global_stepN. Raises CheckpointError.
 
@@ -103,13 +105,11 @@ def _check_same_save(files: EngineFiles, contents: Mapping[tuple[int, int], Mapp
         if len(values) > 1:
             (one, here), (other, there) = list(values.items())[:2]
             raise CheckpointError(f"{name} is {one} in {here} and {other} in {there}: they are files of "
-                                  "different "
-                                  "checkpoints. Copy all files of one checkpoint again.")
+                                  "different checkpoints. Copy all files of one checkpoint again.")
     ranks = count(contents[0, 0], "dp_world_size", files.models[0, 0])
     if files.optimizers and ranks is not None and ranks != files.shards:
         raise CheckpointError(f"{files.folder} has optim_states of {files.shards} data-parallel ranks, and "
-                              f"{ranks} "
-                              "ranks saved it. Copy the missing files, or load the weights alone.")
+                              f"{ranks} ranks saved it. Copy the missing files, or load the weights alone.")
 
 
 def _state_of_rank(files: EngineFiles, contents: Mapping[tuple[int, int], Mapping], rank: int,
@@ -175,14 +175,13 @@ def _shards(files: EngineFiles, rank: int, shapes: Sequence[Mapping], stage3: bo
     steps = {step for inner, path in zip(inners, paths) for step in optimizer_steps(inner, path)}
     if len(steps) > 1:
         raise CheckpointError(f"{files.folder}: parts of the optimizer state have made {sorted(steps)} "
-                              "steps. "
-                              "Files of several checkpoints are mixed up. Copy all files of one again.")
+                              "steps. Files of several checkpoints are mixed up. Copy all files of one "
+                              "again.")
     for state, path in zip(states, paths):
         counts = entry(state, "partition_count", (int, list), path, files.shards)
         if wrong := [n for n in (counts if isinstance(counts, list) else [counts]) if n != files.shards]:
             raise CheckpointError(f"{path} is one of {wrong[0]} shards, and there are {files.shards}. Files "
-                                  "of "
-                                  "several checkpoints are mixed up, or some are missing.")
+                                  "of several checkpoints are mixed up, or some are missing.")
     groups = [[vectors_of(inner.get("state", {}).get(g), master, path) for g, master in enumerate(held)]
               for inner, held, path in zip(inners, masters, paths)]
     if stage3:
@@ -225,12 +224,14 @@ def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[
     if files.layers:
         if files.model_ranks > 1:
             raise CheckpointError(f"{place}: the optimizer state of several pipeline stages without ZeRO has "
-                                  "no "
-                                  "names. Load the weights alone, or save with ZeRO stage 1.")
+                                  "no names. Load the weights alone, or save with ZeRO stage 1.")
         weights = {name: tensor for (layer, _), path in sorted(files.layers.items())
                    for name, tensor in _layer_weights(layer, path).items()}
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    tensors = stage0_state(inner, optimizer.get("fp32_groups"), weights, place)
+    masters = optimizer.get("fp32_groups")
+    if masters is None and "fp32_groups_flat" in optimizer:     # of a fused optimizer: one vector a group
+        masters = [[flat] for flat in entry(optimizer, "fp32_groups_flat", list, place)]
+    tensors = stage0_state(inner, masters, weights, place)
     steps = optimizer_steps(inner, place)
     common = {"param_groups": inner.get("param_groups"), "scaler": scaler_numbers(optimizer)}
     if MASTER in tensors:
@@ -280,14 +281,14 @@ def _of_pipeline(files: EngineFiles, states: Sequence[RankState], packing: RankP
     stages: dict[frozenset, list[Named]] = {}
     for state in states:
         names = {name for named in state.tensors.values() for name in named}
-        stages.setdefault(frozenset(name for name in names if not name.startswith(TIED)),
-        []).append(state.tensors)
+        own = frozenset(name for name in names if not name.startswith(TIED))
+        stages.setdefault(own, []).append(state.tensors)
     found: Named = {WEIGHT: dict(weights)}
     for held in reversed(stages.values()):          # of tied parameters the first stage's remain
         if len(held) != tp_size and any(named for tensors in held for named in tensors.values()):
             raise CheckpointError(f"{files.folder}: {len(held)} optim_states hold the same parameters, and "
-                                  "the "
-                                  f"layer files are of {tp_size} tensor-parallel ranks. Files are mixed up.")
+                                  f"the layer files are of {tp_size} tensor-parallel ranks. Files are mixed "
+                                  "up.")
         for kind, named in _merged(held, packing).items():
             found.setdefault(kind, {}).update(_untied(named, weights))
     return found

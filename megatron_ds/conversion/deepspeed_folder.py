@@ -22,9 +22,9 @@ from .stored_tensor import StoredTensor
 from .torch_file import ForeignFile, read_torch_file
 
 LATEST = "latest"
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]{1,9})(?:-model_([0-9]{1,9}))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_-?\d+_expert_.*|expp_rank_.*")
 
 
@@ -75,12 +75,10 @@ def tag_folder(folder: Path, iteration: int | None = None, pointer: str = LATEST
         return None
     if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
         raise CheckpointError(f"{folder / pointer} holds {tag!r}, which is not the name of a folder. Write "
-                              "the "
-                              "name of a checkpoint in that folder into it.")
+                              "the name of a checkpoint in that folder into it.")
     if not (folder / tag).is_dir():
         raise CheckpointError(f"{folder / pointer} names {tag!r}, and there is no such folder. Restore it, "
-                              "or "
-                              "write the name of another checkpoint into that file.")
+                              "or write the name of another checkpoint into that file.")
     return folder / tag
 
 
@@ -105,9 +103,8 @@ def files_of(folder: Path) -> EngineFiles:
         _check_complete(folder, kind, files)
     if optimizers and {rank for rank, _ in optimizers} != {rank for rank, _ in models}:
         raise CheckpointError(f"{folder} has optim_states of {len({r for r, _ in optimizers})} "
-                              "model-parallel "
-                              f"ranks, and model_states of {len({r for r, _ in models})}. Copy the missing "
-                              "files, or load the weights alone.")
+                              f"model-parallel ranks, and model_states of {len({r for r, _ in models})}. "
+                              "Copy the missing files, or load the weights alone.")
     return EngineFiles(folder, models, optimizers, layers)
 
 
@@ -117,13 +114,14 @@ def _check_complete(folder: Path, kind: str, files: Mapping[tuple[int, int], Pat
         return
     first = sorted({a for a, _ in files}) if kind == "layer" else range(1 + max(a for a, _ in files))
     second = range(1 + max(b for _, b in files))
-    if absent := [(a, b) for a in first for b in second if (a, b) not in files]:
-        names = {"layer": "layer {} of tensor-parallel rank {}",
-                 }.get(kind, "model-parallel rank {}, data-parallel rank {}")
-        raise CheckpointError(f"{folder}: {len(absent)} of {len(first) * len(second)} {kind} files are "
-                              "missing, "
-                              f"first that of {names.format(*absent[0])}. Files of all ranks must be in one "
-                              "folder: copy those that other nodes wrote.")
+    number = len(first) * len(second)
+    if number > len(files):
+        absent = next((a, b) for a in first for b in second if (a, b) not in files)
+        place = ("layer {} of tensor-parallel rank {}" if kind == "layer" else
+                 "model-parallel rank {}, data-parallel rank {}").format(*absent)
+        raise CheckpointError(f"{folder}: {number - len(files)} of {number} {kind} files are missing, first "
+                              f"that of {place}. Files of all ranks must be in one folder: copy those that "
+                              "other nodes wrote.")
 
 
 # ---- Contents.
@@ -133,8 +131,7 @@ def open_file(path: Path) -> ForeignFile:
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(f"{path} holds a {type(file.content).__name__}, and DeepSpeed writes a dict "
-                              "there: "
-                              "it is another file.")
+                              "there: it is another file.")
     return file
 
 
@@ -146,12 +143,10 @@ def entry(content: Mapping[str, Any], name: str, kind: type | tuple[type, ...], 
         if absent is not ...:
             return absent
         raise CheckpointError(f"{place} has no {name!r}, which DeepSpeed writes there: it is damaged, or of "
-                              "a "
-                              "version that is not known.")
+                              "a version that is not known.")
     if not isinstance(value, kind) or isinstance(value, bool) and kind in (int, (int, float)):
         raise CheckpointError(f"{place}: {name!r} is a {type(value).__name__}, which DeepSpeed does not "
-                              "write "
-                              "there: it is damaged.")
+                              "write there: it is damaged.")
     return value
 
 
@@ -160,7 +155,8 @@ def count(content: Mapping[str, Any], name: str, place: object) -> int | None:
     value = entry(content, name, (int, float, StoredTensor), place, None)
     if isinstance(value, StoredTensor):
         value = scalar(value)
-    if value is not None and (value != value or value < 0 or value != int(value) or value >= 2**62):
+    if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**62
+                                  and value == int(value)):
         raise CheckpointError(f"{place}: {name!r} is {value}, not a count.")
     return None if value is None else int(value)
 

@@ -23,9 +23,11 @@ from .family import Family, entries_of, initial, missing, model_of, to_ours, to_
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES
 from .huggingface_format import CONFIG, check_tied, family_for, family_of, with_prefix
+from .malformed import refuses_malformed
 from .own_format import progress_in
 from .safetensors_reader import read_json
 from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor, Tensors
+from .tensor_views import first_rows
 from .universal_folder import POINTER, ZERO, read_universal, universal_folder, write_universal
 
 OF_MEGATRON = (mds_family.NAME, mds_family.PIPELINE)
@@ -61,6 +63,7 @@ def read_raw(folder: Path, wishes: Wishes, universal: bool = False) -> RawCheckp
     return read_engine_folder(path, wishes.weights_only, thirds)
 
 
+@refuses_malformed
 def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckpoint:
     """The checkpoint in our terms. Raises CheckpointError."""
     return in_our_terms(read_raw(folder, wishes, universal), folder, wishes)
@@ -99,8 +102,7 @@ def _of_megatron(raw: RawCheckpoint, wishes: Wishes) -> tuple[RawCheckpoint, Fam
     args = raw.settings.get("args")
     if not args:
         raise CheckpointError(f"{raw.folder}: its model file has no \"args\", so the options of the model "
-                              "are not "
-                              "known. Megatron-DeepSpeed stores them; copy that file again.")
+                              "are not known. Megatron-DeepSpeed stores them; copy that file again.")
     name = mds_family.NAME if mds_family.has_module_names(raw.tensors[WEIGHT]) else mds_family.PIPELINE
     raw = mds_family.with_module_names(raw)
     try:
@@ -123,8 +125,7 @@ def _vocab_size(args: Mapping[str, Any], rows: int, wishes: Wishes, folder: Path
         size = rows                 # padding was removed
     if size is None:
         raise CheckpointError(f"{folder}: the embedding has {rows} rows with padding, and the files do not "
-                              "record "
-                              "how many tokens there are: --vocab-size N")
+                              "record how many tokens there are: --vocab-size N")
     if not isinstance(size, int) or not 0 < size <= rows:
         raise CheckpointError(f"{folder}: a vocabulary of {size!r} tokens, and the embedding has {rows} rows")
     return size
@@ -133,17 +134,11 @@ def _vocab_size(args: Mapping[str, Any], rows: int, wishes: Wishes, folder: Path
 def _without_padding(raw: RawCheckpoint, rows: int) -> RawCheckpoint:
     """Embedding and output layer with their first rows only."""
     def cut(name: str, tensor: StoredTensor) -> StoredTensor:
-        if not name.endswith(("word_embeddings.weight", "output_layer.weight")) or tensor.shape[0] == rows:
-            return tensor
-        return replace_shape(tensor, (rows, *tensor.shape[1:]), lambda: tensor.read()[:rows])
+        has_rows = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        return first_rows(tensor, rows) if has_rows and tensor.shape[0] > rows else tensor
 
     return replace(raw, tensors={kind: {name: cut(name, tensor) for name, tensor in named.items()}
                                  for kind, named in raw.tensors.items()})
-
-
-def replace_shape(tensor: StoredTensor, shape: tuple[int, ...], read: Any) -> StoredTensor:
-    """A tensor read otherwise, in the same place."""
-    return StoredTensor(shape, tensor.dtype, read, tensor.place)
 
 
 def _of_transformers(raw: RawCheckpoint, folder: Path) -> tuple[RawCheckpoint, Family, dict[str, Any]]:
@@ -165,10 +160,9 @@ def _config_file(inner: Path, folder: Path) -> Path:
         if path.is_file():
             return path
     raise CheckpointError(f"{inner}: the tensors are those of a model that is not Megatron-DeepSpeed's, and "
-                          "there is "
-                          f"no {CONFIG} that describes it. Copy the model's {CONFIG} of transformers into "
-                          f"{folder}. "
-                          "For other modules, load the folder with engine.load_checkpoint.")
+                          f"there is no {CONFIG} that describes it. Copy the model's {CONFIG} of "
+                          f"transformers into {folder}. For other modules, load the folder with "
+                          "engine.load_checkpoint.")
 
 
 def _state(raw: RawCheckpoint, entries: list, family: Family, model: ModelConfig) -> Tensors:
@@ -181,9 +175,8 @@ def _state(raw: RawCheckpoint, entries: list, family: Family, model: ModelConfig
         without = [entry.ours for entry in entries if entry.ours not in state]
         if without and len(without) < len(entries):
             raise CheckpointError(f"{raw.folder}: {len(without)} parameters, first {without[0]}, have no "
-                                  f"{kind}: they "
-                                  "were frozen. Here all parameters are trained. Load the weights alone "
-                                  "(--no-optim; --finetune in training).")
+                                  f"{kind}: they were frozen. Here all parameters are trained. Load the "
+                                  "weights alone (--no-optim; --finetune in training).")
         found[kind] = state
     return found
 
@@ -194,8 +187,8 @@ def _optimizer(tensors: Tensors, raw: RawCheckpoint) -> str | None:
         return None
     if kinds not in OPTIMIZERS:
         raise CheckpointError(f"{raw.folder}: its optimizer holds {', '.join(sorted(kinds))}, which is "
-                              "neither Adam's "
-                              "nor SGD's state. Load the weights alone (--no-optim; --finetune in training).")
+                              "neither Adam's nor SGD's state. Load the weights alone (--no-optim; "
+                              "--finetune in training).")
     return OPTIMIZERS[kinds]
 
 
@@ -228,12 +221,14 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
     wishes.family  "mds-gpt", "mds-gpt-pipeline" or a family of Hugging Face; None: the source's
     """
+    if wishes.dtype not in (None, "float32"):
+        raise CheckpointError(f"--dtype {wishes.dtype}: universal folders hold weights in float32, from "
+                              "which the optimizer continues. Omit it.")
     model = model_of(checkpoint.model, checkpoint.folder)
     name = wishes.family or checkpoint.source.get("family")
     if name is None:
         raise CheckpointError("a universal folder has the names of the module that DeepSpeed trains. Give "
-                              "--family: "
-                              f"{', '.join((*OF_MEGATRON, *FAMILIES))}.")
+                              f"--family: {', '.join((*OF_MEGATRON, *FAMILIES))}.")
     family = _family_to_write(name, checkpoint, model, wishes)
     entries = entries_of(family, model)
     tensors = {kind: to_theirs(entries, named, model) for kind, named in checkpoint.tensors.items()
@@ -250,8 +245,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     path = write_universal(raw, folder, about, wishes.done)
     kinds = ", ".join(kind for kind in tensors if kind != WEIGHT) or "weights only"
     unknown = ["the learning rate of the next step is not recorded: DeepSpeed makes that step with the first "
-               "one of "
-               "its scheduler"]
+               "one of its scheduler"]
     return [f"wrote {path}: {len(tensors[WEIGHT])} parameters as {family.name}, {kinds}",
             'DeepSpeed loads it with "checkpoint": {"load_universal": true} and '
             f'engine.load_checkpoint("{folder}")', *(unknown if rate is None else [])]
@@ -273,9 +267,8 @@ def _family_to_write(name: str, checkpoint: LogicalCheckpoint, model: ModelConfi
     packing = wishes.qkv_packing or "thirds"
     if packing == "thirds" and model.query_groups != model.num_attention_heads:
         raise CheckpointError(f"--family {name}: Megatron-DeepSpeed does not compute "
-                              f"{model.num_attention_heads} "
-                              f"heads with {model.query_groups} keys and values correctly. Write a family of "
-                              f"Hugging Face: {', '.join(FAMILIES)}.")
+                              f"{model.num_attention_heads} heads with {model.query_groups} keys and values "
+                              f"correctly. Write a family of Hugging Face: {', '.join(FAMILIES)}.")
     return mds_family.family(packing, name)
 
 
@@ -290,6 +283,8 @@ def _about(name: str, model: ModelConfig) -> dict[str, Any]:
     return {"param_n_sub_params": 2} if "dense_h_to_4h" in name and model.is_gated else {}
 
 
-FORMAT = Format(ENGINE, "checkpoint of DeepSpeed's engine", detect_engine, read)
+READS = ("iteration", "vocab_size", "qkv_packing", "allow_missing", "allow_unused")
+FORMAT = Format(ENGINE, "checkpoint of DeepSpeed's engine", detect_engine, read, reads=READS)
 UNIVERSAL_FORMAT = Format(UNIVERSAL, "universal checkpoint of DeepSpeed", detect_universal,
-                          partial(read, universal=True), write)
+                          partial(read, universal=True), write, reads=READS, writes=("family", "qkv_packing"),
+                          can_verify=False)

@@ -6,12 +6,11 @@ only if there is exactly one way: anything else is refused, since moments of ano
 shape would not be noticed.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
-
-import torch
 
 from ..errors import CheckpointError
 from .stored_tensor import MASTER, StoredTensor
@@ -40,8 +39,7 @@ def stage0_state(inner: Mapping[str, Any], masters: Any, weights: Mapping[str, S
         if masters is not None:
             if not isinstance(masters, list) or g >= len(masters) or len(masters[g]) != len(states):
                 raise CheckpointError(f"{place}: group {g} of the optimizer has {len(states)} parameters, "
-                                      "and "
-                                      "its fp32 weights are others. The file is damaged.")
+                                      "and its fp32 weights are others. The file is damaged.")
             states = [{MASTER: master, **one} for master, one in zip(masters[g], states)]
         if not any(states):
             continue
@@ -60,7 +58,7 @@ def stage0_state(inner: Mapping[str, Any], masters: Any, weights: Mapping[str, S
 def _flat(states: Sequence[Mapping[str, StoredTensor]], weights: Mapping[str, StoredTensor], groups: int
           ) -> list[dict[str, StoredTensor]] | None:
     """State of a fused optimizer: one vector of all parameters of the only group. None if it is not that."""
-    sizes = [torch.Size(tensor.shape).numel() for tensor in weights.values()]
+    sizes = [math.prod(tensor.shape) for tensor in weights.values()]
     if groups != 1 or len(states) != 1 or len(weights) == 1 or any(
             tensor.shape != (sum(sizes),) for tensor in states[0].values()):
         return None
@@ -74,8 +72,7 @@ def _shape(state: Mapping[str, StoredTensor], place: object) -> tuple[int, ...]:
     shapes = {tensor.shape for tensor in state.values()}
     if len(shapes) != 1:
         raise CheckpointError(f"{place}: tensors of the state of one parameter have the shapes "
-                              f"{sorted(shapes)}. "
-                              f"{ALONE}.")
+                              f"{sorted(shapes)}. {ALONE}.")
     return shapes.pop()
 
 
@@ -104,10 +101,8 @@ def _assigned(shapes: Sequence[tuple[int, ...]], weights: Mapping[str, tuple[int
     if number != 1:
         raise CheckpointError(
             f"{place}: the state of {len(shapes)} parameters has no names, and fits the {len(names)} "
-            "parameters of "
-            f"the model in {'several ways' if number else 'no way'}, in their order. {ALONE}, or save with "
-            "ZeRO "
-            "stage 1, which records names.")
+            f"parameters of the model in {'several ways' if number else 'no way'}, in their order. {ALONE}, "
+            "or save with ZeRO stage 1, which records names.")
     result, name = [], 0
     for state in range(len(shapes)):
         while weights[names[name]] != shapes[state] or not ways(state + 1, name + 1):

@@ -32,6 +32,8 @@ from .stored_tensor import StoredTensor
 
 LISTED = 10         # names in one message
 MOST = 10_000       # layers, or experts of a layer
+# Sizes that no model has: products of them would not be numbers of elements.
+MOST_OF = {"hidden_size": 10**6, "ffn_size": 10**7, "vocab_size": 10**8, "positions": 10**9}
 SEED = 1234         # of weights that no file holds
 PLACES = {"i": r"(?P<i>\d+)", "leaf": r"(?P<leaf>\w+)"}
 
@@ -133,10 +135,23 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
         raise CheckpointError(f"{folder}: its settings describe a model of {odd[0]}, more than {MOST}: the "
                               "file is damaged.")
     model = ModelConfig(**{"seq_length": values.get("max_position_embeddings"), **values})
+    _check_widths(model, folder)
     if model.num_attention_heads % model.query_groups:
         raise CheckpointError(f"{folder}: {model.num_attention_heads} attention heads do not form "
                               f"{model.query_groups} groups.")
     return model
+
+
+def _check_widths(model: ModelConfig, folder: object) -> None:
+    sizes = {name: (getattr(model, name), most) for name, most in MOST_OF.items()}
+    sizes["heads × kv_channels"] = (model.num_attention_heads * model.head_dim, MOST_OF["hidden_size"])
+    if any(model.experts):
+        sizes["moe_ffn_hidden_size"] = (model.expert_ffn_size, MOST_OF["hidden_size"])
+        sizes["moe_shared_expert_intermediate_size"] = (model.moe_shared_expert_intermediate_size,
+                                                        MOST_OF["ffn_size"])
+    if odd := [f"{name} {size}, more than {most}" for name, (size, most) in sizes.items()
+               if size is not None and size > most]:
+        raise CheckpointError(f"{folder}: its settings describe a model of {odd[0]}: the file is damaged.")
 
 
 # ---- Their tensors → ours.
@@ -214,6 +229,15 @@ def missing(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowe
                               "model would keep random values there. Complete the files, or allow them: "
                               "--allow-missing PATTERN.")
     return absent
+
+
+def replaced(entries: Iterable[Entry], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Their names in the files that are parts of a tensor of ours of which other parts are missing.
+
+    The whole tensor has new values then; see `initial`.
+    """
+    return [name for entry in entries if not all(part in stored for part in entry.theirs)
+            for name in entry.theirs if name in stored]
 
 
 def unused(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], family: Family,

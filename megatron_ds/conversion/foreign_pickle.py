@@ -12,6 +12,7 @@ the tables below: no checkpoint needs `os.system`. The names of all stand-ins ar
 
 import collections
 import io
+import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -170,7 +171,7 @@ def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) 
     size, stride = tuple(size), tuple(stride)
     if not (_is_count(offset) and len(size) == len(stride) <= 64 and all(map(_is_count, (*size, *stride)))):
         raise pickle.UnpicklingError(f"{place}: a tensor of shape {size} has the strides {stride}")
-    count = torch.Size(size).numel()
+    count = math.prod(size)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride))
     if count > numel or count and last >= numel:
         raise pickle.UnpicklingError(f"{place}: a tensor of shape {list(size)} from element {offset} on "

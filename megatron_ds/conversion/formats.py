@@ -1,6 +1,6 @@
 """`FORMATS`: the formats of checkpoints that can be read and written, by the name that --from and --to take.
 
-A module of this package has `FORMAT`, and is imported when its format is asked for.
+A module of this package is imported when its format is first used.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class Wishes:
     vocab_size     true number of rows of the vocabulary, where the files hold padded ones; None: unknown
     dtype          of written weights: "float32", "bfloat16", "float16"; None for the source's
     shard_bytes    longest file to write
-    family         name of the family of models to read or write as; None: from the files or the options
+    family         name of the family of models to write as; None: from the source or the options
     tensor_parallel, pipeline_parallel    sizes of a written layout, for formats whose files have one
     allow_missing, allow_unused           names of tensors that are not errors; patterns of fnmatch
     weights_only   without optimizer state and progress
     qkv_packing    of Megatron-DeepSpeed's query_key_value: "heads" or "thirds"; None: not known
-    done           called with the bytes of each tensor that was converted
+    done           called with the bytes of each tensor of the source that was converted
     """
 
     iteration: int | None = None
@@ -53,6 +53,8 @@ class Format:
     read    function(folder, wishes) -> LogicalCheckpoint. Raises CheckpointError
     write   function(checkpoint, folder, wishes) -> lines that state what was written. The folder is written
             complete or not at all. None for a format that is only read
+    can_verify     whether a written folder describes its model, so that it can be read again
+    reads, writes  names of the wishes that `read` and `write` use. weights_only and done hold for all
     """
 
     name: str
@@ -60,16 +62,19 @@ class Format:
     detect: Callable[[Path], bool]
     read: Callable[[Path, Wishes], LogicalCheckpoint]
     write: Callable[[LogicalCheckpoint, Path, Wishes], list[str]] | None = None
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    can_verify: bool = True
 
 
-# name → module of this package. Detection asks in this order.
+# name → module of this package and the format's name in it. `detected` tries them in this order.
 FORMATS: dict[str, str] = {
-    "megatron_ds": "own_format",
-    "huggingface": "huggingface_format",
-    "deepspeed-universal": "universal_format",
-    "deepspeed": "deepspeed_format",
-    "megatron_torch_dist": "megatron_torch_dist_format",
-    "megatron_torch": "megatron_torch_format",
+    "megatron_ds": "own_format.FORMAT",
+    "huggingface": "huggingface_format.FORMAT",
+    "deepspeed-universal": "deepspeed_format.UNIVERSAL_FORMAT",
+    "deepspeed": "deepspeed_format.FORMAT",
+    "megatron_torch_dist": "megatron_torch_dist_format.FORMAT",
+    "megatron_torch": "megatron_torch_format.FORMAT",
 }
 ALIASES = {"hf": "huggingface", "ours": "megatron_ds", "torch_dist": "megatron_torch_dist",
            "torch": "megatron_torch"}
@@ -81,7 +86,8 @@ def format_of(name: str) -> Format:
     if name not in FORMATS:
         raise ConfigError(f"unknown format of checkpoints {name!r}{did_you_mean(name, [*FORMATS]) or '.'} "
                           f"Known: {', '.join((*FORMATS, *ALIASES))}.")
-    return import_module(f".{FORMATS[name]}", __package__).FORMAT
+    module, attribute = FORMATS[name].split(".")
+    return getattr(import_module(f".{module}", __package__), attribute)
 
 
 def detected(folder: Path) -> Format:

@@ -24,17 +24,28 @@ from ..errors import CheckpointError
 from ..models.model_identity import model_identity
 from ..mpu.group import solo
 from ..registry import did_you_mean
-from .family import Family, entries_of, initial, listing, missing, model_of, to_ours, to_theirs, unused
+from .family import (
+    Family,
+    entries_of,
+    initial,
+    listing,
+    missing,
+    model_of,
+    replaced,
+    to_ours,
+    to_theirs,
+    unused,
+)
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES, REFUSED
 from .published import published
 from .read_ahead import ReadAhead
+from .run_values import LOWER_CASE, TOKENIZER_CONFIG
 from .safetensors_reader import read_folder, read_json
 from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor
 
 NAME, CONFIG, GENERATION = "huggingface", "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A checkpoint of these was not trained at full precision; its tensors are integers with scales.
 QUANTIZED = "quantization_config"
@@ -56,7 +67,7 @@ def read_raw(folder: Path) -> RawCheckpoint:
 def family_of(settings: Mapping[str, Any], folder: Path) -> Family:
     """The family of a config.json. Raises CheckpointError with the reason for those that are not computed."""
     name = settings.get("model_type")
-    if name in FAMILIES:
+    if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     why = REFUSED.get(name) if isinstance(name, str) else None
     raise CheckpointError(f"{folder / CONFIG}: model_type {name!r} is not supported"
@@ -71,6 +82,10 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     if QUANTIZED in raw.settings:
         raise CheckpointError(f"{folder / CONFIG} has a {QUANTIZED}: its weights are quantized, and cannot "
                               "be trained. Give the folder of the model before it was quantized.")
+    for key in ("dtype", "torch_dtype"):
+        if not isinstance(raw.settings.get(key), str | None):
+            raise CheckpointError(f"{folder / CONFIG} is damaged: {key} is {raw.settings[key]!r}, not a "
+                                  "name.")
     try:
         options = family.options(raw.settings)
     except (TypeError, ValueError, KeyError) as error:
@@ -90,8 +105,11 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     source = {"format": NAME, "family": family.name, "settings": dict(raw.settings)}
     if (folder / GENERATION).is_file():
         source["generation"] = read_json(folder / GENERATION)
+    ignored = (*(f"{name} (missing)" for name in absent),
+               *(f"{name} (replaced by new values, as other parts of its tensor are missing)"
+                 for name in replaced(entries, tensors)))
     return LogicalCheckpoint(folder, options, {WEIGHT: ours}, tokenizer=files, source=source,
-                             ignored=tuple(f"{name} (missing)" for name in absent), unused=tuple(left))
+                             ignored=ignored, unused=tuple(left))
 
 
 def with_prefix(tensors: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
@@ -160,6 +178,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     settings = config_of(checkpoint, family, model)
     default = settings.get("dtype") or settings.get("torch_dtype")
     name = wishes.dtype or (default if default in DTYPES else "float32")
+    rounded = sum(tensor.dtype == torch.float32 for tensor in theirs.values()) if name != "float32" else 0
     entries = [TensorEntry(key, tensor.shape, DTYPES[name] if tensor.dtype.is_floating_point
                            else tensor.dtype) for key, tensor in theirs.items()]
     with published(folder) as hidden:
@@ -172,6 +191,9 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     lines = [f"wrote {len(entries)} tensors, {sum(entry.nbytes for entry in entries) / 2**20:.1f} MiB of "
              f"{name}, as {family.about['architectures'][0]} to {folder}",
              f"tokenizer: {', '.join(files)}" if files else "no tokenizer: the source has no files of one"]
+    if rounded and wishes.dtype is None:
+        lines.append(f"{rounded} float32 tensors were rounded to {name}, the dtype of the source's "
+                     "config.json; --dtype float32 keeps their values")
     others = sorted(kind for kind in checkpoint.tensors if kind != WEIGHT)
     if others:
         lines.append(f"left out, because the format has no place for it: {', '.join(others)}")
@@ -230,6 +252,10 @@ def _generation_of(checkpoint: LogicalCheckpoint, settings: Mapping[str, Any]) -
 def _write_tokenizer(checkpoint: LogicalCheckpoint, folder: Path) -> list[str]:
     for name, path in checkpoint.tokenizer.items():
         shutil.copyfile(path, folder / name)
+    if checkpoint.tokenizer_type in LOWER_CASE and "vocab.txt" in checkpoint.tokenizer:
+        kept = read_json(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in checkpoint.tokenizer else {}
+        _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "BertTokenizer", **kept,
+                                                "do_lower_case": LOWER_CASE[checkpoint.tokenizer_type]})
     if "tokenizer.json" in checkpoint.tokenizer and TOKENIZER_CONFIG not in checkpoint.tokenizer:
         ids = _vocabulary(folder / "tokenizer.json")
         end = next((name for name in END_NAMES if name in ids), None)
@@ -242,4 +268,5 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_durably(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-FORMAT = Format(NAME, "folder of Hugging Face", detect, read, write)
+FORMAT = Format(NAME, "folder of Hugging Face", detect, read, write, reads=("allow_missing", "allow_unused"),
+                writes=("dtype", "family", "shard_bytes"))

@@ -12,10 +12,10 @@ Spellings of transformers 4 and 5 are read, and both are written:
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_pattern import MOST_LAYERS
 from ..config.model_options import ModelConfig
-from ..config.moe_options import MOST_LAYERS
 from ..errors import CheckpointError
-from .settings_table import Fixed, Key, Only, options_of, settings_of
+from .settings_table import Fixed, Key, Only, Written, options_of, settings_of
 
 Settings = Mapping[str, Any]
 TIED = {True: False, False: True}           # tie_word_embeddings → untie_embeddings_and_output_weights
@@ -91,7 +91,12 @@ MEGATRON_BERT = (
     Only("is_decoder", (False,)), Only("add_cross_attention", (False,)),
     Only("position_embedding_type", ("absolute",)),
 )
-ROTARY_DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6}}
+MISTRAL = (*LLAMA, *NO_BIAS, Written("sliding_window", None))
+# Values of settings that are absent, by model_type. Only gpt_neox rotates a part of each head.
+QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False}
+DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6},
+            "mistral": {"sliding_window": 4096},
+            **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), QWEN_WINDOW)}
 
 
 # ---- Their settings → our options.
@@ -111,10 +116,11 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
         raise CheckpointError(f"word_embed_proj_dim is {settings['word_embed_proj_dim']} with hidden_size "
                               f"{found['hidden_size']}: projected embeddings, as in OPT-350m, are not "
                               "computed")
-    if settings.get("attention_bias", False) != settings.get("mlp_bias", False) and "mlp_bias" in settings:
-        raise CheckpointError("attention_bias and mlp_bias differ; this package gives biases to both or to "
-                              "neither")
     return found
+
+
+def _defaults(settings: Settings) -> Settings:
+    return DEFAULTS.get(settings.get("model_type", ""), {})
 
 
 def _rotary_options(settings: Settings) -> dict[str, Any]:
@@ -122,11 +128,13 @@ def _rotary_options(settings: Settings) -> dict[str, Any]:
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise CheckpointError(f"rope_parameters is {rope!r}: other rotary positions in some layers are not "
                               "computed")
-    defaults = ROTARY_DEFAULTS.get(settings.get("model_type", ""), {})
+    defaults = _defaults(settings)
     first = lambda *names, default: next((value for name in names for value in (rope.get(name), settings.get(
         name)) if value is not None), default)
     base = first("rope_theta", "rotary_emb_base", default=defaults.get("rope_theta", 10000.0))
     share = first("partial_rotary_factor", "rotary_pct", default=defaults.get("partial_rotary_factor", 1.0))
+    if share != 1 and "partial_rotary_factor" not in defaults:
+        raise CheckpointError(f"partial_rotary_factor is {share}, and models of this type rotate whole heads")
     return {"rotary_base": float(base), "rotary_percent": float(share), **_scaling_options(rope)}
 
 
@@ -147,9 +155,10 @@ def _scaling_options(rope: Settings) -> dict[str, Any]:
 
 
 def _check_attention(settings: Settings) -> None:
-    window = settings.get("sliding_window")
-    uses_it = settings.get("use_sliding_window", window is not None)
-    if uses_it and window and window < settings.get("max_position_embeddings", 0):
+    known = {**_defaults(settings), **settings}
+    window = known.get("sliding_window")
+    uses_it = known.get("use_sliding_window", window is not None)
+    if uses_it and window and window < known.get("max_position_embeddings", 0):
         raise CheckpointError(f"sliding_window is {window}: attention to the last {window} tokens alone is "
                               "not computed. On sequences of up to so many tokens the model is the same: for "
                               "those, set sliding_window to null and max_position_embeddings to "
@@ -181,20 +190,20 @@ def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
     """Settings in the spellings of transformers 4 and 5."""
     found = settings_of(table, model)
     if ROTARY in table:
-        found |= _rotary_settings(model)
+        found |= _rotary_settings(model, is_partial=table is GPT_NEOX)
     if Key("num_experts_per_tok", "moe_router_topk") in table:
         found |= _expert_settings(model)
     return found
 
 
-def _rotary_settings(model: ModelConfig) -> dict[str, Any]:
+def _rotary_settings(model: ModelConfig, is_partial: bool) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     if model.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     elif model.rotary_seq_len_interpolation_factor:
         scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    share = {"partial_rotary_factor": model.rotary_percent} if model.rotary_percent != 1 else {}
+    share = {"partial_rotary_factor": model.rotary_percent} if is_partial or model.rotary_percent != 1 else {}
     found = {"rope_theta": model.rotary_base, **share,
              "rope_parameters": {"rope_theta": model.rotary_base, **share, **scaling}}
     if share:

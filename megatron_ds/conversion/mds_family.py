@@ -80,7 +80,10 @@ def activation_of(args: Mapping[str, Any]) -> str:
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of which `model_options` makes the same model."""
+    """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
+    if model.window_size is not None or model.softmax_type != "vanilla":
+        raise CheckpointError("Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "
+                              "Choose another format.")
     found = settings_of(ARGUMENTS, model) | {"seq_length": model.seq_length}
     found |= {"use_rotary_position_embeddings": model.position_embedding_type == "rope",
               "add_position_embedding": model.position_embedding_type == "learned_absolute",
@@ -165,8 +168,7 @@ def _names_of_layers(weights: Mapping[str, StoredTensor], folder: object) -> dic
             names[name] = f"{ROOT}encoder.final_layernorm.{leaf}"
         else:
             raise CheckpointError(f"{weights[name].place}: layer {number} of the pipeline holds {leaf}, "
-                                  "which no "
-                                  "layer of Megatron-DeepSpeed's GPT does.")
+                                  "which no layer of Megatron-DeepSpeed's GPT does.")
     return names
 
 
@@ -178,12 +180,9 @@ def packing_of(raw: RawCheckpoint, model: ModelConfig, wanted: str | None) -> st
     """
     if wanted == "thirds" and model.query_groups != model.num_attention_heads:
         raise CheckpointError(f"{raw.folder}: --qkv-packing thirds, and {model.num_attention_heads} heads "
-                              "share "
-                              f"{model.query_groups} keys and values: Megatron-DeepSpeed then cuts the rows "
-                              "into "
-                              "equal thirds, which are not queries, keys and values, so that what it trained "
-                              "is "
-                              "no attention that this package computes.")
+                              f"share {model.query_groups} keys and values: Megatron-DeepSpeed then cuts the "
+                              "rows into equal thirds, which are not queries, keys and values, so that what "
+                              "it trained is no attention that this package computes.")
     if wanted is not None:
         return wanted
     if model.num_attention_heads == 1:

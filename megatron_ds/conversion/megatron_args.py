@@ -19,43 +19,75 @@ SAME_NAME = (
     "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
     "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "init_method_std",
-    "hidden_dropout", "attention_dropout")
+    "hidden_dropout", "attention_dropout", "softmax_type")
 OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate")
+OF_CAPACITY = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity")
 # Values of arguments that models of this package do not compute: name → (admitted values, what it is).
 REFUSED = {
     "multi_latent_attention": ((False, None), "multi-latent attention"),
     "mtp_num_layers": ((None, 0), "multi-token prediction"),
-    "window_size": ((None,), "sliding-window attention"),
-    "window_attn_skip_freq": ((None,), "sliding-window attention"),
     "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm"),
     "apply_query_key_layer_scaling": ((False, None), "scaled scores of queries and keys"),
     "is_hybrid_model": ((False, None), "Mamba layers"), "hybrid_override_pattern": ((None,), "Mamba layers"),
     "heterogeneous_layers_config_path": ((None,), "layers of different kinds"),
     "experimental_attention_variant": ((None,), "another attention"),
-    "num_memory_units": ((None,), "memory"), "embedding_init_method_std": ((None,), "its own initial values"),
-    "softmax_type": (("vanilla", None), "another softmax"), "qk_clip": ((False, None), "clipped scores"),
+    "num_memory_units": ((None,), "memory"),
+    "softmax_type": (("vanilla", "off-by-one", None), "weights of its softmax"),
+    "qk_clip": ((False, None), "clipped scores"),
+    "no_rope_freq": ((None, 0), "layers without rotary positions"),
+    "rope_type": (("rope", None), "another rotary embedding"),
+    "qk_l2_norm": ((False, None), "queries and keys of unit length"),
+    "softmax_scale": ((None,), "its own scale of scores"),
+    "activation_func_clamp_value": ((None,), "a clamped activation"),
+    "glu_linear_offset": ((None, 0), "an offset in its gated activation"),
+    "moe_apply_probs_on_input": ((False, None), "inputs of experts scaled by the router"),
     "use_mup": ((False, None), "maximal update parametrization"),
     "moe_latent_size": ((None,), "latent experts")}
-_MEANINGLESS = ("embedding_init_method_std",)       # of a trained model
+# Counts in the arguments. The largest admitted bounds what is built before it is compared with the tensors.
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+COUNTS = (
+    *NEEDED, "ffn_hidden_size", "kv_channels", "num_query_groups", "seq_length", "max_position_embeddings",
+    "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "num_experts", "moe_router_topk",
+    "model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "expert_model_parallel_size", "context_parallel_size", "data_parallel_size", "ddp_bucket_size",
+    "ddp_num_buckets", "global_batch_size", "consumed_train_samples", "skipped_train_samples")
+MOST = {"num_layers": 10_000, "num_experts": 100_000}
+
+
+def check_arguments(args: Mapping[str, Any], place: object) -> None:
+    """Raises CheckpointError for arguments that describe no model, and for counts that are none."""
+    if missing := [name for name in NEEDED if not args.get(name)]:
+        raise CheckpointError(f"{place}: the arguments in the files lack {', '.join(missing)}: they do not "
+                              "describe a model. Files before Megatron-LM 1.1 have none; convert them there "
+                              "first.")
+    for name in COUNTS:
+        value, most = args.get(name), MOST.get(name, 2**48)
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise CheckpointError(f"{place}: the argument {name} is {value!r}, and it must be a count from 0 "
+                                  f"to {most}. The file is damaged.")
+
+
+def local_experts(args: Mapping[str, Any]) -> int:
+    """Experts of one expert-parallel rank. Raises CheckpointError for sizes that do not divide."""
+    experts, ranks = args.get("num_experts") or 1, args.get("expert_model_parallel_size") or 1
+    if args.get("num_experts") and experts % ranks:
+        raise CheckpointError(f"{experts} experts do not divide over {ranks} expert-parallel ranks. The "
+                              "arguments in the files are damaged.")
+    return max(1, experts // ranks)
 
 
 def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: bool,
                   vocab_size: int | None) -> dict[str, Any]:
     """Our model options, without those at their defaults. tensors: of kind "weight", by our names.
 
-    Raises CheckpointError naming arguments that are missing, not computed here, or that the tensors
-    contradict.
+    Raises CheckpointError naming arguments that are not computed here, or that the tensors contradict.
     """
-    needed = ("num_layers", "hidden_size", "num_attention_heads")
-    if missing := [name for name in needed if not args.get(name)]:
-        raise CheckpointError(f"the arguments in the files lack {', '.join(missing)}: they do not describe "
-                              "a model. Files before Megatron-LM 1.1 have none; convert them there first.")
     for name, (admitted, noun) in REFUSED.items():
-        if name not in _MEANINGLESS and args.get(name) not in admitted:
+        if args.get(name) not in admitted:
             raise CheckpointError(f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
                                   "this package does not compute.")
     known = {field.name: field for field in fields(ModelConfig)}
@@ -64,10 +96,12 @@ def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: boo
         found["num_query_groups"] = groups
     if args.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
-    if args.get("position_embedding_type") is None and "use_rotary_position_embeddings" not in args:
-        found.pop("position_embedding_type", None)
     found |= {"norm_epsilon": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
               "activation": activation_of(args), "vocab_size": true_vocabulary(args, tensors, vocab_size)}
+    if args.get("window_size"):
+        found["window_size"] = tuple(args["window_size"])
+        if freq := args.get("window_attn_skip_freq"):
+            found["window_attn_skip_freq"] = str(freq)
     if bert:
         found |= {"model": "bert", "bert_binary_head": bool(args.get("bert_binary_head", True))}
     if args.get("num_experts"):
@@ -77,8 +111,25 @@ def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: boo
         balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
         names = (balancing,) if isinstance(balancing, str) else tuple(balancing)
         found["moe_router_load_balancing_type"] = names
+        found |= capacity_of(args)
     found = {name: _plain(value, known[name].default) for name, value in found.items() if name in known}
     return {name: value for name, value in found.items() if value != known[name].default}
+
+
+def capacity_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Our options of the experts' capacity. In Megatron-LM all tokens of a micro-batch compete for it, in
+    evaluation as well; a negative factor is no limit.
+    """
+    factor = args.get("moe_expert_capacity_factor")
+    if factor is not None and not (isinstance(factor, int | float) and math.isfinite(factor) and factor):
+        raise CheckpointError(f"the argument moe_expert_capacity_factor is {factor!r}, and it must be a "
+                              "number other than 0. The file is damaged.")
+    if factor is None or factor < 0:
+        return {}
+    return {"moe_expert_capacity_factor": factor, "moe_eval_capacity_factor": factor,
+            "moe_capacity_scope": "micro-batch",
+            "moe_token_drop_policy": args.get("moe_token_drop_policy") or "probs",
+            "moe_pad_expert_input_to_capacity": bool(args.get("moe_pad_expert_input_to_capacity"))}
 
 
 def _plain(value: Any, default: Any) -> Any:
@@ -111,6 +162,8 @@ def true_vocabulary(args: Mapping[str, Any], tensors: Mapping[str, Any], wanted:
     """Rows of the vocabulary without padding. Raises CheckpointError where nothing records it."""
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors else args.get("padded_vocab_size")
     size = wanted or args.get("vocab_size")
+    if size and not wanted and args.get("tokenizer_type") == "NullTokenizer":
+        size += 1                                   # its end of a document
     if rows is None:
         raise CheckpointError(f"the files hold no {EMBEDDING}: a pipeline stage is missing.")
     if not size:
@@ -146,8 +199,15 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
                               "be others. Choose another format.")
     if model.model == "gpt" and getattr(model, "use_parallel_residual", False):
         raise CheckpointError("Megatron-LM does not compute parallel residuals. Choose another format.")
+    if model.softmax_type == "learnable":
+        raise CheckpointError("weights of the softmax (--softmax-type learnable) are not written in this "
+                              "format. Choose another format.")
+    if model.window_size is not None:
+        values |= {"window_size": model.window_size,
+                   "window_attn_skip_freq": [int(windowed) for windowed in model.windowed]}
     if any(model.experts):
         values |= {name: getattr(model, name) for name in OF_EXPERTS}
+        values |= {name: getattr(model, name) for name in OF_CAPACITY if model.moe_token_dropping}
         values |= {"num_experts": max(model.experts), "moe_layer_freq": [int(bool(n)) for n in model.experts],
                    "moe_router_load_balancing_type": model.moe_router_load_balancing_type[0]}
     return values

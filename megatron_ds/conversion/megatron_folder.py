@@ -7,11 +7,12 @@
 import re
 from pathlib import Path
 
-from ..checkpoint.folder import TRACKER, read_regular
+from ..checkpoint.folder import TRACKER, name_of, read_regular
 from ..errors import CheckpointError
 
 RELEASE = "release"
-_ITERATION = re.compile(r"iter_(\d{7,})")
+_ITERATION = re.compile(r"iter_([0-9]{7,})")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def iteration_folders(folder: Path) -> list[Path]:
@@ -29,11 +30,15 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
     Raises CheckpointError if there is none.
     """
     folders = iteration_folders(folder)
-    if folders == [folder]:
-        return folder
     names = [path.name for path in folders]
+    if folders == [folder]:
+        own = folder.resolve().name
+        if wanted is not None and own != name_of(wanted) and (_ITERATION.fullmatch(own) or own == RELEASE):
+            raise CheckpointError(f"{folder} is the folder of {own}, and --iteration {wanted} is wanted. "
+                                  "Give the folder that contains it.")
+        return folder
     if wanted is not None:
-        name = f"iter_{wanted:07d}"
+        name = name_of(wanted)
     else:
         try:
             text = read_regular(folder / TRACKER).decode(errors="replace").strip()
@@ -42,7 +47,7 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
                 raise CheckpointError(f"{folder} has no {TRACKER}, and several iterations: "
                                       f"{', '.join(names)}. Choose one with --iteration.") from None
             return folders[0]
-        name = RELEASE if text == RELEASE else f"iter_{int(text):07d}" if text.isdigit() else text
+        name = RELEASE if text == RELEASE else name_of(int(text)) if _NUMBER.fullmatch(text) else text
     if name not in names:
         raise CheckpointError(f"{folder} has no {name}. It has {', '.join(names)}.")
     return folder / name

@@ -127,6 +127,14 @@ def training_options(args: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(args.get(name), int | float) and not isinstance(args.get(name), bool)}
 
 
+def iteration_in(content: Mapping[str, Any], place: object) -> int:
+    """The iteration that a file records; 0 without one. Raises CheckpointError for anything but a count."""
+    value = content.get("iteration") or 0
+    if type(value) is not int or not 0 <= value < 2**48:
+        raise CheckpointError(f"{place} records the iteration {value!r}, which is no count. It is damaged.")
+    return value
+
+
 def progress_of(args: Mapping[str, Any], iteration: int, updates: int | None,
                 scaler: Mapping[str, Any]) -> StoredProgress:
     """How far the training is. updates: steps of Adam; scaler: state of Megatron's loss scaler."""

@@ -58,6 +58,9 @@ def expanded_experts(part: Part, tensor: StoredTensor, count: int) -> list[tuple
     if not layer.endswith(".mlp.experts") or leaf not in ("weight1", "weight2"):
         return [(part, tensor)]
     name = f"{layer}.linear_fc{leaf[-1]}.weight"
+    if len(tensor.shape) != 2 or tensor.shape[1 if leaf == "weight1" else 0] % count:
+        raise CheckpointError(f"{tensor.place} has the shape {list(tensor.shape)}, which is not that of "
+                              f"{count} experts.")
     rows, columns = tensor.shape
     shape = (columns // count, rows) if leaf == "weight1" else (columns, rows // count)
 

@@ -14,8 +14,10 @@ from typing import Any
 from ..errors import CheckpointError
 from .foreign_pickle import fields_of
 from .formats import Format, Wishes
+from .malformed import refuses_malformed
+from .megatron_args import check_arguments
 from .megatron_folder import find_iteration, iteration_folders
-from .megatron_model import adam_updates, logical, progress_of
+from .megatron_model import adam_updates, iteration_in, logical, progress_of
 from .megatron_names import IGNORED, Part, is_bert, part_of
 from .stored_tensor import MASTER, WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor
 from .tensor_views import StoredBox, changed, joined, stacked
@@ -34,6 +36,7 @@ def detect(folder: Path) -> bool:
     return any(is_torch_dist(path) for path in iteration_folders(folder))
 
 
+@refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
     stored = read_torch_dist(find_iteration(folder, wishes.iteration))
@@ -41,6 +44,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     if not args:
         raise CheckpointError(f"{stored.path} records no arguments (args), without which the model is not "
                               "known. Megatron-LM saves them; megatron-core alone does not.")
+    check_arguments(args, stored.path)
     keys = {kind: {} for kind in (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")}
     buffers = {}
     for key, tensor in stored.tensors.items():
@@ -129,7 +133,7 @@ def _progress(stored: TorchDistFolder, args: Mapping[str, Any]):
         steps += [{"step": fields_of(inner.get("state")).get("common_step")}]
         steps += [fields_of(group) for group in inner.get("param_groups") or ()]
     scaler = next((fields_of(state["grad_scaler"]) for state in states if state.get("grad_scaler")), {})
-    return progress_of(args, int(common.get("iteration") or 0), adam_updates(steps), scaler)
+    return progress_of(args, iteration_in(common, stored.path), adam_updates(steps), scaler)
 
 
 def optimizers_in(value: Any) -> list[dict[str, Any]]:
@@ -149,4 +153,6 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     return written(checkpoint, folder, wishes)
 
 
-FORMAT = Format(NAME, "torch_dist checkpoint of Megatron-LM", detect, read, write)
+FORMAT = Format(NAME, "torch_dist checkpoint of Megatron-LM", detect, read, write,
+                reads=("iteration", "vocab_size", "allow_unused"),
+                writes=("dtype", "tensor_parallel", "pipeline_parallel", "shard_bytes"))

@@ -1,17 +1,20 @@
 """Megatron-LM's `torch` checkpoints: files of model-parallel ranks, merged into our tensors."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .flat_buffers import LocalParameter, from_file, is_shared
+from .flat_buffers import REMEDY, LocalParameter, from_file, is_shared
 from .foreign_pickle import fields_of
 from .formats import Format, Wishes
 from .indexed_optimizer import from_indices
+from .malformed import refuses_malformed
+from .megatron_args import local_experts
 from .megatron_folder import RELEASE, find_iteration, iteration_folders
-from .megatron_model import adam_updates, logical, progress_of
+from .megatron_model import adam_updates, iteration_in, logical, progress_of
 from .megatron_names import EMBEDDING, HEAD, HEAD_COPY, Part, in_layer, is_bert, layer_of, part_of
 from .megatron_ranks import ByRank, expanded_experts, merged, repacked_qkv, with_experts_of
 from .megatron_torch_dist_format import optimizers_in
@@ -20,6 +23,7 @@ from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredProgr
 from .torch_file import read_torch_file
 
 NAME = "megatron_torch"
+_JOINED_EXPERTS = re.compile(r".*\.mlp\.experts\.weight[12]")
 Chunk = list[tuple[Part, StoredTensor]]     # of one rank, in the order of registration
 
 
@@ -28,6 +32,7 @@ def detect(folder: Path) -> bool:
     return any(rank_folders(path) for path in iteration_folders(folder))
 
 
+@refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
     path = find_iteration(folder, wishes.iteration)
@@ -47,8 +52,12 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         if path.name != RELEASE and not wishes.weights_only:
             for kind, found in _optimizer(file, placed, args).items():
                 _collect(kinds.setdefault(kind, {}), list(found.items()), file)
-    version = float(files[0].content.get("checkpoint_version") or 0)
-    tensors = {kind: merged(_repacked(parts, version, args), args) for kind, parts in kinds.items() if parts}
+    version = files[0].content.get("checkpoint_version") or 0
+    if not isinstance(version, int | float):
+        raise CheckpointError(f"{files[0].folder} has checkpoint_version {version!r}, which is no number. "
+                              "The file is damaged.")
+    tensors = {kind: merged(_repacked(parts, version, args), args) for kind, parts in kinds.items()
+               if parts or kind == WEIGHT}
     ignored = tuple(sorted({name for file in files for name in file.ignored}))
     progress = StoredProgress() if path.name == RELEASE else _progress(files[0], args)
     return logical(RawCheckpoint(path, tensors, args, progress, ignored), bert, wishes, NAME)
@@ -56,7 +65,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 
 def _named(chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool) -> Chunk:
     """Parts of ours, numbered as in the file. A tied head has two spellings."""
-    experts = int(args.get("num_experts") or 1) // int(args.get("expert_model_parallel_size") or 1)
+    experts = local_experts(args)
     pairs: Chunk = []
     for name, tensor in chunk.items():
         part = Part(HEAD) if name == HEAD_COPY else part_of(name, bert)
@@ -80,7 +89,7 @@ def _first_layers(files: Sequence[RankFile], chunks: Mapping[tuple, Sequence[Chu
 
 def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -> Chunk:
     """With global numbers of layers and experts."""
-    per_rank = int(args.get("num_experts") or 1) // int(args.get("expert_model_parallel_size") or 1)
+    per_rank = local_experts(args)
     present = {layer_of(part.name) for part, _ in chunk} - {None}
     shift = first if not present or min(present) == 0 else 0        # some versions number them globally
     placed = []
@@ -106,6 +115,9 @@ def _optimizer(file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
     """kind → part → state of this rank's parameters; {} where none was saved."""
     if file.content.get("optimizer") is None:
         return {}
+    if joined := [name for chunk in file.chunks for name in chunk if _JOINED_EXPERTS.fullmatch(name)]:
+        raise CheckpointError(f"{file.folder}: the optimizer state of {joined[0]}, in which all experts are "
+                              f"one parameter, is not read. {REMEDY}")
     chunks = [[LocalParameter(part, tensor.shape, tensor.dtype, is_shared(part.name, args))
                for part, tensor in chunk if not part.name.endswith(".router.expert_bias")]
               for chunk in placed]
@@ -134,8 +146,7 @@ def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
         steps += [fields_of(group) for group in inner.get("param_groups") or ()]
         steps += [fields_of(one) for one in fields_of(inner.get("state")).values()][:1]
         scaler = scaler or fields_of(state.get("grad_scaler"))
-    iteration = file.content.get("iteration") or 0
-    return progress_of(args, int(iteration), adam_updates(steps), scaler)
+    return progress_of(args, iteration_in(file.content, file.folder), adam_updates(steps), scaler)
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
@@ -145,4 +156,6 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     return write_release(checkpoint, folder, wishes)
 
 
-FORMAT = Format(NAME, "torch checkpoint of Megatron-LM (mp_rank folders)", detect, read, write)
+FORMAT = Format(NAME, "torch checkpoint of Megatron-LM (mp_rank folders)", detect, read, write,
+                reads=("iteration", "vocab_size", "allow_unused"),
+                writes=("dtype", "tensor_parallel", "pipeline_parallel"))

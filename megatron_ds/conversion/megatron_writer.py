@@ -36,6 +36,8 @@ from .torch_dist_folder import COMMON_FILE, METADATA_FILE
 DEFAULTS = {"lr": 1e-4, "min_lr": 0.0, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999,
             "adam_eps": 1e-8, "clip_grad": 1.0}
 STATE_KEYS = {WEIGHT: "optimizer.state.param.", **{kind: f"optimizer.state.{kind}." for kind in MOMENTS}}
+# The schedule in the files is constant: the flags of the run decide it.
+OF_STATE = ("--use-distributed-optimizer", "--override-opt_param-scheduler")
 OF_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.core_attention")
 OF_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.*)")
@@ -70,7 +72,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             "common_backend_version": 1}))
         (hidden / TRACKER).write_text(str(step))
     flags = ["--load", str(folder), "--use-checkpoint-args", "--ckpt-format", "torch_dist", "--no-load-rng",
-             "--use-distributed-optimizer" if with_state else "--no-load-optim"]
+             *(OF_STATE if with_state else ("--no-load-optim",))]
     if model.activation == "gelu_exact":
         flags.append("--no-bias-gelu-fusion")       # the fused kernel computes the tanh approximation
     kept = "weights and state of Adam" if with_state else "weights only"
@@ -79,6 +81,12 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     if args["padded_vocab_size"] > model.vocab_size:
         lines.append(f"{args['padded_vocab_size'] - model.vocab_size} rows of zeros pad the vocabulary. In "
                      "Megatron-LM they take part in the softmax, so its loss is higher than here")
+    if (factor := args.get("moe_expert_capacity_factor")) and (
+            (model.moe_capacity_scope, model.moe_eval_capacity_factor) != ("micro-batch", factor)):
+        lines.append(f"Megatron-LM applies the capacity factor {factor} to all tokens of a micro-batch on a "
+                     "rank, in evaluation too. Here the run had --moe-capacity-scope "
+                     f"{model.moe_capacity_scope} and --moe-eval-capacity-factor "
+                     f"{model.moe_eval_capacity_factor}, so other tokens are dropped there")
     return lines
 
 
@@ -105,8 +113,7 @@ def _training(checkpoint: LogicalCheckpoint, wishes: Wishes, dtype: torch.dtype)
         "use_distributed_optimizer": True, "tensor_model_parallel_size": wishes.tensor_parallel,
         "pipeline_model_parallel_size": wishes.pipeline_parallel, "expert_model_parallel_size": 1,
         "data_parallel_random_init": False, "tokenizer_type": None, "transformer_impl": "transformer_engine",
-        "world_size": 1, "rank": 0, "data_parallel_size": 1, "add_qkv_bias": False,
-        "overlap_grad_reduce": False}
+        "world_size": 1, "rank": 0, "data_parallel_size": 1, "overlap_grad_reduce": False}
 
 
 def _common(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], with_state: bool) -> dict[str, Any]:
@@ -140,7 +147,8 @@ def _group(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], wd_mult: floa
     return {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False,
             "max_lr": args["lr"], "min_lr": args["min_lr"], "lr": args["lr"],
             "betas": (args["adam_beta1"], args["adam_beta2"]), "eps": args["adam_eps"],
-            "weight_decay": args["weight_decay"] * wd_mult, "bias_correction": True, "step": step}
+            "weight_decay": args["weight_decay"] * wd_mult, "step": step,
+            "bias_correction": checkpoint.training.get("optimizer.adam_bias_correction", True)}
 
 
 def _objects(model: ModelConfig) -> dict[str, object]:

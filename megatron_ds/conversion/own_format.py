@@ -40,7 +40,7 @@ from ..mpu.param_spec import Init, ParamSpec
 from .family import listing, model_of
 from .formats import Format, Wishes
 from .read_ahead import ReadAhead
-from .run_values import TOKENIZERS, progress_in, tokenizer_options
+from .run_values import TOKENIZER_CONFIG, TOKENIZERS, progress_in, tokenizer_options, updates_in
 from .stored_tensor import WEIGHT, LogicalCheckpoint, StoredProgress, StoredTensor
 
 NAME, SOURCE = "megatron_ds", "converted_from"
@@ -74,7 +74,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                 if path.partition(".")[0] in ("optimizer", "train")}
     return LogicalCheckpoint(
         folder, options_of(model), tensors, _progress(run), config.optimizer.optimizer if has_state else None,
-        training, _tokenizer_files(folder, run, config), source=run.get(SOURCE, {}))
+        training, _tokenizer_files(folder, run, config), source=run.get(SOURCE, {}),
+        tokenizer_type=config.data.tokenizer_type)
 
 
 def options_of(model: ModelConfig) -> dict[str, Any]:
@@ -101,15 +102,13 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
     """Names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
     copies = {field: folder / path for field, path in named_copies(folder, run).items()}
     names = next((names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {})
-    if config.data.tokenizer_type == "BertWordPieceCase":
-        names = {"vocab_file": "vocab.txt"}
     found = {}
     for field, path in copies.items():
         if path.is_dir():
             found |= {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
         elif field in names:
             found[names[field]] = path
-            beside = path.with_name("tokenizer_config.json")
+            beside = path.with_name(TOKENIZER_CONFIG)
             found |= {beside.name: beside} if beside.is_file() else {}
     return {name: path for name, path in found.items() if path.is_file()}
 
@@ -167,11 +166,12 @@ def run_of(checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_
     config = replace(config, checkpoint=replace(start, save=None))
     run = {"version": __version__, "run_id": run_id, "identity": identity, "config": to_dict(config),
            "world_size": 1, "progress": progress.to_dict(),
-           "optimizer": {"num_updates": checkpoint.progress.num_updates or 0, **checkpoint.progress.scaler},
+           "optimizer": {"num_updates": updates_in(checkpoint.progress), **checkpoint.progress.scaler},
            SOURCE: dict(checkpoint.source) or {"folder": str(checkpoint.folder)}, **entry}
     lines.append(f"to train it: pretrain_{model.model}.py --config "
                  f"{folder / folders.name_of(progress.step) / folders.RUN_FILE} with the flags of training")
     return lines, run, config
 
 
-FORMAT = Format(NAME, "checkpoint of this package", detect, read, write)
+FORMAT = Format(NAME, "checkpoint of this package", detect, read, write, reads=("iteration",),
+                writes=("dtype",))

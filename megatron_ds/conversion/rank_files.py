@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .foreign_pickle import fields_of
+from .megatron_args import check_arguments
 from .megatron_names import flattened
 from .stored_tensor import StoredTensor
 from .torch_file import read_torch_file
@@ -59,7 +60,10 @@ def read_rank_files(path: Path) -> list[RankFile]:
     contents = [read_torch_file(_weights_file(folder)) for folder in folders]
     if not all(isinstance(found.content, Mapping) for found in contents):
         raise CheckpointError(f"{path}: a file holds no table of values.")
-    sizes = _sizes(fields_of(contents[0].content.get("args")))
+    args = fields_of(contents[0].content.get("args"))
+    if args:
+        check_arguments(args, path)
+    sizes = _sizes(args)
     files = []
     for folder, found in zip(folders, contents):
         at = _position(folder.name, sizes)
@@ -67,8 +71,9 @@ def read_rank_files(path: Path) -> list[RankFile]:
         files.append(RankFile(folder, at, found.content, chunks, found.ignored))
     files.sort(key=lambda file: file.at)
     _check_grid(path, files, sizes)
-    for file in files:
-        _check_rank(file, sizes)
+    if len({repr(file.args.get("rank")) for file in files}) > 1 or len(files) == 1:
+        for file in files:          # Megatron-LM's converter writes the same arguments into all files
+            _check_rank(file, sizes)
     return files
 
 
@@ -76,8 +81,10 @@ def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
     """(tp, pp, ep) of the arguments; None without arguments."""
     if not args:
         return None
-    return tuple(int(args.get(f"{axis}_model_parallel_size") or (args.get("model_parallel_size") or 1
-                     if axis == "tensor" else 1)) for axis in _AXES)
+    sizes = [args.get(f"{axis}_model_parallel_size") or 1 for axis in _AXES]
+    if not args.get("tensor_model_parallel_size"):
+        sizes[0] = args.get("model_parallel_size") or 1         # its name before pipelines
+    return tuple(sizes)
 
 
 def _position(name: str, sizes: Coordinates | None) -> Coordinates:
@@ -103,10 +110,10 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
     counts = tuple(max(file.at[axis] for file in files) + 1 for axis in range(3))
     present = {file.at for file in files}
     wanted = sizes or counts
-    absent = [at for at in ((t, p, e) for t in range(wanted[0]) for p in range(wanted[1])
-                            for e in range(wanted[2])) if at not in present]
+    positions = ((t, p, e) for t in range(wanted[0]) for p in range(wanted[1]) for e in range(wanted[2]))
+    absent = next((at for at in positions if at not in present), None)
     if absent or len(present) != wanted[0] * wanted[1] * wanted[2]:
-        what = f"the first missing is {absent[0]}" if absent else f"there are {len(present)}"
+        what = f"the first missing is {absent}" if absent else f"there are {len(present)}"
         raise CheckpointError(f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline "
                               f"× expert = {' × '.join(map(str, wanted))} ranks; {what} (tp, pp, ep). Copy "
                               "all mp_rank folders.")
@@ -126,7 +133,8 @@ def _check_rank(file: RankFile, sizes: Coordinates | None) -> None:
         raise CheckpointError(f"{file.folder} was written by rank {rank}, whose tensor-parallel position is "
                               f"{rank % sizes[0]}, and its name is that of position {file.at[0]}: the files "
                               "of two ranks are swapped. Restore them from the original.")
-    if isinstance(world, int) and not file.args.get("use_tp_pp_dp_mapping") and world % sizes[1] == 0:
+    if (isinstance(world, int) and world > 0 and world % sizes[1] == 0
+            and not file.args.get("use_tp_pp_dp_mapping")):
         stage = rank // (world // sizes[1])
         if stage != file.at[1]:
             raise CheckpointError(f"{file.folder} was written by rank {rank} of {world}, whose pipeline "

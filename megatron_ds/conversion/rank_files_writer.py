@@ -24,7 +24,7 @@ from .megatron_names import EMBEDDING, HEAD, VOCABULARY, in_layer, layer_of
 from .megatron_ranks import split_of
 from .published import published
 from .rank_files import WEIGHTS_FILES
-from .stored_tensor import WEIGHT, LogicalCheckpoint
+from .stored_tensor import WEIGHT, LogicalCheckpoint, in_dtype
 
 
 def write_release(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
@@ -43,7 +43,7 @@ def write_release(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -
         "transformer_impl": "local", "data_parallel_random_init": False, "ckpt_format": "torch"}
     with published(folder) as hidden:
         for t, p in ((t, p) for t in range(tp) for p in range(pp)):
-            weights = {name: values.to(dtype).clone() for name, values in
+            weights = {name: in_dtype(values, dtype, name).clone() for name, values in
                        _weights(checkpoint, model, args, (t, tp), (p, pp))}
             place = hidden / RELEASE / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
             place.mkdir(parents=True)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from .stored_tensor import StoredTensor
+from .stored_tensor import StoredTensor, in_dtype
 
 THREADS = 2
 MOST_BYTES = 1_000_000_000      # read and not yet used; one tensor may be larger
@@ -18,7 +18,7 @@ MOST_BYTES = 1_000_000_000      # read and not yet used; one tensor may be large
 class ReadAhead:
     """`take(0)`, `take(1)`, … return the tensors in order, each once, cast to its dtype.
 
-    done    called with the bytes of a tensor when it is taken
+    done    called with the bytes of a stored tensor, before the cast, when it is taken
     """
 
     def __init__(self, tensors: Sequence[StoredTensor], dtypes: Sequence[torch.dtype],
@@ -36,12 +36,12 @@ class ReadAhead:
         self._waiting.clear()
 
     def take(self, index: int) -> torch.Tensor:
-        """The tensor at `index`. Raises CheckpointError as its reader does."""
+        """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""
         self._submit()
         tensor = self._waiting.pop(index).result()
         self._bytes -= self._cost(index)
         self._submit()
-        self._done(tensor.nbytes)
+        self._done(self._tensors[index].nbytes)
         return tensor
 
     def _submit(self) -> None:
@@ -57,4 +57,5 @@ class ReadAhead:
         return tensor.nbytes + torch.Size(tensor.shape).numel() * self._dtypes[index].itemsize
 
     def _read(self, index: int) -> torch.Tensor:
-        return self._tensors[index].read().to(self._dtypes[index]).contiguous()
+        tensor = self._tensors[index]
+        return in_dtype(tensor.read(), self._dtypes[index], tensor.place).contiguous()

@@ -4,6 +4,7 @@
     Key("hidden_act", "activation", values={"silu": "swiglu"})
     Only("scale_attn_weights", (True,))                     a setting that is computed for some values only
     Fixed("normalization", "RMSNorm")                       an option that has no setting
+    Written("sliding_window", None)                         a setting that has no option
 
 `options_of` and `settings_of` apply a table in its two directions.
 """
@@ -99,20 +100,48 @@ class Fixed:
         return {}
 
 
-Entry = Key | Only | Fixed
+@dataclass(frozen=True)
+class Written:
+    """A setting that all models that are written have; what it may be in other files is checked elsewhere."""
+
+    theirs: str
+    value: Any
+
+    def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """{}."""
+        return {}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{their setting: the value}."""
+        return {self.theirs: self.value}
+
+
+Entry = Key | Only | Fixed | Written
 
 
 def options_of(table: Sequence[Entry], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Our model options. Raises CheckpointError listing all settings that are missing or not computed."""
-    options, problems = {}, []
+    """Our model options. Raises CheckpointError listing all settings that are missing or not computed, and
+    those that give one option different values."""
+    options: dict[str, Any] = {}
+    problems, givers = [], {}
     for entry in table:
         try:
-            options |= entry.option_of(settings)
+            found = entry.option_of(settings)
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        for name, value in found.items():
+            giver = givers.setdefault(name, entry)
+            if options.setdefault(name, value) != value:
+                problems.append(f"{_name(giver)} and {_name(entry)} differ ({options[name]!r} and "
+                                f"{value!r}), and {name} is one option of this package")
     if problems:
         raise CheckpointError("; ".join(problems))
     return options
+
+
+def _name(entry: Entry) -> str:
+    return entry.ours if isinstance(entry, Fixed) else entry.theirs
 
 
 def settings_of(table: Sequence[Entry], model: ModelConfig) -> dict[str, Any]:

@@ -7,12 +7,15 @@ Both map kind → name → `StoredTensor`. The kinds are those of `checkpoint.pi
 "exp_avg_sq", …; "master" is an fp32 copy of a weight that is stored in 16 bits.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..errors import CheckpointError
 
 WEIGHT, MASTER = "weight", "master"
 Tensors = Mapping[str, Mapping[str, "StoredTensor"]]
@@ -34,7 +37,20 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
+    """The values in a dtype. Raises CheckpointError where float16 has no number for a finite one.
+
+    place: of the tensor, for messages
+    """
+    cast = values.to(dtype)
+    if dtype == torch.float16 and cast.isinf().sum() > values.isinf().sum():
+        raise CheckpointError(f"{place} has values that float16 cannot hold: the largest is "
+                              f"{values[values.isfinite()].abs().max():.6g}, that of float16 "
+                              f"{torch.finfo(torch.float16).max:.0f}. Use --dtype bfloat16.")
+    return cast
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,7 @@ class LogicalCheckpoint:
     optimizer   our name of the optimizer whose state is in `tensors`; None without state
     training    other options of our configuration that the source records, such as "optimizer.lr"
     tokenizer   files of the tokenizer: name in a Hugging Face folder → path of the file
+    tokenizer_type  as --tokenizer-type takes it, where the source records it
     source      format and family of the source, and its settings, as they are kept in run.json: a target of
                 the same family takes from them what is no option of ours
     ignored     stored objects that are not used
@@ -103,3 +120,4 @@ class LogicalCheckpoint:
     source: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    tokenizer_type: str | None = None

@@ -11,10 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import CheckpointError
 from .stored_tensor import StoredTensor
+from .tensor_views import merged_over_ranks
 
 ROWS = re.compile(r"(?:.*\.)?(?:word_embeddings|query_key_value|dense_h_to_4h|lm_head|output_layer)"
                   r"\.(?:weight|bias)|.*lm_head\.weight")
@@ -40,9 +39,7 @@ def merged_over_tp(name: str, ranks: Sequence[StoredTensor], packing: RankPackin
     shapes = {rank.shape for rank in ranks}
     if len(shapes) > 1:
         raise CheckpointError(f"{name} has the shapes {sorted(shapes)} on the tensor-parallel ranks. Files "
-                              "are "
-                              "mixed up.")
-    shape = list(ranks[0].shape)
+                              "are mixed up.")
     if "query_key_value" in name and packing.thirds is None:
         raise CheckpointError(unknown_packing(ranks[0].place))
     parts = 1
@@ -59,25 +56,14 @@ def merged_over_tp(name: str, ranks: Sequence[StoredTensor], packing: RankPackin
     else:
         raise CheckpointError(f"{ranks[0].place}: how tensor-parallel ranks divide {name} is known only for "
                               "Megatron-DeepSpeed. Convert the checkpoint with DeepSpeed's ds_to_universal "
-                              "first, "
-                              "and load its folder.")
-    if shape[dim] % parts:
-        raise CheckpointError(f"{ranks[0].place}: {shape[dim]} rows of {name} are not {parts} equal parts.")
-    shape[dim] *= len(ranks)
-
-    def read() -> torch.Tensor:
-        cut = [rank.read().chunk(parts, dim) for rank in ranks]
-        return torch.cat([of_rank[part] for part in range(parts) for of_rank in cut], dim)
-
-    return StoredTensor(tuple(shape), ranks[0].dtype, read, f"{ranks[0].place} and {len(ranks) - 1} more")
+                              "first, and load its folder.")
+    return merged_over_ranks(ranks, dim, parts, f"{name} in {ranks[0].place} and {len(ranks) - 1} more")
 
 
 def unknown_packing(place: object) -> str:
     """Message for a query_key_value of Megatron-DeepSpeed whose order of rows is not recorded."""
     return (f"{place}: the rows of query_key_value are in one of two orders, and the files do not record "
-            "which. "
-            "Programs that train with Megatron-DeepSpeed since January 2024 use all queries, then all keys, "
-            "then "
-            "all values (of each tensor-parallel rank): --qkv-packing thirds. Its converters, and earlier "
-            "versions, use q, k, v of one head after the other: --qkv-packing heads. The wrong one loads "
-            "without an error and gives another model: compare the loss.")
+            "which. Programs that train with Megatron-DeepSpeed since January 2024 use all queries, then all "
+            "keys, then all values (of each tensor-parallel rank): --qkv-packing thirds. Its converters, and "
+            "earlier versions, use q, k, v of one head after the other: --qkv-packing heads. The wrong one "
+            "loads without an error and gives another model: compare the loss.")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ..checkpoint.index import covers_once
+from ..checkpoint.cover import covers_once
 from ..errors import CheckpointError
 from .stored_tensor import StoredTensor
 
@@ -90,6 +90,9 @@ def merged_over_ranks(parts: Sequence[StoredTensor], dim: int | None, blocks: in
         return _compared(parts, place)
     if len(parts) == 1:
         return parts[0]
+    if any(len(part.shape) != len(parts[0].shape) or len(part.shape) <= dim for part in parts):
+        raise CheckpointError(f"{place}: ranks hold the shapes {sorted({part.shape for part in parts})}, "
+                              f"which are not parts along dimension {dim} of one tensor.")
     if any(part.shape[dim] % blocks for part in parts):
         raise CheckpointError(f"{place}: {parts[0].shape[dim]} rows are not {blocks} equal blocks.")
     pieces = [_block(part, dim, block, blocks) for block in range(blocks) for part in parts]

@@ -9,6 +9,7 @@ Chunks of a tensor must cover it exactly once, and lie inside the files.
 
 import gc
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def _sharded(path: Path, key: str, about: Mapping[str, Any], places: Mapping) ->
         if not all(type(n) is int and n >= 0 for n in (*shape, *offset, *sizes)):
             raise CheckpointError(f"{path}: {key} has the invalid chunk {offset}, {sizes}.")
         name, start, length = places[key, offset]
-        if torch.Size(sizes).numel() * dtype.itemsize > length:
+        if math.prod(sizes) * dtype.itemsize > length:
             raise CheckpointError(f"{path}: {key} has a chunk of {list(sizes)}, for which {name} has "
                                   f"{length} bytes.")
         boxes.append(StoredBox(offset, _chunk(path, key, (name, start, length), sizes, dtype)))

@@ -11,6 +11,7 @@
 A folder written here has both model files, so that DeepSpeed loads it at any stage ("load_universal": true).
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -25,8 +26,10 @@ from ..errors import CheckpointError
 from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, optimizer_steps, plain_settings, scaler_numbers
 from .deepspeed_folder import count, entry, open_file, scalar, shapes_in, tag_folder
 from .foreign_names import save_with_names, scaler_object
+from .malformed import refuses_malformed
 from .published import published
 from .stored_tensor import WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
+from .tensor_views import interval
 from .torch_file import read_torch_file
 from .zero_shards import merged_fragments
 
@@ -52,14 +55,14 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 
 
 # ------------------------------------------------------------------ reading
+@refuses_malformed
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
     models = {name: open_file(folder / name) for name in sorted(os.listdir(folder))
               if _MODEL_FILE.fullmatch(name)}
     if not models:
         raise CheckpointError(f"{folder} has no model_states file, which DeepSpeed copies there. Copy one "
-                              "from "
-                              "the folder that was converted.")
+                              "from the folder that was converted.")
     contents = [file.content for file in models.values()]
     ignored = {name for file in models.values() for name in file.ignored}
     first, place = contents[0], folder / next(iter(models))
@@ -84,8 +87,7 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     steps |= optimizer_steps(inner, folder / ZERO / OPTIMIZER) if isinstance(inner, Mapping) else set()
     if len(steps) > 1:
         raise CheckpointError(f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of "
-                              "several "
-                              "checkpoints are mixed up.")
+                              "several checkpoints are mixed up.")
     progress = StoredProgress(count(first, "global_steps", place), count(first, "global_samples", place),
                               count(first, "tokens", place), count(first, "skipped_steps", place),
                               max(steps, default=None), scaler_numbers(state.get("loss_scaler")))
@@ -128,17 +130,16 @@ def _tensors(zero: Path, shapes: Mapping[str, tuple[int, ...]], others: set[str]
 
 
 def _tensor(path: Path, shape: tuple[int, ...] | None) -> StoredTensor:
-    """The tensor in a file; a flat one gets the shape that the model file records."""
+    """The tensor in a file. One without entries beside it is flat and padded, and gets its shape from the
+    model file; others are merged over tensor-parallel ranks, of which that file records the shapes.
+    """
     content = read_torch_file(path).content
     tensor = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(tensor, StoredTensor):
         raise CheckpointError(f"{path} holds no tensor. It is damaged, or another file.")
-    if shape is None or tensor.shape == shape:
+    if tensor is not content or shape is None or len(tensor.shape) != 1 or tensor.shape[0] < math.prod(shape):
         return tensor
-    numel = torch.Size(shape).numel()
-    if len(tensor.shape) != 1 or tensor.shape[0] < numel:
-        return tensor           # merged over tensor-parallel ranks, whose shapes the model file records
-    return StoredTensor(shape, tensor.dtype, lambda: tensor.read()[:numel].view(shape), tensor.place)
+    return interval(tensor, 0, shape)
 
 
 # ------------------------------------------------------------------ writing

@@ -13,6 +13,7 @@ its parts of all parameters of a group, concatenated. Files record the order of 
 Merged tensors are `StoredTensor`: the slices are read when the tensor is.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -69,12 +70,11 @@ class Shard:
 
 def joined(name: str, shape: tuple[int, ...], slices: Sequence[Slice], place: object) -> StoredTensor:
     """The tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
-    held, wanted = sum(one.numel for one in slices), torch.Size(shape).numel()
+    held, wanted = sum(one.numel for one in slices), math.prod(shape)
     dtypes = {one.vector.dtype for one in slices}
     if held != wanted or len(dtypes) > 1:
         raise CheckpointError(f"{place}: shards hold {held} elements of {name}, in {len(dtypes)} dtype(s), "
-                              "and "
-                              f"its shape is {list(shape)}. {MIXED}.")
+                              f"and its shape is {list(shape)}. {MIXED}.")
 
     def read() -> torch.Tensor:
         whole = torch.cat([one.read() for one in slices]) if len(slices) != 1 else slices[0].read()
@@ -94,7 +94,7 @@ def merged_slices(shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Ma
     """
     kinds = _kinds_of(shards)
     slices: dict[str, list[tuple[Shard, int, int]]] = {name: [] for name in shapes}
-    waiting = iter([(name, torch.Size(shape).numel()) for name, shape in shapes.items()])
+    waiting = iter([(name, math.prod(shape)) for name, shape in shapes.items()])
     current, left = None, 0
     for shard, mapping in zip(shards, mappings):
         at = 0
@@ -106,8 +106,7 @@ def merged_slices(shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Ma
                 current, left = next(waiting, (None, 0))
             if name != current or start < at or numel > left:
                 raise CheckpointError(f"{shard.place}: elements {start} to {start + numel} of it are of "
-                                      f"{name}, "
-                                      f"where {left} elements of {current} should follow. {MIXED}.")
+                                      f"{name}, where {left} elements of {current} should follow. {MIXED}.")
             slices[name].append((shard, start, numel))
             at, left = start + numel, left - numel
         if left and at != shard.size:
@@ -126,7 +125,7 @@ def replayed_slices(shapes: Shapes, shards: Sequence[Shard]) -> list[dict[str, d
     """`param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
     size, mappings, at = shards[0].size, [{} for _ in shards], 0
     for name, shape in shapes.items():
-        end = at + torch.Size(shape).numel()
+        end = at + math.prod(shape)
         for rank in range(at // size if size else 0, len(shards)):
             low, high = max(at, rank * size), min(end, (rank + 1) * size)
             if low < high:
@@ -140,14 +139,13 @@ def replayed_slices(shapes: Shapes, shards: Sequence[Shard]) -> list[dict[str, d
 def merged_parts(shapes: Shapes, shards: Sequence[Shard]) -> dict[str, dict[str, StoredTensor]]:
     """kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
     ranks, kinds = len(shards), _kinds_of(shards)
-    parts = {name: -(-torch.Size(shape).numel() // ranks) for name, shape in shapes.items()}
+    parts = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
     expected = sum(parts.values())
     for shard in shards:
         for kind, vectors in shard.vectors.items():
             if (held := sum(vector.shape[0] for vector in vectors)) != expected:
                 raise CheckpointError(f"{shard.place}: it holds {held} elements of {kind}, and a rank of "
-                                      f"{ranks} "
-                                      f"holds {expected} of these parameters. {MIXED}.")
+                                      f"{ranks} holds {expected} of these parameters. {MIXED}.")
     starts = dict(zip(parts, accumulate(parts.values(), initial=0)))
     return {kind: {name: _part(name, shape, kind, shards, starts[name], parts[name])
                    for name, shape in shapes.items()} for kind in kinds}
@@ -163,7 +161,7 @@ def _kinds_of(shards: Sequence[Shard]) -> list[str]:
 
 def _part(name: str, shape: tuple[int, ...], kind: str, shards: Sequence[Shard], start: int, size: int
           ) -> StoredTensor:
-    numel, slices = torch.Size(shape).numel(), []
+    numel, slices = math.prod(shape), []
     for rank, shard in enumerate(shards):
         slices += shard.cut(kind, start, max(0, min(size, numel - rank * size)))
     return joined(name, shape, slices, shards[0].place)
@@ -177,9 +175,9 @@ def merged_fragments(shapes: Shapes, fragments: Sequence[Mapping[str, StoredTens
         held = [one.get(name) for one in fragments]
         if not all(isinstance(part, StoredTensor) for part in held):
             raise CheckpointError(f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}.")
-        left, slices = torch.Size(shape).numel(), []
+        left, slices = math.prod(shape), []
         for part in held:
-            numel = min(left, torch.Size(part.shape).numel())
+            numel = min(left, math.prod(part.shape))
             slices += [Slice(part, 0, numel)] if numel else []
             left -= numel
         found[name] = joined(name, shape, slices, place)
@@ -194,8 +192,7 @@ def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredT
     if not isinstance(master, StoredTensor) or len(master.shape) != 1:
         raise CheckpointError(f"{place}: the fp32 weights of a group are {type(master).__name__}, not a flat "
                               "tensor. They may have been offloaded to a disk: save with DeepSpeed after "
-                              "loading "
-                              "there without offloading.")
+                              "loading there without offloading.")
     kinds = {MASTER: [master]}
     for kind, value in (state or {}).items():
         if isinstance(value, StoredTensor) and len(value.shape) == 1 and value.shape[0] >= master.shape[0]:

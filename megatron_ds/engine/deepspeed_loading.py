@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.folder import read_regular, steps_in
 from ..checkpoint.pieces import WEIGHT, Piece
 from ..conversion.deepspeed_checkpoint import BUFFER, read_engine_folder, without_state
 from ..conversion.deepspeed_folder import LATEST, is_engine_folder, tag_folder
@@ -24,18 +25,22 @@ from .engine_status import EngineStatus
 
 
 def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | None:
-    """The folder of the checkpoint of a tag, or of the last one, if DeepSpeed wrote it; else None."""
+    """The folder of the checkpoint of a tag, or of the last one, if DeepSpeed wrote it; else None.
+
+    An engine here may save beside the folders of DeepSpeed, or into one of them. `latest`, which both write,
+    names the last checkpoint; an empty one means the steps in `load_dir` itself. A folder that has steps of
+    this package is not DeepSpeed's. Raises CheckpointError if a pointer names no folder.
+    """
     folder = Path(load_dir)
     if tag is not None:
-        return folder / tag if is_engine_folder(folder / tag) else None
-    for pointer in (LATEST, POINTER):
-        if (folder / pointer).is_file() and any(map(is_engine_folder, _folders(folder))):
-            return tag_folder(folder, None, pointer)
-    return None
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()]
+        return folder / tag if is_engine_folder(folder / tag) and not steps_in(folder / tag) else None
+    pointer = LATEST if (folder / LATEST).is_file() else POINTER
+    if not (folder / pointer).is_file() or pointer == POINTER and steps_in(folder):
+        return None
+    name = read_regular(folder / pointer).decode(errors="replace").strip()
+    if not name or os.path.basename(name) == name and steps_in(folder / name):
+        return None
+    return tag_folder(folder, None, pointer) if any(map(is_engine_folder, folder.iterdir())) else None
 
 
 def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], with_optimizer: bool
@@ -63,7 +68,7 @@ def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], w
 
 
 def with_aliases(raw: RawCheckpoint) -> Tensors:
-    """The tensors, a shared parameter under each of its names, without prefix of DeepSpeed's wrappers."""
+    """The tensors, with a shared parameter under each of its names."""
     shared = raw.settings["shared"]
     return {kind: {**named, **{alias: named[source] for alias, source in shared.items() if source in named}}
             for kind, named in raw.tensors.items()}
@@ -77,13 +82,11 @@ def _check(names: set[str], pieces: list[Piece], tensors: Tensors, with_optimize
     used = {id(tensor) for name, tensor in tensors[WEIGHT].items() if name in names}
     if odd := sorted(name for name, tensor in tensors[WEIGHT].items() if id(tensor) not in used):
         raise CheckpointError(f"it has {len(odd)} parameters that the module lacks, first {odd[0]}. Load it "
-                              "with "
-                              "the module that was trained.")
+                              "with the module that was trained.")
     here, there = {piece.kind for piece in pieces} - {WEIGHT, BUFFER}, tensors.keys() - {WEIGHT, BUFFER}
     if with_optimizer and not here <= there:
         raise CheckpointError(f"its optimizer state is {', '.join(sorted(there)) or 'empty'}, and the "
-                              "optimizer here "
-                              f"needs {', '.join(sorted(here))}. Load the weights alone, with "
+                              f"optimizer here needs {', '.join(sorted(here))}. Load the weights alone, with "
                               "load_optimizer_states=False.")
 
 

@@ -125,8 +125,8 @@ class FusedAdam(torch.optim.Adam):
                  weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True):
         if not bias_correction:
             raise ConfigError(f"{type(self).__name__}(bias_correction=False) is not supported: torch's Adam "
-                              "corrects its moments. Leave the argument out, or lower the learning rate of "
-                              "the first steps.")
+                              "corrects its moments. Give the optimizer in the JSON, where "
+                              '"bias_correction": false is supported.')
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
 
 

@@ -4,6 +4,8 @@ Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-b
 cpu/widened_products.py; on CPUs with them, torch's kernel in place of oneDNN's for a single row.
 """
 
+import threading
+
 import torch
 from torch._subclasses import FakeTensor
 
@@ -39,6 +41,7 @@ def _affine_example(rows: int, width: int, dtype: torch.dtype, device: torch.dev
                                                     (rows + 1,)))
 
 
+ONEDNN_SWITCH = threading.Lock()      # of the process: two threads that restore it could leave it off
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -50,12 +53,13 @@ def _is_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
                        available=lambda: "" if has_instructions(torch.bfloat16) else "no bf16 instructions")
 def _affine_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Generation of text: for one row torch's own kernel is 1.5 times as fast as oneDNN's."""
-    uses_onednn = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        return affine.in_torch(x, weight, bias)
-    finally:
-        torch._C._set_mkldnn_enabled(uses_onednn)
+    with ONEDNN_SWITCH:
+        uses_onednn = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return affine.in_torch(x, weight, bias)
+        finally:
+            torch._C._set_mkldnn_enabled(uses_onednn)
 
 
 @product.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda a, b: is_widened(a))

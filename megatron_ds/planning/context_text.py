@@ -57,7 +57,7 @@ def _bytes_of_core(config: RunConfig, plan: WorldPlan, comm_type: str, tokens: i
     ctx, model = parallel_context(config, mesh), replace(config.model, attention_dropout=0.0)
     blank = MODELS[model.model].data.blank(config.train.micro_batch_size, tokens, "meta")
     batch = blank.cut(ctx.slice)
-    core = make_core(model, "attention", ctx, causal=model.model != "bert", comm_type=comm_type)
+    core = make_core(model, "attention", ctx, comm_type=comm_type)          # bytes depend on no pattern
     q, k, v = (torch.empty(batch.seq_length, batch.size, heads // plan.grid.tp, model.head_dim, device="meta",
                            dtype=DTYPES[config.optimizer.params_dtype], requires_grad=True)
                for heads in (model.num_attention_heads, model.query_groups, model.query_groups))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.flags import spellings
+from ..config.unsupported import answer_to_flag
 from ..errors import ConfigError
 from .shell_script import Script, read_script
 from .shell_tokens import ShellError
@@ -19,14 +21,15 @@ from .shell_values import IS_OPEN, Scope, fields_of, opened
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_\d+)?")
 # Names of Megatron's --yaml-cfg that are not a flag's name → the flag for true, the flag for false.
 YAML_SWITCHES = {"add-bias-linear": ("", "--disable-bias-linear"), "fp16": ("--fp16", ""),
-                 "bf16": ("--bf16", ""), "gated-linear-unit": ("", ""),
-                 "bias-activation-fusion": ("", "--no-bias-gelu-fusion"),
+                 "bf16": ("--bf16", ""), "bias-activation-fusion": ("", "--no-bias-gelu-fusion"),
                  "bias-dropout-fusion": ("", "--no-bias-dropout-fusion"),
                  "masked-softmax-fusion": ("", "--no-masked-softmax-fusion"),
                  "gradient-accumulation-fusion": ("", "--no-gradient-accumulation-fusion"),
                  "apply-rope-fusion": ("", "--no-rope-fusion"), "perform-initialization": ("", ""),
                  "overlap-p2p-comm": ("", "--no-overlap-p2p-communication"),
-                 "tp-comm-overlap": ("--tp-comm-overlap", "")}
+                 "tp-comm-overlap": ("--tp-comm-overlap", ""),
+                 "gated-linear-unit": ("--gated-linear-unit", "")}
+YAML_ACTIVATIONS = {"gelu": (), "swiglu": ("--swiglu",), "squaredrelu": ("--squared-relu",)}
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,10 @@ def _of_yaml(path: Path, scope: Scope) -> list[Training]:
         raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
     blocks = [value for name, value in root.items() if MODEL_ARGS.fullmatch(str(name))]
     if blocks:
+        for block in blocks:
+            if not isinstance(block, dict | None):
+                raise ConfigError(f"{path}: MODEL_ARGS should be a block of `--flag: value` lines, not "
+                                  f"{str(block)[:60]!r}.")
         return [Training(_script_of(path), _words_of_args(block or {}, scope)) for block in blocks]
     return [Training("pretrain_gpt.py", _words_of_cfg(root))]
 
@@ -113,7 +120,10 @@ def _script_of(path: Path) -> str:
 
 
 def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
-    """`--flag: value` lines, as Megatron's test runner reads them: true is a flag alone, a list its words."""
+    """`--flag: value` lines, as Megatron's test runner reads them.
+
+    `true` stands for the flag without a value, a list for the words after the flag.
+    """
     words: list[str] = []
     for flag, value in block.items():
         words.append(str(flag))
@@ -136,15 +146,32 @@ def _words_of_cfg(root: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a --yaml-cfg file as flags: `hidden_size: 64` in any of its blocks."""
     words: list[str] = []
     for name, value in root.items():
+        if name == "gated_linear_unit" and root.get("activation_func") == "swiglu":
+            continue                                                  # part of it
         if isinstance(value, dict):
             words += _words_of_cfg(value)
             continue
         flag = str(name).replace("_", "-")
         if isinstance(value, bool):
-            on, off = YAML_SWITCHES.get(flag, (f"--{flag}", ""))
-            words += [word for word in [on if value else off] if word]
+            words += _words_of_switch(flag, value)
         elif isinstance(value, list):
             words += [f"--{flag}", *map(str, value)]
+        elif flag == "activation-func" and value in YAML_ACTIVATIONS:
+            words += YAML_ACTIVATIONS[value]
         elif value is not None:
             words += [f"--{flag}", IS_OPEN.sub("", str(value))]
     return tuple(words)
+
+
+def _words_of_switch(flag: str, value: bool) -> list[str]:
+    """The words for a name that is true or false; a name that no project has is written with its value."""
+    name = f"--{flag}"
+    if flag in YAML_SWITCHES:
+        on, off = YAML_SWITCHES[flag]
+    elif (spelling := spellings().get(name)) is not None:
+        option = spelling.option
+        on, off = name, option.negative if option.kind is bool and option.default and spelling.value else ""
+    else:
+        on, off = name, "" if answer_to_flag(name) else f"{name}=false"
+    word = on if value else off
+    return [word] if word else []

@@ -111,11 +111,34 @@ class Script:
             self._assign(match, words.pop(0))
         if command.document is not None and command.writes:
             self._write(command, command.document if command.is_literal else self._expanded(command.document))
-        if not words or words[0] in ("exit", "return", "set", "unset", "mkdir", "cd", "shift", "wait"):
+        if not words or words[0] in ("exit", "return", "set", "mkdir", "cd", "wait"):
             return True
+        if words[0] in ("unset", "shift"):
+            done = self._unset if words[0] == "unset" else self._shift
+            return done([value for word in words[1:] for value in fields_of(word, self.scope)])
         expanded = [value for word in words for value in fields_of(word, self.scope)]
         if expanded:
             self._start(expanded, command)
+        return True
+
+    def _unset(self, words: Sequence[str]) -> bool:
+        names = [word for word in words if not word.startswith("-")]
+        for name in names:
+            if "-f" in words or name not in self.scope.variables and name in self.functions:
+                self.functions.pop(name, None)
+            elif "[" in name:                                         # an element
+                self.scope.variables[name.partition("[")[0]] = opened(f"${name.partition('[')[0]}")
+            else:
+                self.scope.unset(name)
+        return True
+
+    def _shift(self, words: Sequence[str]) -> bool:
+        """Drop the first arguments; if there are fewer, all stay, as in bash. That is no failure here: a
+        recipe is often read without its arguments.
+        """
+        count = int(words[0]) if words and words[0].isdigit() else 1
+        if count <= len(self.scope.arguments):
+            self.scope.arguments = self.scope.arguments[count:]
         return True
 
     def _assign(self, match: re.Match, word: str) -> None:

@@ -37,10 +37,11 @@ def closed(text: str) -> str:
 
 @dataclass
 class Scope:
-    """Variables of a script. arguments: of the script, $1 first."""
+    """Variables of a script. arguments: of the script, $1 first; removed: names that it has unset."""
 
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
+    removed: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> str | list[str] | None:
         """The value of a variable or an argument; None if it is not set."""
@@ -53,11 +54,18 @@ class Scope:
         return self.variables.get(name)
 
     def text(self, name: str) -> str:
-        """The value as one word; an open value if it is not set."""
+        """The value as one word; an open value if it is not set, unless the script has unset it."""
         value = self.get(name)
         if isinstance(value, list):
             return " ".join(value)
-        return opened(f"${name}") if value is None else value
+        if value is None:
+            return "" if name in self.removed else opened(f"${name}")
+        return value
+
+    def unset(self, name: str) -> None:
+        """Remove a variable, which is then known to be empty."""
+        self.variables.pop(name, None)
+        self.removed.add(name)
 
 
 # ------------------------------------------------------------------------------------------------- words

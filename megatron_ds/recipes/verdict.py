@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
-from ..config.deepspeed_json import reading_of
+from ..config.deepspeed_json import reading_of, unique_keys
 from ..config.flags import (
     CONFIG_FLAG,
     DEEPSPEED_FLAG,
@@ -24,6 +25,7 @@ from ..config.flags import (
     canonical,
     flags_with_words,
     read_flags,
+    settled,
     spellings,
 )
 from ..config.messages import Rule
@@ -123,7 +125,7 @@ def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str
             kept += [typed, *words]
     verdicts += [Verdict(problem.partition(" ")[0].strip("'\""), "", Kind.UNKNOWN, problem)
                  for problem in stray.problems if not IS_OPEN.search(problem)]
-    return line, verdicts, unread, kept
+    return settled(line), verdicts, unread, kept
 
 
 def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandLine, set[str]]:
@@ -156,19 +158,28 @@ def _read_json(name: str, text: str) -> Reading:
     for pattern in OPEN_IN_JSON:
         text = pattern.sub('"auto"', text)
     try:
-        block = json.loads(text)
-    except ValueError:
-        try:
-            block = json.loads(TEMPLATE_NAME.sub('"auto"', text))
-        except ValueError as error:
-            reading = Reading(is_complete=False)
-            reading.refuse(f"{shown(name)}: this is not JSON: {error}.")
-            return reading
-    if not isinstance(block, dict):
+        return reading_of(shown(name).rpartition("/")[2], _block_of(shown(name), text))
+    except ConfigError as error:
         reading = Reading(is_complete=False)
-        reading.refuse(f"{shown(name)} should contain one block {{ … }} of keys.")
+        reading.refuse(error)
         return reading
-    return reading_of(shown(name).rpartition("/")[2], block)
+
+
+def _block_of(name: str, text: str) -> dict[str, Any]:
+    """The block of a JSON text. Raises ConfigError."""
+    parsed = partial(json.loads, object_pairs_hook=unique_keys(name))
+    try:
+        try:
+            block = parsed(text)
+        except json.JSONDecodeError:
+            block = parsed(TEMPLATE_NAME.sub('"auto"', text))
+    except RecursionError:
+        raise ConfigError(f"{name}: this is not a configuration: its brackets are nested too deep.") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}: this is not JSON: {error}.") from None
+    if not isinstance(block, dict):
+        raise ConfigError(f"{name} should contain one block {{ … }} of keys.")
+    return block
 
 
 def _of_json(reading: Reading) -> Iterator[Verdict]:
@@ -205,7 +216,7 @@ def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaul
         config, problems = assembled(line, readings, ranks, defaults)
     except ConfigError as error:
         return [str(error)]
-    own = {problem for reading in (line, *readings) for problem in reading.problems}
+    own = {problem for reading in readings for problem in reading.problems}
     found: list[str] = []
     attempt(found, lambda: check(config, known, () if unread else rules, problems, unread))
     return [problem for problem in found if problem not in own]

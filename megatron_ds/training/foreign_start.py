@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.load import check_same_model
+from ..checkpoint.load import differences
 from ..checkpoint.pieces import WEIGHT, Piece
 from ..config import RunConfig
 from ..config.flags import read_flags
@@ -20,7 +20,7 @@ from ..config.model_options import ModelConfig
 from ..conversion.family import model_of
 from ..conversion.filling import fill, plan_filling
 from ..conversion.formats import Wishes, detected, format_of
-from ..conversion.run_values import progress_in, tokenizer_options
+from ..conversion.run_values import progress_in, tokenizer_options, updates_in
 from ..conversion.stored_tensor import LogicalCheckpoint
 from ..errors import CheckpointError
 from ..models.model_identity import model_identity
@@ -53,10 +53,10 @@ def foreign_format(load: str | None, load_format: str | None) -> str | None:
 
 
 def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
-    """Option name → value of the model and the tokenizer in a foreign --load folder; {} without one.
+    """Option name → value of the model and the tokenizer in the foreign folder of the --load flag.
 
-    They are defaults: flags and files override them, and `check_foreign` names differences. Raises
-    CheckpointError when the folder cannot be read.
+    {} without that flag, also if a --config file has a load. They are defaults: flags and files override
+    them, and `check_foreign` names differences. Raises CheckpointError when the folder cannot be read.
     """
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     load, tokenizer = given.get("checkpoint.load"), given.get("data.tokenizer_type")
@@ -97,12 +97,9 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
 def check_foreign(found: LogicalCheckpoint, model: ModelConfig) -> None:
     """Raises CheckpointError naming every option in which the files and the run differ."""
     theirs = model_identity(model_of(found.model, found.folder))
-    try:
-        check_same_model({"model": theirs}, {"model": model_identity(model)})
-    except CheckpointError as error:
-        differences = str(error).partition(": ")[2].partition(". Loading it")[0]
-        raise CheckpointError(f"--load {found.folder} holds another model: {differences}. Omit the flags of "
-                              "these options to take their values from the files.") from None
+    if differing := differences(theirs, model_identity(model)):
+        raise CheckpointError(f"--load {found.folder} holds another model: {'; '.join(differing)}. Omit the "
+                              "flags of these options to take their values from the files.")
 
 
 def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piece]) -> Progress:
@@ -142,8 +139,7 @@ def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:
 
 def _numbers(found: LogicalCheckpoint, current: Mapping[str, float]) -> dict[str, float]:
     """Numbers of the optimizer: those of the files, and of this run where they have none."""
-    updates = found.progress.num_updates
     known = {name: value for name, value in found.progress.scaler.items() if name in current}
-    return {**current, **known, "num_updates": updates if updates is not None else found.progress.iteration}
+    return {**current, **known, "num_updates": updates_in(found.progress)}
 
 

@@ -23,20 +23,39 @@ SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", 
 
 
 def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
-    """The options of the model and the tokenizer in the checkpoint of --load, if the command line has
-    --use-checkpoint-args. [] without the flag, or where --load has no checkpoint yet. Raises CheckpointError.
+    """The options of the model and the tokenizer in the checkpoint of the --load flag, if the command line
+    has --use-checkpoint-args. [] without these flags, also if a --config file has them, or where --load has
+    no checkpoint yet. Raises CheckpointError.
     """
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     folder = given.get(LOAD)
     if not given.get(WANTED) or folder is None or (step := latest(folder)) is None:
         return []
-    config = saved_config(read_run(folder, step), folder)
+    run = read_run(folder, step)
+    config = saved_config(run, folder)
     values = {f"model.{name}": value for name, value in vars(config.model).items()}
     values |= {f"data.{name}": getattr(config.data, name) for name in TOKENIZER}
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
+    values = {path: value for path, value in values.items() if not config.is_default(path)}
+    # Also a default value: the default of this option depends on other options.
+    values |= {"model.activation": config.model.activation} | _rows(run, config)
     source = Source("script", "the checkpoint")
-    return [Setting(path, value, source) for path, value in values.items() if not config.is_default(path)]
+    return [Setting(path, value, source) for path, value in values.items()]
+
+
+def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:
+    """The rows of the vocabulary of a model whose tokenizer has files, which may be more than its tokens.
+
+    {} for NullTokenizer, whose --vocab-size counts no end of document, where the run had no --vocab-size, so
+    that the tokenizer has as many tokens, and if run.json does not record them.
+    """
+    identity = run.get("identity")
+    model = identity.get("model") if isinstance(identity, Mapping) else None
+    rows = model.get("vocab_size") if isinstance(model, Mapping) else None
+    has_files = config.data.tokenizer_type not in (None, "NullTokenizer")
+    is_given = has_files and config.model.vocab_size is not None
+    return {"model.vocab_size": rows} if is_given and isinstance(rows, int) else {}
 
 
 def with_saved_schedule(config: RunConfig, run: Mapping, folder: str | None) -> RunConfig:

@@ -9,7 +9,7 @@ is written.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -60,9 +60,9 @@ class PhaseTimes:
         """Count a wait for data."""
         self._waits += seconds if self.level == 2 else 0.0
 
-    def read(self, steps: int, world: Group) -> dict[str, list[float]]:
-        """Phase → seconds per step, of each rank that had it. Collective over the world, if the level is not
-        0; the host waits for the device."""
+    def read(self, steps: int, world: Group) -> dict[str, dict[int, float]]:
+        """Phase → rank → seconds per step, of each rank that had it. Collective over the world, if the level
+        is not 0; the host waits for the device."""
         if self._timeline is None:
             return {}
         mine: dict[str, float] = defaultdict(float)
@@ -73,24 +73,24 @@ class PhaseTimes:
         if self._waits:
             mine["batch-generator"] = self._waits
         self._waits = 0.0
-        ranks: dict[str, list[float]] = defaultdict(list)
-        for times in all_gather_object(dict(mine), world):
+        ranks: dict[str, dict[int, float]] = defaultdict(dict)
+        for rank, times in enumerate(all_gather_object(dict(mine), world)):
             for name, seconds in times.items():
-                ranks[name].append(seconds / steps)
+                ranks[name][rank] = seconds / steps
         return dict(ranks)
 
 
-def times_text(times: Mapping[str, Sequence[float]], option: str) -> str:
-    """The times in milliseconds, in Megatron's format. option: --timing-log-option."""
+def times_text(times: Mapping[str, Mapping[int, float]], option: str) -> str:
+    """The times of `PhaseTimes.read` in milliseconds, in Megatron's format. option: --timing-log-option."""
     if option == "all":
         return "\n".join(["times across ranks (ms):", *(
             "\n".join([f"  {name}:", *(f"     rank {rank:2d}: {seconds * 1000:.2f}"
-                                        for rank, seconds in enumerate(values))])
+                                        for rank, seconds in values.items())])
             for name, values in times.items())])
     title = "max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"
     lines = [title]
     for name, values in times.items():
-        least, most = min(values) * 1000, max(values) * 1000
+        least, most = min(values.values()) * 1000, max(values.values()) * 1000
         number = f"{most:.2f}" if option == "max" else f"({least:.2f}, {most:.2f})"
         lines.append(f"    {(name + ' ').ljust(48, '.')}: {number}")
     return "\n".join(lines)

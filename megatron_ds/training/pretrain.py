@@ -137,8 +137,9 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
             description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
-        log = open_log(config, progress, start.run_id) if mesh.rank == 0 else Log()
-        trainer = Trainer(engine, loaders, log, progress, description, started, stop)
+        logs: list[Log] = []
+        on_one_rank(world, lambda: logs.append(open_log(config, progress, start.run_id)))
+        trainer = Trainer(engine, loaders, logs[0] if logs else Log(), progress, description, started, stop)
         reason = trainer.run()
         if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
             logger.info("the last checkpoint is %s", path)

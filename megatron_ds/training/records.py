@@ -27,9 +27,10 @@ class TrainRecord:
     actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
     metrics            loss terms and metrics that layers added, by name
-    num_zeros          elements of the gradient that are zero; None unless they are counted
+    num_zeros          elements of the gradient that are zero, with those of padding rows of the vocabulary;
+                       None unless they are counted
     params_norm        of all weights; None unless it is computed
-    times              phase → seconds per step of each rank that had it, with --timing-log-level
+    times              phase → rank → seconds per step of each rank that had it, with --timing-log-level
     tags               values for TensorBoard alone, by tag
     decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     """
@@ -60,7 +61,7 @@ class TrainRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
     params_norm: float | None = None
-    times: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    times: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     tags: Mapping[str, float] = field(default_factory=dict)
     decoupled_learning_rate: float | None = None
 
@@ -191,9 +192,9 @@ def _flat(record: Record) -> dict[str, Any]:
     """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
     fields.pop("tags", None)
-    for name in ("num_zeros", "params_norm"):
+    for name in ("num_zeros", "params_norm", "decoupled_learning_rate"):
         if fields.get(name, 0) is None:
             del fields[name]
-    fields |= {f"{name.replace('-', '_')}_seconds": max(seconds)
+    fields |= {f"{name.replace('-', '_')}_seconds": max(seconds.values())
                for name, seconds in fields.pop("times", {}).items()}
     return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()}

@@ -22,6 +22,7 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
 
     Raises ReplicaError on all ranks, with the first weight that differs. The host waits for the device.
     """
+    optimizer.wait_for_weights()
     digests = {p.spec.name: _digest(p) for s in optimizer.sets if s.plan.reduced_over == DATA_AXES
                and not s.plan.units for p in s.parameters}
     place = mesh.coordinate("tp"), mesh.coordinate("pp")

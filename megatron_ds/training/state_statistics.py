@@ -30,7 +30,7 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     """Megatron-DeepSpeed's tags "optimizer/variance_l2" and so on → their values. Collective over the world.
 
     l2 and l1 are norms of all elements, abs_max is the largest; of the second moment (variance), its root,
-    the first moment and the weights. Optimizers without these moments have none.
+    the first moment and the weights. They are 0 for optimizers without these moments.
     """
     sums = torch.zeros(2, len(TAG_ORDER), dtype=torch.float64, device=mesh.device)
     largest = torch.zeros(len(TAG_ORDER), dtype=torch.float64, device=mesh.device)
@@ -71,8 +71,6 @@ def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterable[StatePiece]:
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares, float64: of rows, since a long fp32 sum is inexact."""
-    flat = values.detach().reshape(-1)
-    rows = torch.linalg.vector_norm(flat.double(), dtype=torch.float64) if flat.numel() < 2**16 else (
-        torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(2**16)]))
-    return rows.square().sum()
+    """Sum of squares, float64, in parts: no float64 copy of a large tensor is made."""
+    parts = values.detach().reshape(-1).split(2**16)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()

@@ -62,7 +62,8 @@ def scalars_of(record: Record, timers: bool) -> tuple[dict[str, float], dict[str
         values = ((tag, getattr(record, name)) for tag, name in tags.items())
         times = record.times if timers else {}
         others = {tag: value for tag, value in values if value is not None} | dict(record.tags) | {
-            f"{name}-time": max(seconds) for name, seconds in times.items() if name != "batch-generator"}
+            f"{name}-time": max(seconds.values()) for name, seconds in times.items()
+            if name != "batch-generator"}
     return losses, others
 
 

@@ -47,6 +47,14 @@ def _is_rotary(config: RunConfig, device: str) -> bool:
     return config.model.position_embedding_type == "rope"
 
 
+def _splits_rotary(config: RunConfig, device: str) -> bool:
+    return _is_rotary(config, device) and not config.model.qk_layernorm
+
+
+def _is_on_cpu(config: RunConfig, device: str) -> bool:
+    return device == "cpu"
+
+
 def _is_on_gpu(config: RunConfig, device: str) -> bool:
     return device != "cpu"              # a CPU keeps probabilities (ops/cpu/kept_probabilities.py)
 
@@ -69,13 +77,17 @@ CONDITIONS: dict[str, Condition] = {
     "permute": _is_not_padded, "combine": _is_not_padded, "reorder": _exchanges_rows,
     "permute_padded": _is_padded, "combine_padded": _is_padded,
     "dropout": _drops_hidden, "dropout_add": _drops_hidden, "draw_keep_masks_": _drops,
-    "residual_norm": lambda config, device: not _drops_hidden(config, device),
+    "residual_norm": lambda config, device: not (_drops_hidden(config, device)
+                                                 or config.model.use_parallel_residual),
     "fill_attention_mask_": _drops_attention, "masked_softmax": _drops_attention,
-    "apply_rotary": _is_rotary, "split_rotary": _is_rotary,
+    "apply_rotary": _is_rotary, "split_rotary": _splits_rotary,
     "cross_entropy_facts": _is_on_gpu, "cross_entropy_gradient_": _is_on_gpu,
     "gelu": _has_gelu, "swiglu": _has("swiglu"), "squared_relu": _has("squared_relu"),
     "layer_norm": _normalizes("LayerNorm"), "rms_norm": _normalizes("RMSNorm"),
-    "adamw": lambda config, device: config.optimizer.optimizer in ("adam", "adamw")}
+    "probabilities_": _is_on_cpu, "probability_gradient_": _is_on_cpu,
+    "adamw": lambda config, device: (config.optimizer.optimizer in ("adam", "adamw")
+                                     and config.optimizer.adam_bias_correction
+                                     and config.optimizer.decoupled_weight_decay)}
 
 
 def used_operations(config: RunConfig, device: str) -> list[str]:

@@ -5,8 +5,7 @@ from importlib import import_module
 from ..config import RunConfig
 from ..config.config_text import to_dict
 from ..errors import ConfigError
-from .records import EvalRecord, Record
-from .sink import reason_of
+from .records import Record
 from .tensorboard import scalars_of
 
 
@@ -22,14 +21,19 @@ class WandbLog:
             self._run = import_module("wandb").init(
                 project=logging.wandb_project, name=logging.wandb_exp_name, entity=logging.wandb_entity,
                 dir=logging.wandb_save_dir, id=run_id, resume="allow", config=to_dict(config))
-        except OSError as error:
-            raise ConfigError(f"--wandb-project: W&B cannot start a run: {reason_of(error)}.") from error
+        except Exception as error:                  # W&B's own errors have no common base with OSError
+            raise ConfigError(f"--wandb-project: W&B cannot start a run: {error}. Run wandb login, or set "
+                              "WANDB_MODE=offline.") from error
 
     def write(self, record: Record) -> None:
-        """Log the values of the record at its step."""
+        """Log the values of the record at its step. Raises OSError."""
         losses, others = scalars_of(record, self._timers)
-        self._run.log({**losses, **others, "samples": record.samples}, step=record.step,
-                      commit=not isinstance(record, EvalRecord))
+        values = {**losses, **others, "samples": record.samples}
+        try:
+            # Not committed: W&B adds the values of later records of the same step, such as validation losses.
+            self._run.log(values, step=record.step)
+        except Exception as error:                                                      # any kind, as above
+            raise OSError(str(error)) from error
 
 
 def check_wandb() -> None:
@@ -40,5 +44,3 @@ def check_wandb() -> None:
         raise ConfigError("--wandb-project: the package wandb is not installed in this Python. Run pip "
                           "install wandb, or remove the flag: metrics also go to --tensorboard-dir and to "
                           "--metrics-jsonl.") from None
-
-

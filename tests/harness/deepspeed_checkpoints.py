@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import megatron_ds
+from megatron_ds.conversion.torch_file import read_torch_file
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness import deepspeed_modules as modules
@@ -75,11 +76,39 @@ def our_next_step(case: str, folder: Path, stage: int, ranks: int, **options
         engine.backward(loss)
         engine.step()
         with engine.gathered_parameters():
-            low = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
-        masters = {piece.spec.name: piece.tensor.clone() for piece in engine.optimizer.pieces()
-                   if piece.kind == "weight" and piece.tensor.numel() == piece.spec.numel}
-        whole = {name: masters[name].view(p.shape) if name in masters else p for name, p in low.items()}
-        return loss.item(), whole, (counters, client, path)
+            weights = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+        masters = [(piece.spec.name, piece.start, piece.tensor.clone())
+                   for piece in engine.optimizer.pieces() if piece.kind == "weight"]
+        return loss.item(), weights, (counters, client, path), masters
 
     found = run_ranks(ranks, main)
-    return sum(loss for loss, *_ in found) / ranks, found[0][1], found[0][2]
+    weights = found[0][1]
+    for name, start, values in (master for *_, masters in found for master in masters):
+        weights[name].view(-1)[start:start + len(values)] = values
+    return sum(loss for loss, *_ in found) / ranks, weights, found[0][2]
+
+
+def step_of_torch(path: Path) -> dict[str, torch.Tensor]:
+    """The weights after the next step of torch's AdamW in fp32, from what a file of stage 0 with fp16 holds.
+
+    DeepSpeed's own step is not the reference there: version 0.19.8 divides the gradients by the loss scale
+    without having multiplied the loss by it.
+    """
+    content, module = read_torch_file(path).content, modules.Small()
+    groups, file = runs.groups_of(module), content["optimizer"]
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(content["module"][name].read())
+        for group, masters in zip(groups, file["fp32_groups"]):
+            for p, master in zip(group["params"], masters):
+                p.copy_(master.read())
+    state = file["optimizer_state_dict"]
+    read = lambda value: value.read() if hasattr(value, "read") else value
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.load_state_dict({"param_groups": state["param_groups"], "state": {
+        n: {kind: read(value) for kind, value in one.items()} for n, one in state["state"].items()}})
+    tokens = modules.tokens_of(runs.STEPS, vocab=11)
+    modules.loss_of(module(tokens[:, :-1]), tokens).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    optimizer.step()
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

@@ -32,6 +32,7 @@ MODELS = {
     "gpt_neox": ("GPTNeoXForCausalLM", SIZES | dict(intermediate_size=64)),
     "gpt_neox, serial, tied": ("GPTNeoXForCausalLM", SIZES | dict(
         intermediate_size=64, use_parallel_residual=False, tie_word_embeddings=True)),
+    "gpt_neox, whole heads": ("GPTNeoXForCausalLM", SIZES | dict(intermediate_size=64, rotary_pct=1.0)),
     "opt": ("OPTForCausalLM", SIZES | dict(ffn_dim=64, word_embed_proj_dim=32)),
     "mixtral": ("MixtralForCausalLM", GATED | dict(num_local_experts=4, sliding_window=None)),
     "qwen2_moe": ("Qwen2MoeForCausalLM", GATED | EXPERTS | dict(shared_expert_intermediate_size=24,

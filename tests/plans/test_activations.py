@@ -212,6 +212,19 @@ def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
     assert measured == planned
 
 
+@pytest.mark.parametrize("style, features", [
+    ("gpt", "--window-size 10,0"), ("gqa", "--window-size 100,0 --window-attn-skip-freq 2"), ("llama",
+     "--window-size 20,0 --softmax-type learnable"), ("bert", "--window-size 10,5 --bf16"),
+    ("llama", "--softmax-type off-by-one --bf16"), ("gpt", "--window-size 6,0 --softmax-type learnable")])
+@pytest.mark.parametrize("length", ["24", "192"])
+def test_windows_and_sinks_keep_what_is_planned(style, features, length):
+    """By blocks, by tiles, fused with a mask, or with all probabilities."""
+    job = [*STYLES[style], *features.split(), "--seq-length", length, "--micro-batch-size", "2"]
+    for dropout in ("0", "0.1"):
+        measured, _, planned = kept([*job, "--attention-dropout", dropout], 1, slice(1, 3))
+        assert measured == planned
+
+
 DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"),
             "dropout": ("0", "0.1"), "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
             "blocks": ("1", "0 1", "2")}
@@ -243,8 +256,8 @@ CLOSED = {"": 1, "--tensor-model-parallel-size 2 --sequence-parallel": 1,
 def test_context_ranks_keep_what_was_planned_to_the_byte(kind, flags):
     """Of the rank's tokens what one process keeps of them; keys and values once more, as they are sent."""
     ranks = 4 if "tensor" in flags else 2
-    job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "64", "--micro-batch-size", "2",
-           "--context-parallel-size", "2", "--cp-comm-type", kind, *flags.split()]
+    job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "64",
+           "--micro-batch-size", "2", "--context-parallel-size", "2", "--cp-comm-type", kind, *flags.split()]
     for layers in (slice(3, 6), slice(1, 3)):
         measured, said, planned = kept(job, ranks, layers)
         assert measured == planned

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megatron_ds.checkpoint.index import covers_once, read_index
+from megatron_ds.checkpoint.cover import covers_once
+from megatron_ds.checkpoint.index import read_index
 from megatron_ds.checkpoint.index_pickle import check_opcodes
 from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import save

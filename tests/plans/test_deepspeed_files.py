@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from megatron_ds.conversion import deepspeed_format, mds_family
+from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder, scaler_numbers
 from megatron_ds.conversion.deepspeed_folder import files_of, tag_folder
 from megatron_ds.conversion.deepspeed_stage0 import stage0_state
 from megatron_ds.conversion.family import entries_of, model_of, to_theirs
 from megatron_ds.conversion.foreign_names import save_with_names, scaler_object
 from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.stored_tensor import StoredTensor
+from megatron_ds.conversion.stored_tensor import LogicalCheckpoint, StoredTensor
 from megatron_ds.conversion.torch_file import read_torch_file
-from megatron_ds.conversion.zero_shards import Shard, merged_parts, merged_slices, replayed_slices
+from megatron_ds.conversion.universal_folder import _tensor
+from megatron_ds.conversion.zero_shards import Shard, joined, merged_parts, merged_slices, replayed_slices
+from megatron_ds.engine.deepspeed_loading import deepspeed_folder
 from megatron_ds.errors import CheckpointError
 
 ARGUMENTS = dict(num_layers=1, hidden_size=8, num_attention_heads=4, max_position_embeddings=6,
@@ -75,6 +78,80 @@ def test_a_pointer_that_leaves_the_folder_is_refused(tmp_path):
         tag_folder(tmp_path)
 
 
+MODEL_FILE = "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("pointers, ours, found", [
+    ({"latest": "global_step200"}, "", "global_step200"),
+    ({"latest": "tag"}, "tag/iter_0000300", None),              # saved here with a tag
+    ({"latest": ""}, "iter_0000300", None),                     # and without one
+    ({"latest": ""}, "", None),
+    ({"latest": "global_step200"}, "iter_0000100", "global_step200"),           # DeepSpeed continued ours
+    ({"latest": "global_step200"}, "global_step200/iter_0000200", None),        # saved into one of them
+    ({"latest_universal": "global_step200"}, "", "global_step200"),
+    ({"latest_universal": "global_step200"}, "iter_0000300", None)])
+def test_an_engine_continues_from_its_own_checkpoint_beside_those_of_deepspeed(pointers, ours, found,
+                                                                               tmp_path):
+    (tmp_path / "global_step200").mkdir()
+    (tmp_path / "global_step200" / MODEL_FILE).touch()
+    (tmp_path / ours).mkdir(parents=True, exist_ok=True)
+    for name, text in pointers.items():
+        (tmp_path / name).write_text(text)
+    assert deepspeed_folder(tmp_path, None) == (found and tmp_path / found)
+    tag = "global_step200"
+    assert deepspeed_folder(tmp_path, tag) == (None if tag in ours else tmp_path / tag)
+
+
+def test_only_the_flat_tensor_of_stage_3_gets_the_shape_in_the_model_file(tmp_path):
+    torch.save({"cat_dim": 0, "param": torch.arange(8.)}, tmp_path / "merged.pt")
+    torch.save(torch.arange(8.), tmp_path / "flat.pt")
+    assert torch.equal(_tensor(tmp_path / "merged.pt", (4,)).read(), torch.arange(8.))
+    assert torch.equal(_tensor(tmp_path / "flat.pt", (2, 3)).read(), torch.arange(6.).view(2, 3))
+
+
+def test_masters_of_a_fused_optimizer_are_the_weights(tmp_path):
+    weights = {"w": torch.randn(2, 3), "b": torch.randn(3)}
+    flat = torch.cat([tensor.flatten() for tensor in weights.values()])
+    state = {"step": 2, "exp_avg": flat + 1, "exp_avg_sq": flat + 2}
+    optimizer = {"fp32_groups_flat": [flat],
+                 "optimizer_state_dict": {"state": {0: state}, "param_groups": [{"params": [0]}]}}
+    torch.save({"module": {name: tensor.half() for name, tensor in weights.items()}, "param_shapes": None,
+                "dp_world_size": 1, "optimizer": optimizer}, tmp_path / MODEL_FILE)
+    found = read_engine_folder(tmp_path).tensors
+    for name, tensor in weights.items():
+        assert torch.equal(found["weight"][name].read(), tensor)
+        assert torch.equal(found["exp_avg"][name].read(), tensor + 1)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"global_steps": float("inf")}, "'global_steps' is inf, not a count"), ({"module": 3}, "is a int"),
+    ({"optimizer": {"optimizer_state_dict": 3}}, "another kind than the program writes"),
+    ({"param_shapes": [{"w": (2**40, 2**40)}]}, "no optim_states files")])
+def test_a_file_with_values_of_other_kinds_is_refused(changes, words, tmp_path):
+    torch.save({"module": {"w": torch.ones(2)}, "dp_world_size": 1} | changes, tmp_path / MODEL_FILE)
+    with pytest.raises(CheckpointError, match=words):
+        read_engine_folder(tmp_path)
+
+
+def test_a_rank_without_bounds_in_the_name_of_a_file_takes_no_time(tmp_path):
+    for name in (MODEL_FILE, "zero_pp_rank_999999999_mp_rank_999999999_model_states.pt"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="of 1000000000000000000 model_states files are missing"):
+        files_of(tmp_path)
+
+
+def test_sizes_whose_product_overflows_do_not_become_small():
+    shape = (2**32, 2**32)
+    with pytest.raises(CheckpointError, match="shards hold 0 elements"):
+        joined("w", shape, [], "file")
+    assert StoredTensor(shape, torch.float32, lambda: None, "file").nbytes == 2**66
+
+
+def test_a_universal_folder_of_16_bits_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="--dtype bfloat16: universal folders hold weights in float32"):
+        deepspeed_format.write(LogicalCheckpoint(tmp_path, {}, {}), tmp_path / "u", Wishes(dtype="bfloat16"))
+
+
 def shards_of(shapes, ranks, stage3=False):
     """(tensors, shards) of one group, cut as DeepSpeed does."""
     draw = torch.Generator().manual_seed(2)
@@ -133,5 +210,4 @@ def test_the_loss_scaler_is_written_under_the_name_of_deepspeed_without_it(tmp_p
     save_with_names({"loss_scaler": scaler_object(numbers)}, tmp_path / "state.pt")
     file = read_torch_file(tmp_path / "state.pt")
     assert file.ignored == ("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",)
-    from megatron_ds.conversion.deepspeed_checkpoint import scaler_numbers
     assert scaler_numbers(file.content["loss_scaler"]) == numbers

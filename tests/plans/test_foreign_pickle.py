@@ -128,6 +128,7 @@ def test_every_truncation_is_an_error(save):
 
 @pytest.mark.parametrize("shape, strides, offset", [
     ((10**12,), (1,), 0), ((4, 4), (1, 1), 0), ((2, 2), (2, 1), 7), ((3,), (-1,), 2), ((2**40, 0), (0, 0), 0),
+    ((2**32, 2**32), (0, 0), 0),
     ((8,), (0,), -1)])
 def test_a_tensor_larger_than_its_storage_is_refused(shape, strides, offset, tmp_path):
     class Stored:

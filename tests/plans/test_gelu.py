@@ -1,6 +1,7 @@
 """The compiled GELU against the formula in double precision, on odd sizes and at the ends of the range."""
 
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.activation import gelu
 from megatron_ds.ops.cpu import compiled_gelu as module
+from tests.harness.warm import warm_python
 
 compiled = pytest.mark.skipif(not module.extension(), reason="the extension is not built")
 
@@ -72,6 +74,25 @@ def test_memory_order_does_not_matter():
     y, dx = ours(x.detach(), dy)
     torch.testing.assert_close(y, gelu.in_torch(x.detach()))
     torch.testing.assert_close(dx, torch.autograd.grad(gelu.in_torch(x), x, dy)[0])
+
+
+FORKED = """
+import os, torch
+from megatron_ds.ops.cpu.compiled_gelu import extension
+torch.set_num_threads(2)
+x, y = torch.ones(300_000), torch.zeros(300_000)
+torch.mm(torch.ones(900, 900), torch.ones(900, 900))          # starts torch's team
+compiled = extension()
+if (child := os.fork()) == 0:
+    compiled.forward(x.data_ptr(), y.data_ptr(), x.numel(), False, 2)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@compiled
+def test_a_forked_child_does_not_wait_for_the_threads_of_its_parents_team():
+    subprocess.run([warm_python(), "-c", FORKED], check=True, timeout=60)
 
 
 def test_without_the_extension_torch_serves_and_that_is_said_once(monkeypatch, caplog):

@@ -2,6 +2,7 @@
 and nothing is written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,20 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
+from megatron_ds.checkpoint.load import read_run
+from megatron_ds.config import parse
 from megatron_ds.conversion.family import entries_of, model_of
-from megatron_ds.conversion.formats import Wishes
+from megatron_ds.conversion.formats import Wishes, format_of
 from megatron_ds.conversion.huggingface_families import FAMILIES
 from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
 from megatron_ds.conversion.own_format import FORMAT as OURS
-from megatron_ds.errors import CheckpointError
+from megatron_ds.conversion.run_values import updates_in
+from megatron_ds.conversion.stored_tensor import StoredProgress
+from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
+from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.training import from_checkpoint
+from megatron_ds.training.from_checkpoint import options_of_checkpoint
+from tools.convert_checkpoint import run_tool
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "num_key_value_heads": 1, "intermediate_size": 12, "vocab_size": 11, "max_position_embeddings": 16,
@@ -139,6 +148,15 @@ def test_tensors_that_are_missing_unused_or_of_other_shapes(tmp_path):
     refused(source, tmp_path / "out", r"q_proj.weight has shape \[8, 4\] and \[8, 8\] is needed")
 
 
+def test_parts_of_a_tensor_whose_other_parts_are_missing_are_named(tmp_path):
+    tensors = tensors_of(LLAMA)
+    del tensors[QUERY]
+    read = HUGGING_FACE.read(written(tmp_path / "in", tensors), Wishes(allow_missing=("*.q_proj.weight",)))
+    others = [QUERY.replace("q_proj", f"{part}_proj") for part in "kv"]
+    why = "(replaced by new values, as other parts of its tensor are missing)"
+    assert read.ignored == (f"{QUERY} (missing)", *(f"{name} {why}" for name in others))
+
+
 def test_a_tied_head_that_differs_from_the_embedding(tmp_path):
     tensors = tensors_of(LLAMA)
     source = written(tmp_path / "in", tensors, tie_word_embeddings=True)
@@ -161,6 +179,18 @@ OTHER_MODELS = {
                             "low_freq_factor 2.0"),
     "another activation": ({"hidden_act": "gelu_10"}, "hidden_act is 'gelu_10'"),
     "some biases": ({"attention_bias": True, "mlp_bias": False}, "attention_bias and mlp_bias differ"),
+    "attention biases alone": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    "part of a head rotated": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+                               "partial_rotary_factor is 0.5"),
+    "part of a head rotated, as of 4": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "mistral's default window": ({"model_type": "mistral", "max_position_embeddings": 8192},
+                                 "sliding_window is 4096"),
+    "qwen2's default window": ({"model_type": "qwen2", "max_position_embeddings": 8192,
+                                "use_sliding_window": True}, "sliding_window is 4096"),
+    "a type that is a list": ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+    "a dtype that is a table": ({"dtype": {"a": 1}}, "dtype is {'a': 1}, not a name"),
+    "a huge size": ({"hidden_size": 10**12}, "hidden_size 1000000000000, more than 1000000"),
+    "a huge vocabulary": ({"vocab_size": 10**18}, "vocab_size 1000000000000000000, more than"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
     "no size": ({"hidden_size": None}, "hidden_size is missing"),
     "a size that is text": ({"hidden_size": "eight"}, "config.json"),
@@ -192,6 +222,107 @@ def test_a_model_that_no_family_computes_is_refused_with_its_options(tmp_path):
     with pytest.raises(CheckpointError, match="--family opt differs"):
         HUGGING_FACE.write(ours, tmp_path / "back", Wishes(family="opt"))
     assert not list(tmp_path.glob("*back*"))
+
+
+def test_heads_rotated_in_part_have_no_family_of_llama(tmp_path):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    ours = OURS.read(tmp_path / "ours", Wishes())
+    ours.model["rotary_percent"] = 0.5
+    with pytest.raises(CheckpointError, match="partial_rotary_factor is 0.5"):
+        HUGGING_FACE.write(ours, tmp_path / "back", Wishes(family="llama"))
+
+
+def test_a_written_mistral_has_no_window(tmp_path):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    HUGGING_FACE.write(OURS.read(tmp_path / "ours", Wishes()), tmp_path / "back", Wishes(family="mistral"))
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config["model_type"] == "mistral" and config["sliding_window"] is None
+
+
+def test_rounding_is_said_and_values_that_float16_lacks_are_refused(tmp_path):
+    tensors = tensors_of(LLAMA)
+    tensors[QUERY][0, 0] = 1e5
+    convert(written(tmp_path / "in", tensors, dtype="bfloat16"), tmp_path / "ours")
+    ours = OURS.read(tmp_path / "ours", Wishes())
+    for name in ("huggingface", "torch", "torch_dist"):
+        with pytest.raises(CheckpointError, match="float16 cannot hold: the largest is 100000, .*bfloat16"):
+            format_of(name).write(ours, tmp_path / "half", Wishes(dtype="float16"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "ours"]
+    said = f"{len(tensors)} float32 tensors were rounded to bfloat16"
+    assert any(said in line for line in HUGGING_FACE.write(ours, tmp_path / "b", Wishes()))
+    assert not any("rounded" in line for line in HUGGING_FACE.write(ours, tmp_path / "c",
+                                                                    Wishes(dtype="float32")))
+
+
+@pytest.mark.parametrize("lower, kind", [(True, "BertWordPieceLowerCase"), (False, "BertWordPieceCase")])
+def test_the_case_of_a_bert_vocabulary_is_kept(tmp_path, lower, kind):
+    source = written(tmp_path / "in")
+    (source / "vocab.txt").write_text("\n".join((*BERT_TOKENS, "a", "b")))
+    (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower}))
+    convert(source, tmp_path / "ours")
+    ours = OURS.read(tmp_path / "ours", Wishes())
+    assert ours.tokenizer_type == kind
+    HUGGING_FACE.write(replace(ours, tokenizer={"vocab.txt": source / "vocab.txt"}), tmp_path / "back",
+                       Wishes())
+    about = json.loads((tmp_path / "back/tokenizer_config.json").read_text())
+    assert about == {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
+
+
+def test_done_counts_the_bytes_of_the_source(tmp_path):
+    source = written(tmp_path / "in", {name: value.bfloat16() for name, value in tensors_of(LLAMA).items()})
+    read, counts = HUGGING_FACE.read(source, Wishes()), []
+    OURS.write(read, tmp_path / "ours", Wishes(done=counts.append))
+    assert sum(counts) == sum(tensor.nbytes for tensor in read.tensors["weight"].values())
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--to", "ours", "--vocab-size", "9", "--iteration", "3"], "--iteration and --vocab-size: neither"),
+    (["--to", "ours", "--family", "llama", "--max-shard-size", "1GB"], "--family and --max-shard-size"),
+    (["--to", "ours", "--target-tensor-parallel-size", "2"], "--target-tensor-parallel-size: neither"),
+    (["--to", "torch", "--allow-missing", "*", "--family", "opt"], "--family: neither"),
+])
+def test_flags_of_the_converter_that_neither_format_uses_are_refused(tmp_path, flags, named):
+    with pytest.raises(ConfigError, match=named):
+        run_tool(["--load", str(written(tmp_path / "in")), "--save", str(tmp_path / "out"), *flags])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_between_other_formats_is_verified_by_this_package_alone(tmp_path, capsys):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    words = ["--load", str(tmp_path / "ours"), "--save", str(tmp_path / "out"), "--verify", "--no-optim"]
+    words.append("--to")
+    assert run_tool([*words, "torch", "--vocab-size", "11"]) == 0
+    assert "both outputs were computed by this package" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--verify: a written universal checkpoint of DeepSpeed does not"):
+        run_tool([*words, "deepspeed-universal"])
+
+
+def test_options_of_a_checkpoint_have_the_rows_that_no_token_uses(tmp_path):
+    source = written(tmp_path / "in")
+    (source / "vocab.txt").write_text("\n".join((*BERT_TOKENS, "a", "b")))
+    convert(source, tmp_path / "ours")
+    words = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data"]
+    settings = options_of_checkpoint(words)
+    assert {setting.path: setting.value for setting in settings}["model.vocab_size"] == LLAMA["vocab_size"]
+    config = parse([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"], settings=settings)
+    assert config.data.tokenizer_type == "BertWordPieceLowerCase" and config.model.vocab_size == 11
+
+
+def test_a_checkpoint_gives_its_activation_also_where_it_is_the_default_of_other_options(tmp_path,
+                                                                                          monkeypatch):
+    convert(written(tmp_path / "in"), tmp_path / "ours")
+    run = read_run(tmp_path / "ours", 0)
+    run["config"]["model"]["activation"] = "gelu"
+    monkeypatch.setattr(from_checkpoint, "read_run", lambda *_: run)
+    words = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data"]
+    config = parse([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"],
+                   settings=options_of_checkpoint(words))
+    assert not config.model.add_bias_linear and config.model.activation == "gelu"
+
+
+def test_a_written_step_of_the_optimizer_is_the_iteration_where_it_is_not_counted():
+    assert updates_in(StoredProgress(iteration=7)) == 7 and updates_in(StoredProgress()) == 0
+    assert updates_in(StoredProgress(iteration=7, num_updates=0)) == 0
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

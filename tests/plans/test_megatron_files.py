@@ -4,21 +4,28 @@ refused."""
 import os
 import pickle
 import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ds.checkpoint.upcycling import specs_of
+from megatron_ds.config import parse
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
 from megatron_ds.conversion.formats import Wishes, detected
-from megatron_ds.conversion.megatron_names import Part, part_of
-from megatron_ds.conversion.stored_tensor import WEIGHT, StoredTensor
+from megatron_ds.conversion.megatron_args import OF_CAPACITY, arguments_of, capacity_of, model_options
+from megatron_ds.conversion.megatron_names import EMBEDDING, Part, part_of
+from megatron_ds.conversion.stored_tensor import WEIGHT, LogicalCheckpoint, StoredTensor
 from megatron_ds.conversion.tensor_views import StoredBox
 from megatron_ds.conversion.torch_dist_folder import Sharded
 from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError
+from megatron_ds.training.foreign_start import foreign_defaults, read_foreign
 from tests.harness.legacy_megatron import ROWS, logical_gpt, write_legacy
 
 KEEP = Wishes(vocab_size=ROWS)
@@ -72,12 +79,97 @@ def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_pa
     ({"multi_latent_attention": True}, "multi-latent attention"), ({"num_layers": 5}, "are missing: decoder"),
     ({"hidden_size": 32}, "do not have the shape"),
     ({"untie_embeddings_and_output_weights": True}, "output_layer.weight"), ({"geglu": True}, "--geglu"),
-    ({"window_size": (4, 0)}, "sliding-window"), ({"num_layers": None}, "lack num_layers")],
+    ({"softmax_type": "learnable"}, "weights of its softmax"), ({"num_layers": None}, "lack num_layers"),
+    ({"no_rope_freq": 4}, "without rotary"), ({"rope_type": "yarn"}, "another rotary"),
+    ({"qk_l2_norm": True}, "unit length"), ({"softmax_scale": 0.1}, "--softmax-scale"),
+    ({"activation_func_clamp_value": 7.0}, "clamped"), ({"glu_linear_offset": 1.0}, "offset"),
+    ({"moe_apply_probs_on_input": True}, "inputs of experts"), ({"num_layers": 10**9}, "must be a count"),
+    ({"kv_channels": "4"}, "kv_channels is '4'"), ({"num_experts": "x"}, "num_experts is 'x'"),
+    ({"num_experts": 3, "expert_model_parallel_size": 2}, "do not divide|files of 1 ranks"),
+    ({"tensor_model_parallel_size": 10**14}, "files of 1 ranks"),
+    ({"tensor_model_parallel_size": 1.0}, "must be a count"),
+    ({"moe_layer_freq": "x", "num_experts": 2}, "options in its files: --moe-layer-freq 'x'"),
+    ({"moe_router_load_balancing_type": 3, "num_experts": 2}, "a value in its files is of another kind"),
+    ({"moe_expert_capacity_factor": float("nan"), "num_experts": 2}, "capacity_factor is nan"),
+    ({"moe_expert_capacity_factor": "1", "num_experts": 2}, "capacity_factor is '1'"),
+    ({"norm_epsilon": 10**400}, "a value in its files is of another kind")],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
 def test_a_model_that_is_not_computed_or_not_in_the_files_is_refused(option, words, tmp_path):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **option)
     with pytest.raises(CheckpointError, match=words):
         megatron_torch_format.read(tmp_path, KEEP)
+
+
+def test_the_null_tokenizer_has_one_row_more_than_its_argument(tmp_path):
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, tokenizer_type="NullTokenizer", vocab_size=22)
+    assert megatron_torch_format.read(tmp_path, Wishes()).model["vocab_size"] == 23
+    assert megatron_torch_format.read(tmp_path, Wishes(vocab_size=22)).model["vocab_size"] == 22
+
+
+def test_the_example_trains_as_many_rows_as_its_variable_states(tmp_path):
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)                   # it does not record the size
+    text = (Path(__file__).parents[2] / "examples/from_megatron.sh").read_text()
+    words = next(line for line in text.splitlines() if "VOCAB_SIZE:+" in line).partition(' "${schedule')[0]
+    flags = subprocess.run(["bash", "-c", f"echo {words}"], env={"VOCAB_SIZE": str(ROWS)}, check=True,
+                           capture_output=True, text=True).stdout.split()
+    argv = ["--load", str(tmp_path), "--mock-data", "--lr", "1", "--train-iters", "1", "--seq-length", "8",
+            "--micro-batch-size", "1", *flags]
+    config = parse(argv, env={}, defaults=foreign_defaults(argv))
+    rows = build_tokenizer(config.data, config.model).vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=rows))
+    assert read_foreign(config, "megatron_torch").model["vocab_size"] == ROWS
+
+
+def test_the_capacity_of_experts_is_that_of_a_micro_batch():
+    assert capacity_of({"moe_expert_capacity_factor": -1.0}) == capacity_of({}) == {}
+    found = capacity_of({"moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"})
+    assert found == {"moe_expert_capacity_factor": 1.5, "moe_eval_capacity_factor": 1.5,
+                     "moe_capacity_scope": "micro-batch", "moe_token_drop_policy": "position",
+                     "moe_pad_expert_input_to_capacity": False}
+
+
+@pytest.mark.parametrize("factor", [None, 1.5])
+def test_the_capacity_of_experts_is_written_as_it_is_read(factor):
+    options = dict(num_layers=1, hidden_size=16, num_attention_heads=4, max_position_embeddings=8,
+                   vocab_size=24, num_experts=(2,), moe_expert_capacity_factor=factor,
+                   moe_eval_capacity_factor=factor)
+    options |= {"moe_capacity_scope": "micro-batch", "moe_token_drop_policy": "position"} if factor else {}
+    model = model_of(options, "")
+    tensors = {EMBEDDING: StoredTensor((24, 16), torch.float32, lambda: None, "")}
+    again = model_of(model_options(arguments_of(model, 1), tensors, False, None), "")
+    assert all(getattr(again, name) == getattr(model, name) for name in
+               ("num_experts", "moe_eval_capacity_factor", "moe_capacity_scope", *OF_CAPACITY))
+
+
+def test_files_into_which_the_converter_wrote_the_same_rank_are_merged(tmp_path):
+    tensors = logical_gpt()
+    write_legacy(tmp_path, tensors, tp=2, pp=2, release=True, rank=0)
+    check_equal(megatron_torch_format.read(tmp_path, KEEP), tensors)
+
+
+def test_another_iteration_than_that_of_the_folder_is_refused(tmp_path):
+    path = write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)
+    assert megatron_torch_format.read(path, replace(KEEP, iteration=5)).progress.iteration == 5
+    with pytest.raises(CheckpointError, match="is the folder of iter_0000005, and --iteration 6"):
+        megatron_torch_format.read(path, replace(KEEP, iteration=6))
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "-1"])
+def test_a_tracker_that_names_no_iteration_is_refused(text, tmp_path):
+    write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CheckpointError, match="has no .*It has iter_0000005"):
+        megatron_torch_format.read(tmp_path, KEEP)
+
+
+def test_optimizer_state_of_joined_experts_is_refused(tmp_path):
+    path = write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, num_experts=2)
+    change(path / "mp_rank_00", lambda content: content.update(optimizer={}, model={
+        "decoder.layers.0.mlp.experts.weight1": torch.ones(16, 8)}))
+    with pytest.raises(CheckpointError, match="experts.weight1, in which all experts are one .*--no-optim"):
+        megatron_torch_format.read(tmp_path, KEEP)
+    with pytest.raises(CheckpointError, match="tensors are missing"):
+        megatron_torch_format.read(tmp_path, replace(KEEP, weights_only=True))
 
 
 # ---- Files that are broken or mixed up.
@@ -136,15 +228,23 @@ def change(folder, function):
      "tensors are missing"),
     (lambda content: content["model"]["language_model"]["encoder"].update(
         {"layers.0.mlp.dense_h_to_4h.bias": torch.ones(3)}), "do not have the shape"),
+    (lambda content: content["model"]["language_model"]["encoder"].update(
+        {"layers.0.mlp.dense_4h_to_h.weight": torch.ones(64)}), "not parts along dimension 1"),
+    (lambda content: content["model"]["language_model"]["encoder"].update(
+        {"layers.0.mlp.experts.weight1": torch.ones(64)}), "not that of 1 experts"),
+    (lambda content: content.update(model={}), "26 tensors are missing"),
     (lambda content: content.pop("model"), "holds no model"),
     (lambda content: content.pop("args"), "records no arguments"),
     (lambda content: content.update(iteration=6), "not of one save"),
+    (lambda content: content.update(checkpoint_version="x"), "not of one save"),
     (lambda content: content.update(code=Code()), "posix.system|nt.system"),
-], ids=["extra", "missing", "shape", "no model", "no args", "iteration", "code"])
+], ids=["extra", "missing", "shape", "dimensions", "joined experts", "empty", "no model",
+        "no args", "iteration", "version", "code"])
 def test_a_changed_file_is_refused(function, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = write_legacy(tmp_path, logical_gpt(), tp=1, pp=2)
-    change(folder_of(path, 0, 0), function)
+    path = write_legacy(tmp_path, logical_gpt(), tp=2, pp=2)
+    for rank in range(2):
+        change(folder_of(path, rank, 0), function)
     with pytest.raises(CheckpointError, match=words):
         read_all(tmp_path)
     assert not (tmp_path / "executed").exists()
@@ -230,6 +330,28 @@ def test_a_state_that_this_package_wrote_for_megatron_is_refused_when_it_is_dama
     file.unlink()
     with pytest.raises(CheckpointError, match="All ranks' files belong into one folder"):
         megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+
+
+QWEN = dict(num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32, vocab_size=24,
+            max_position_embeddings=8, add_bias_linear=False, add_qkv_bias=True, normalization="RMSNorm",
+            activation="swiglu", position_embedding_type="rope", make_vocab_size_divisible_by=8)
+
+
+def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):
+    tensors = {spec.name: torch.randn(spec.shape) for spec in specs_of(model_of(QWEN, ""))}
+    stored = {name: StoredTensor(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor, name)
+              for name, tensor in tensors.items()}
+    ours = LogicalCheckpoint(tmp_path, QWEN, {kind: stored for kind in (WEIGHT, "exp_avg", "exp_avg_sq")},
+                             optimizer="adam", training={"optimizer.adam_bias_correction": False})
+    lines = megatron_torch_dist_format.write(ours, tmp_path / "b", Wishes())
+    assert any("--override-opt_param-scheduler" in line for line in lines)
+    again = megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+    assert again.model["add_qkv_bias"] and again.tensors[WEIGHT].keys() == tensors.keys()
+    common = read_torch_file(tmp_path / "b/iter_0000000/common.pt").content
+    assert [group["bias_correction"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [
+        False, False]
+    lines = megatron_torch_dist_format.write(ours, tmp_path / "c", Wishes(weights_only=True))
+    assert not any("--override-opt_param-scheduler" in line for line in lines)
 
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 4), (4, 1)])

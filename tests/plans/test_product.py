@@ -1,6 +1,9 @@
 """16-bit products: through fp32 where the processor has none, with the same result but for the last
 rounding."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -109,3 +112,18 @@ def test_attention_in_16_bits_is_that_of_fp32_rounded_where_there_are_no_product
     assert out.dtype == torch.bfloat16
     exact = reference_attention(q.double(), k.double(), v.double())
     assert ((out - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+
+
+def test_threads_that_multiply_single_rows_leave_onednn_as_it_was():
+    x, weight = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
+    [entry] = [entry for entry in affine.implementations if entry.name == "one row"]
+    before, interval = torch._C._get_mkldnn_enabled(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for _ in pool.map(lambda _: [entry.function(x, weight, None) for _ in range(2000)], range(3)):
+                pass
+        assert torch._C._get_mkldnn_enabled() == before
+    finally:
+        sys.setswitchinterval(interval)
+        torch._C._set_mkldnn_enabled(before)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_ds.config.config_text import report_without_effect
+from megatron_ds.config.config_text import report_without_effect, to_yaml
 from megatron_ds.config.deepspeed_json import reading_of
 from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError
@@ -32,9 +32,15 @@ def test_other_names_set_the_same_option(words, path, value):
 
 @pytest.mark.parametrize("words, activation", [
     ("", "gelu"), ("--no-bias-gelu-fusion", "gelu_exact"), ("--no-bias-gelu-fusion --swiglu", "swiglu"),
-    ("--no-bias-gelu-fusion --openai-gelu", "gelu")])
+    ("--no-bias-gelu-fusion --openai-gelu", "gelu"), ("--disable-bias-linear", "gelu_exact"),
+    ("--disable-bias-linear --add-qkv-bias", "gelu_exact"), ("--disable-bias-linear --swiglu", "swiglu"),
+    ("--disable-bias-linear --activation gelu", "gelu")])
 def test_gelu_without_megatrons_fused_kernel_is_exact(words, activation):
-    assert parsed(words).model.activation == activation
+    config = parsed(words)
+    assert config.model.activation == activation
+    if activation == "gelu_exact":
+        line, = (line for line in to_yaml(config).splitlines() if line.startswith("  activation:"))
+        assert line.split("#")[1].strip() == words.split()[0]
 
 
 @pytest.mark.parametrize("words, layout", [
@@ -48,11 +54,40 @@ def test_uneven_pipelines_have_the_layers_that_are_asked_for(words, layout):
     assert parse([*argv, *words.split()], 4, env={}).parallel.pipeline_layout == layout
 
 
-def test_an_uneven_pipeline_that_cannot_be_divided_is_refused():
-    for words in ("--decoder-first-pipeline-num-layers 3",
-                  "--decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2"):
-        with pytest.raises(ConfigError, match="--pipeline-layout"):
-            parsed(f"{words} --pipeline-model-parallel-size 4", 4)
+FIRST, EMBEDDING = "--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"
+
+
+@pytest.mark.parametrize("words, says", [
+    (f"{FIRST} 3", "cannot share the rest of --num-layers 8 evenly"),
+    (f"{FIRST} 2 --num-virtual-stages-per-pipeline-rank 2",
+     "which --num-virtual-stages-per-pipeline-rank 2 divides into several stages"),
+    (EMBEDDING, r"makes 9 layers, which 4 stages, (.|\n)*Use --num-layers 7 or 11"),
+    (f"{EMBEDDING} --num-virtual-stages-per-pipeline-rank 2", "makes 9 layers, which 8 stages"),
+    (f"{EMBEDDING} --account-for-loss-in-pipeline-split", "makes 10 layers"),
+    (f"{EMBEDDING} {FIRST} 2", "Give only one of the two"),
+    (f"{EMBEDDING} --pipeline-layout 2,2,2,2", "which --pipeline-layout 2,2,2,2 states"),
+    (f"{FIRST} 2 --pipeline-layout 2,2,2,2", "which --pipeline-layout 2,2,2,2 states")])
+def test_an_uneven_pipeline_that_cannot_be_divided_is_refused(words, says):
+    with pytest.raises(ConfigError, match=says):
+        parsed(f"{words} --pipeline-model-parallel-size 4", 4)
+
+
+def test_a_printed_configuration_of_an_uneven_pipeline_can_be_read_again(tmp_path):
+    config = parsed(f"{FIRST} 2 --pipeline-model-parallel-size 4", 4)
+    (tmp_path / "printed.yaml").write_text(to_yaml(config))
+    assert parse(["--config", str(tmp_path / "printed.yaml")], 4, env={}) == config
+
+
+def test_one_stage_has_nothing_to_divide():
+    config = parsed(EMBEDDING)
+    assert config.parallel.pipeline_layout is None
+    assert "there is one pipeline stage" in report_without_effect(config)
+
+
+def test_values_for_tensorboard_are_also_for_weights_and_biases():
+    words = "--log-memory-to-tensorboard"
+    assert "no --tensorboard-dir or --wandb-project" in report_without_effect(parsed(words))
+    assert parsed(f"{words} --wandb-project p").logging.log_memory_to_tensorboard
 
 
 def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
@@ -66,7 +101,7 @@ def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
 
 @pytest.mark.parametrize("words, says", [
     ("--kd", "distillation"), ("--multi-latent-attention", "multi-latent"), ("--use-mup", "learning rate"),
-    ("--error-injection-rate 1000", "not injected"), ("--ds-sequence-parallel-fpdt", "not divided into chunks"),
+    ("--error-injection-rate 1000", "not injected"), ("--ds-sequence-parallel-fpdt", "divided into chunks"),
     ("--eval-global-batch-size 8", "--eval-iters sets"),
     ("--megatron-fsdp-main-params-dtype bf16", "master weights"), ("--profile", "--trace DIR")])
 def test_what_would_change_numbers_or_is_lost_is_refused_with_the_reason(words, says):
@@ -101,8 +136,29 @@ def test_values_that_ask_for_nothing_are_silent_and_others_are_listed():
         "zero_optimization": {"contiguous_gradients": True, "round_robin_gradients": False}})
     assert settings == {"logging.timing_log_level": 0}
     assert [name.partition(" ")[2] for name in listed] == [
-        "cuda_visible_devices", "activation_checkpointing.partition_activations",
-        "zero_optimization.contiguous_gradients"] or len(listed) == 2
+        "activation_checkpointing.partition_activations", "zero_optimization.contiguous_gradients"]
+
+
+def test_the_type_adamw_is_decoupled_whatever_the_mode_says():
+    for kind, value in (("AdamW", None), ("Adam", False)):
+        settings, listed = settings_of({"optimizer": {"type": kind, "params": {"adam_w_mode": False}}})
+        assert settings.get("optimizer.decoupled_weight_decay") is value
+        assert [name.partition(" ")[2] for name in listed] == [
+            "optimizer.params.adam_w_mode"] * (kind == "AdamW")
+
+
+def test_activations_of_a_json_stay_on_the_device():
+    for value, problems in ((False, 0), (True, 1)):
+        reading = reading_of("ds.json", {"activation_checkpointing": {"cpu_checkpointing": value}})
+        assert ["stay on the device" in problem for problem in reading.problems] == [True] * problems
+
+
+def test_a_block_inside_a_block_that_is_off_is_off():
+    dynamic = {"enabled": True, "lr_scaling_method": "linear"}
+    for is_on in (True, False):
+        reading = reading_of("ds.json", {"data_efficiency": {
+            "enabled": is_on, "data_sampling": {"dynamic_batching": dynamic}}})
+        assert bool(reading.problems) is is_on
 
 
 def test_blocks_for_a_feature_that_is_off_are_no_problem(tmp_path):

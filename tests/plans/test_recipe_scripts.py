@@ -52,6 +52,17 @@ esac
 run() { torchrun pretrain_gpt.py $1 --seed "$2" $@; }
 run "$options" 5
 ''',
+    "names that are removed": r'''
+run() {
+  first=$1; shift
+  torchrun pretrain_gpt.py --first $first --seed "$1" "$@" ${SIZE:+--size $SIZE} \
+    --name "x$NAME" ${NAME-none} $NAME "${LIST[@]}" --last "$3"
+}
+other() { torchrun pretrain_gpt.py --wrong; }
+SIZE=4; NAME=old; LIST=(--wrong 1)
+unset SIZE NAME LIST; unset -f other
+other; run 1 2 3 4
+''',
     "a command in a string": r'''
 NAME="gpt-${X:-1}"
 NAME=${NAME%-*}_${NAME##*-}
@@ -116,11 +127,11 @@ deepspeed --num_gpus 2 pretrain_gpt.py {TINY} --deepspeed_config=other.json
 def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     recipe = tmp_path / "train.sh"
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --data-impl mmap "
-                      "--window-size 4 --num-layrs 3 --async-save")
+                      "--mtp-num-layers 4 --num-layrs 3 --async-save")
     assessed = assess(*read_recipe(recipe, {}), {})
     kinds = {verdict.name: verdict.kind for verdict in assessed.verdicts}
     assert (kinds["--lr"], kinds["--save"], kinds["--async-save"]) == (Kind.DONE, Kind.DONE, Kind.ACCEPTED)
-    assert (kinds["--window-size"], kinds["--num-layrs"]) == (Kind.REFUSED, Kind.UNKNOWN)
+    assert (kinds["--mtp-num-layers"], kinds["--num-layrs"]) == (Kind.REFUSED, Kind.UNKNOWN)
     assert "did you mean '--num-layers'" in next(v.text for v in assessed.verdicts if v.name == "--num-layrs")
     assert not assessed.is_accepted and assessed.command == ()
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --bf16")
@@ -149,6 +160,46 @@ def test_a_yaml_of_megatrons_tests_and_a_json_are_recipes(tmp_path):
     kinds = {verdict.name: verdict.kind for verdict in assess(*read_recipe(ds, {}), {}).verdicts}
     assert kinds == {"train_batch_size": Kind.DONE, "zero_optimization.stage": Kind.DONE,
                      "zero_optimization.contiguous_gradients": Kind.ACCEPTED, "amp": Kind.REFUSED}
+
+
+def test_names_of_a_yaml_cfg_that_are_false_are_not_lost(tmp_path):
+    def words_of(text):
+        (tmp_path / "cfg.yaml").write_text(text)
+        training, = read_recipe(tmp_path / "cfg.yaml", {})
+        return training
+
+    assert words_of("bert_binary_head: false\nqk_layernorm: false\nasync_save: false\n").words == (
+        "--no-bert-binary-head",)
+    switches = words_of("disable_bias_linear: false\nadd_bias_linear: true\nswiglu: true\n")
+    assert switches.words == ("--swiglu",)
+    assert words_of("activation_func: swiglu\ngated_linear_unit: true\n").words == ("--swiglu",)
+    assert words_of("activation_func: [swiglu]\n").words == ("--activation-func", "swiglu")
+    for text in ("frobnicate: false\n", "gated_linear_unit: true\n"):
+        verdict, = assess(words_of(text), {}).verdicts
+        assert verdict.kind is Kind.UNKNOWN and text.partition("_")[0].partition(":")[0] in verdict.name
+
+
+@pytest.mark.parametrize("value", ["3", "[a, b]", "word"])
+def test_model_args_that_are_no_block_are_one_clear_error(value, tmp_path):
+    (tmp_path / "model_config.yaml").write_text(f"MODEL_ARGS: {value}\n")
+    with pytest.raises(ConfigError, match="MODEL_ARGS should be a block"):
+        read_recipe(tmp_path / "model_config.yaml", {})
+
+
+@pytest.mark.parametrize("words, problem", [
+    ("--zero-stage 1 --use-torch-fsdp2", "contradict each other"),
+    ("--zero-stage 2 --use-distributed-optimizer", "")])
+def test_flags_of_a_recipe_are_compared_with_each_other(words, problem, tmp_path):
+    (tmp_path / "train.sh").write_text(f"python pretrain_gpt.py {TINY} {words}")
+    assessed = assess(*read_recipe(tmp_path / "train.sh", {}), {})
+    assert assessed.is_accepted == (not problem)
+    assert [problem in text for text in assessed.problems] == [True] * bool(problem)
+
+
+def test_a_key_that_occurs_twice_in_a_json_is_refused(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "train_batch_size": 4}')
+    verdict, = assess(*read_recipe(tmp_path / "ds.json", {}), {}).verdicts
+    assert verdict.kind is Kind.REFUSED and "'train_batch_size' occurs twice" in verdict.text
 
 
 @pytest.mark.parametrize("text, says", [

@@ -5,16 +5,20 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_ds.errors import DataError
+from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.ramps import Progress
 from megatron_ds.training.log import Log, open_log
 from megatron_ds.training.metrics_file import read_metrics
+from megatron_ds.training.phase_times import times_text
 from megatron_ds.training.records import EvalRecord, TrainRecord, over_layers
+from megatron_ds.training.wandb_log import WandbLog
 
 RECORD = TrainRecord(
     step=1200, steps=5000, samples=614400, tokens=629145600, step_seconds=1.23456, learning_rate=2.94e-4,
@@ -149,6 +153,53 @@ def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
     assert isinstance(log, Log) and list(tmp_path.iterdir()) == []
 
 
+def test_times_of_all_ranks_are_those_of_the_ranks_that_had_the_phase():
+    text = times_text({"forward-recv": {1: 0.002}, "optimizer": {0: 0.001, 1: 0.003}}, "all")
+    assert text.splitlines()[1:] == ["  forward-recv:", "     rank  1: 2.00",
+                                     "  optimizer:", "     rank  0: 1.00", "     rank  1: 3.00"]
+
+
+# ------------------------------------------------------------------ Weights & Biases
+class StandInRun:
+    """W&B's rule: what is logged at a step before the current one is lost, and a commit ends a step."""
+
+    def __init__(self, **options):
+        self.options, self.kept, self.step = options, {}, 0
+
+    def log(self, values, step, commit=False):
+        if step >= self.step:
+            self.kept.setdefault(step, {}).update(values)
+            self.step = step + commit
+
+
+def wandb_log(monkeypatch, init):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+    flags += "--train-iters 1 --lr 1 --mock-data --vocab-size 8 --wandb-project p"
+    return WandbLog(parse(flags.split(), env={}), "5f0c")
+
+
+def test_wandb_keeps_the_validation_losses_of_a_step_that_was_logged_before(monkeypatch):
+    log = wandb_log(monkeypatch, StandInRun)
+    log.write(RECORD)
+    log.write(EVALUATION)
+    kept = log._run.kept[RECORD.step]
+    assert EVALUATION.step == RECORD.step and log._run.options["id"] == "5f0c"
+    assert {"lm loss", "lm loss validation"} <= kept.keys()
+
+
+def test_errors_of_wandb_are_told_at_the_start_and_cost_records_later(monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("no API key")                            # W&B's own errors are no OSError either
+
+    with pytest.raises(ConfigError, match="no API key. Run wandb login"):
+        wandb_log(monkeypatch, failing)
+    log = wandb_log(monkeypatch, StandInRun)
+    log._run.log = failing
+    with pytest.raises(OSError, match="no API key"):
+        log.write(RECORD)
+
+
 # ------------------------------------------------------------------ metrics.jsonl
 def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_and_time(tmp_path):
     before = time.time()
@@ -159,7 +210,7 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_
     train, validation = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     start, now = train.pop("start"), train.pop("time")
     assert before - 0.01 <= start <= now <= time.time() + 0.01 and validation["start"] == start
-    not_asked_for = ("num_zeros", "params_norm", "times", "tags")
+    not_asked_for = ("num_zeros", "params_norm", "decoupled_learning_rate", "times", "tags")
     fields = {name: value for name, value in vars(RECORD).items() if name not in ("metrics", *not_asked_for)}
     assert train == {"kind": "train", "run": "5f0c", **fields, "loss": None}
     assert validation["kind"] == "validation" and validation["perplexity"] == pytest.approx(math.exp(2.5))

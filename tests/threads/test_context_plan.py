@@ -74,8 +74,8 @@ def test_a_block_of_4096_tokens_sends_known_bytes(kind, groups, c, forward, back
                                    ["--recompute-granularity", "full", "--recompute-num-layers", 1]], ids=str)
 def test_what_attention_is_said_to_send_is_what_is_planned_between_context_ranks(flags):
     """Two stages, whose blocks share attention in different ways."""
-    config = job(*flags, "--pipeline-model-parallel-size", 2, "--num-query-groups", 2, "--hidden-dropout", 0.1,
-                 ranks=4, size=2, kinds="all_gather p2p p2p a2a", layers=4)
+    config = job(*flags, "--pipeline-model-parallel-size", 2, "--num-query-groups", 2,
+                 "--hidden-dropout", 0.1, ranks=4, size=2, kinds="all_gather p2p p2p a2a", layers=4)
     for rank in (0, 3):
         plan = plan_world(config, rank, "cpu")
         traffic = plan.rank_plan(rank).traffic.wire_bytes()
@@ -101,7 +101,8 @@ def test_the_grid_has_context_ranks_and_the_text_all_parts():
     config = job("--tensor-model-parallel-size", 2, ranks=8, size=2)
     text = plan_text(plan_world(config, 6, "cpu"), [])
     assert "8 ranks = tensor 2 × context 2 × pipeline 1 × data 2" in text
-    assert "rank 6 is tp 0, cp 1, pp 0, dp 1" in text and "\n  context (cp) " in text and "\ncontext: " in text
+    assert "rank 6 is tp 0, cp 1, pp 0, dp 1" in text
+    assert "\n  context (cp) " in text and "\ncontext: " in text
     assert "dp 0 cp 1  dp 1 cp 0" in text and "[6, 7]" in text and "[4, 5]" not in text
 
 

@@ -1,0 +1,185 @@
+"""Tiles cover what queries see, once, and nothing that all of them do not see; partial attention against an
+explicit softmax, and the golden values of a merge."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron_ds.ops import attention_tiles, partial_attention
+from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from megatron_ds.ops.attention_tiles import Runs, Seen
+from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
+
+LENGTH, SAMPLES, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 8
+ZIGZAG = [Runs((range(0, 6), range(18, 24))), Runs((range(6, 12), range(12, 18)))]
+PATTERNS = {"causal": CAUSAL, "full": FULL, "window": AttentionPattern(left=5),
+            "both sides": AttentionPattern(causal=False, left=2, right=4)}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(attention_tiles, "ROWS", 4)
+    monkeypatch.setattr(attention_tiles, "COLUMNS", 5)
+
+
+def document_ids():
+    ends = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
+    ends[0, 7] = ends[0, 13] = ends[1, 19] = 1
+    return ends.cumsum(1) - ends
+
+
+def padding(start=20):
+    return (torch.arange(LENGTH) >= start).expand(SAMPLES, 1, 1, -1)
+
+
+def seen_of(pattern, hides):
+    return Seen(PATTERNS[pattern], document_ids() if "documents" in hides else None,
+                padding() if "padding" in hides else None)
+
+
+def hidden_of(seen):
+    """bool [b, 1, s, s], from the definition."""
+    here = torch.arange(LENGTH)
+    far = here[None] - here[:, None]
+    hidden = torch.zeros(SAMPLES, 1, LENGTH, LENGTH, dtype=torch.bool)
+    pattern = seen.pattern
+    if pattern.causal:
+        hidden |= far > 0
+    if pattern.left is not None:
+        hidden |= far < -pattern.left
+    if pattern.right is not None and not pattern.causal:
+        hidden |= far > pattern.right
+    if seen.documents is not None:
+        hidden |= (seen.documents[:, :, None] != seen.documents[:, None])[:, None]
+    return hidden if seen.mask is None else hidden | seen.mask
+
+
+CASES = [*itertools.product(PATTERNS, ("", "documents", "padding", "documents, padding"))]
+
+
+@pytest.mark.parametrize("pattern, hides", CASES)
+def test_tiles_cover_each_visible_element_once_and_skip_hidden_blocks(pattern, hides):
+    seen = seen_of(pattern, hides)
+    hidden, count = hidden_of(seen), torch.zeros(LENGTH, LENGTH, dtype=torch.long)
+    for queries, keys in itertools.product(ZIGZAG, ZIGZAG):
+        for tile in seen.tiles(queries, keys):
+            rows, columns = ([*itertools.chain(*runs.ranges)][part]
+                             for runs, part in ((queries, tile.rows), (keys, tile.columns)))
+            assert rows == [*tile.queries] and columns == [*tile.keys]
+            there = hidden[:, :, rows][..., columns]
+            mask = seen.hidden(tile)
+            assert torch.equal(there, torch.zeros_like(there) if mask is None else mask.expand_as(there))
+            count[tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop] += 1
+    assert count.max() == 1 and bool((count[~hidden.all(0)[0]] == 1).all())
+    if pattern != "full" or "documents" in hides:
+        assert count.sum() < LENGTH * LENGTH
+
+
+def inputs(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(3)
+    q, dout = (torch.randn(LENGTH, SAMPLES, HEADS, CHANNELS, generator=draw) for _ in range(2))
+    k, v = (torch.randn(LENGTH, SAMPLES, GROUPS, CHANNELS, generator=draw) for _ in range(2))
+    return [t.to(dtype) for t in (q, k, v, dout)]
+
+
+def explicit(q, k, v, dout, hidden, keep=1.0):
+    """Output and gradients in fp64; 0 where a query sees nothing."""
+    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+    queries = q.permute(1, 2, 0, 3)
+    keys, values = (t.permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
+    scores = queries @ keys.transpose(2, 3) / math.sqrt(CHANNELS)
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0) * keep
+    out = (p @ values).permute(2, 0, 1, 3).flatten(2)
+    out.backward(dout.double().flatten(2))
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def partial(q, k, v, dout, seen):
+    """The same over two blocks of keys, for the queries of each of two ranks."""
+    results = [torch.zeros_like(t, dtype=torch.float32) for t in (q, q, k, v)]
+    for queries in ZIGZAG:
+        rows = [*itertools.chain(*queries.ranges)]
+        attention = PartialAttention(q[rows], queries, seen, 1 / math.sqrt(CHANNELS))
+        blocks = [(keys, [*itertools.chain(*keys.ranges)]) for keys in ZIGZAG]
+        for keys, columns in blocks:
+            attention.add(k[columns], v[columns], keys)
+        out, sums = attention.result()
+        gradients = PartialGradients(q[rows], queries, seen, 1 / math.sqrt(CHANNELS), (out, sums),
+                                     dout[rows].flatten(2))
+        for keys, columns in blocks:
+            dkv = torch.zeros(2, len(columns), SAMPLES, GROUPS, CHANNELS)
+            gradients.add(k[columns], v[columns], keys, dkv)
+            results[2][columns] += dkv[0]
+            results[3][columns] += dkv[1]
+        results[0][rows] = out.view_as(results[0][rows]).float()
+        results[1][rows] = gradients.dq
+    return results[0].flatten(2), *results[1:]
+
+
+@pytest.mark.parametrize("pattern, hides", CASES)
+def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides):
+    seen, values = seen_of(pattern, hides), inputs()
+    for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
+
+
+def test_dropout_keeps_the_probabilities_that_its_mask_keeps():
+    kept = torch.rand(SAMPLES, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.7
+    cut = lambda tile: (kept[:, :, tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop], 1.5)
+    seen, values = Seen(CAUSAL, document_ids(), keep=cut), inputs()
+    for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen), kept * 1.5),
+                           strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=5e-6)
+
+
+def test_sixteen_bits_are_merged_in_fp32():
+    seen, values = Seen(CAUSAL), inputs(torch.bfloat16)
+    for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
+        assert (ours - right).abs().max() < 0.02 * right.abs().max()
+
+
+def test_a_query_without_any_key_has_zero_output_and_gradients():
+    blind = Seen(FULL, mask=padding(0))
+    assert not any(part.any() for part in partial(*inputs(), blind))
+
+
+def test_the_golden_merge():
+    """Output and log-sum-exp over keys 0 and 1, then over all four."""
+    q = torch.tensor([[1., 2], [.5, -1]])[:, None, None]
+    k = torch.tensor([[1., 0], [0, 1], [-1, 1], [2, .5]])[:, None, None]
+    v = torch.tensor([[1., 0], [0, 1], [1, 1], [2, -1]])[:, None, None]
+    attention = PartialAttention(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2))
+    attention.add(k[:2], v[:2], Runs((range(2),)))
+    out, sums = attention.result()
+    right = torch.tensor([[.330238, .669762], [.742817, .257183]])
+    torch.testing.assert_close(out[:, 0], right, rtol=0, atol=1e-6)
+    torch.testing.assert_close(sums[0, 0], torch.tensor([1.815047, .650859]), rtol=0, atol=1e-6)
+    attention.add(k[2:], v[2:], Runs((range(2, 4),)))
+    out, sums = attention.result()
+    right = torch.tensor([[1.256116, -.133287], [1.252486, -.158595]])
+    torch.testing.assert_close(out[:, 0], right, rtol=0, atol=1e-6)
+    torch.testing.assert_close(sums[0, 0], torch.tensor([2.804065, 1.304958]), rtol=0, atol=1e-6)
+    dkv = torch.zeros(2, 4, 1, 1, 2)
+    gradients = PartialGradients(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2), (out, sums),
+                                 torch.tensor([[1., 0], [.5, 1]])[:, None])
+    gradients.add(k, v, Runs((range(4),)), dkv)
+    right = torch.tensor([[.531506, -.110632], [-.315118, .055019]])
+    torch.testing.assert_close(gradients.dq[:, 0, 0], right, rtol=0, atol=1e-6)
+    dk = [[-.017827, -.053324], [-.196097, -.492861], [.012025, -.113028], [.201899, .659213]]
+    dv = [[.315929, .386198], [.315969, .133712], [.169775, .093891], [.698328, .386198]]
+    torch.testing.assert_close(dkv[:, :, 0, 0], torch.tensor([dk, dv]), rtol=0, atol=1e-6)
+
+
+def test_the_kernels_for_gpus_have_the_arguments_that_torch_takes():
+    """On tensors without memory, which check names, types and shapes."""
+    q, k, v, dout = (t.to("meta").permute(1, 2, 0, 3) for t in inputs())
+    operands = partial_attention._Operands(q, k, v, 0.5, torch.zeros(SAMPLES, 1, LENGTH, LENGTH,
+                                                                     device="meta"), False, None)
+    out, sums = partial_attention._gpu_forward(operands)
+    assert out.shape == q.shape and sums.shape == q.shape[:3]
+    final = partial_attention._Final(dout, out, sums)
+    shapes = [t.shape for t in partial_attention._gpu_backward(operands, final)]
+    assert shapes == [q.shape, k.shape, v.shape]
