@@ -191,7 +191,7 @@ def test_the_recipe_of_long_sequences_in_small_continues_on_one_rank(tmp_path):
     assert [r["tokens"] for r in trained] == [512, 1024, 1536, 2048]         # ranks share them
     flops = [r["tflops_per_rank"] * ranks * r["step_seconds"] for r, ranks in zip(trained, (4, 4, 1, 1))]
     assert flops == pytest.approx([flops[0]] * 4, rel=1e-3)
-    assert {r["step"] for r in records if r["kind"] == "eval"} >= {2, 4}
+    assert {r["step"] for r in records if r["kind"] == "validation"} >= {2, 4}
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
 
 
