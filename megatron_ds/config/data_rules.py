@@ -108,7 +108,8 @@ def not_for_bert(config: RunConfig) -> Iterator[str]:
                                      "one document. Remove it.")
     if config.model.position_embedding_type == "none":
         yield ("[position_embedding_type]: BERT has no causal mask, so without position embeddings the order "
-               "of tokens would be lost. Use --position-embedding-type learned_absolute or rope.")
+               "of tokens would be lost. Use --position-embedding-type learned_absolute, rope, yarn or "
+               "alibi.")
     if config.model.seq_length and config.model.seq_length < SHORTEST:
         yield f"[seq_length] leaves no room for [CLS] A [SEP] B [SEP]. Use --seq-length {SHORTEST} or more."
 

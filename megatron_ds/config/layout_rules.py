@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from .messages import divisors, either, given, neighbours
+from .position_rules import POSITION_RULES
 from .run import RunConfig
 from .uneven_stages import ACCOUNTS, COUNTS, given_of, uneven_layout
 
@@ -30,7 +31,7 @@ def heads(config: RunConfig) -> Iterator[str]:
         yield (f"[hidden_size] is not a multiple of [num_attention_heads]: a head would have {h / n:g} "
                f"channels. Use --num-attention-heads {either([d for d in divisors(h) if d <= 4 * n][-8:])}, "
                "or set the width of a head with --kv-channels.")
-    elif n and h and model.position_embedding_type == "rope" and (
+    elif n and h and model.is_rotary and (
             rotated := int(model.head_dim * model.rotary_percent)) % 2:
         yield ("rotary embeddings rotate pairs of channels, but [rotary_percent] of a head of "
                f"{model.head_dim} channels is {rotated}, an odd number. Change --num-attention-heads, "
@@ -44,29 +45,6 @@ def feed_forward(config: RunConfig) -> Iterator[str]:
         yield ("[activation] with [hidden_size]: the default width of the feed-forward block, 8/3 × hidden "
                "size rounded down to a multiple of 64, would be 0. Set it, for instance --ffn-hidden-size "
                f"{max(1, 8 * model.hidden_size // 3)}.")
-
-
-def positions(config: RunConfig) -> Iterator[str]:
-    """Each token of a sample needs a position."""
-    seq, longest = config.model.seq_length, config.model.max_position_embeddings
-    if seq and longest and seq > longest:
-        yield ("[seq_length] is longer than [max_position_embeddings]: the last tokens would have no "
-               f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
-
-
-def rotary(config: RunConfig) -> Iterator[str]:
-    """Options of rotary embeddings need them."""
-    model = config.model
-    if model.position_embedding_type != "rope":
-        names = ["rotary_interleaved", "use_rope_scaling"]
-        if model.rotary_seq_len_interpolation_factor != 1:                  # 1 changes nothing
-            names.append("rotary_seq_len_interpolation_factor")
-        yield from given(config, [f"model.{name}" for name in names],
-                         "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
-                         "--position-embedding-type rope.")
-    if not model.use_rope_scaling:
-        yield from given(config, ["model.rope_scaling_factor"],
-                         "applies to --use-rope-scaling. Add it, or remove the factor.")
 
 
 def norms(config: RunConfig) -> Iterator[str]:
@@ -90,14 +68,25 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
         yield (f"[seq_length] is not a multiple of {chunks}: each of [context_parallel_size] ranks holds "
                f"{_parts(config)} of a sequence. Use --seq-length "
                f"{neighbours(model.seq_length, chunks)}.")
+    sizes = parallel.hierarchical_context_parallel_sizes
+    if "a2a+p2p" not in kinds:
+        yield from given(config, ["parallel.hierarchical_context_parallel_sizes"],
+                         "belongs to --cp-comm-type a2a+p2p. Remove it, or use a2a+p2p.")
+    elif len(sizes) != 2 or sizes[0] * sizes[1] != c:
+        yield ("[hierarchical_context_parallel_sizes] are not two numbers whose product is "
+               "[context_parallel_size]: ranks that exchange tokens for heads × ranks that pass keys on. "
+               f"Use --hierarchical-context-parallel-sizes {either([f'{d} {c // d}' for d in divisors(c)])}.")
     heads = model.num_attention_heads
-    if "a2a" in kinds and heads and heads % t == 0:
-        groups = (model.num_query_groups or heads) // t
-        fits = [d for d in divisors(heads // t) if groups % d == 0 or d % max(groups, 1) == 0]
-        if c not in fits:
-            yield (f"[cp_comm_type] divides heads among [context_parallel_size] ranks, and each "
-                   f"tensor-parallel rank has {heads // t} heads in {groups} groups. Use "
-                   f"--context-parallel-size {either(fits)}, or --cp-comm-type p2p.")
+    if not heads or heads % t:
+        return
+    groups = (model.num_query_groups or heads) // t
+    fits = [d for d in divisors(heads // t) if groups % d == 0 or d % max(groups, 1) == 0]
+    for kind, ranks, name in (("a2a", c, "context_parallel_size"),
+                              ("a2a+p2p", sizes[0], "hierarchical_context_parallel_sizes")):
+        if kind in kinds and ranks not in fits:
+            yield (f"[cp_comm_type] divides heads among {ranks} ranks ([{name}]), but each tensor-parallel "
+                   f"rank has {heads // t} heads in {groups} groups. Use {either(fits)} ranks, or "
+                   "--cp-comm-type p2p.")
 
 
 def _parts(config: RunConfig) -> str:
@@ -320,6 +309,6 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, rotary, norms, context_parallel, zero_options, communication,
+LAYOUT_RULES = (heads, feed_forward, *POSITION_RULES, norms, context_parallel, zero_options, communication,
                 offloading, world, tensor_parallel, pipeline, uneven_pipeline, virtual_stages,
                 pipeline_tuning, rank_order)

@@ -31,24 +31,49 @@ class ModelConfig(AttentionOptions, MoEOptions):
         help="Tokens per training sample.")
     max_position_embeddings: int | None = option(None, at_least=1, unit="tokens",
         help="Longest sequence that the model can process. Default: the sequence length.")
-    position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"),
+    position_embedding_type: str = option(
+        "learned_absolute", choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
-        help="How the position of a token enters the model.")
+        help="How the position of a token enters the model. yarn is rope with frequencies that are scaled "
+             "for longer sequences; with alibi the scores of attention fall with the distance.")
     rotary_base: float = option(10000.0, above=0, flags=["--rotary-position-embeddings-theta"],
-        help="Base of the rotary angles (rope only); use a larger one for long sequences.")
+        help="Base of the rotary angles (rope, yarn); use a larger one for long sequences.")
     rotary_percent: float = option(
-        1.0, above=0, at_most=1, help="Share of the channels of each head that are rotated (rope only).")
+        1.0, above=0, at_most=1, help="Share of the channels of each head that are rotated (rope, yarn).")
     rotary_interleaved: bool = option(
         False, help="Rotate neighbouring channels as pairs, instead of channel i with one half a head away "
-                    "(rope only).",
+                    "(rope, yarn).",
         avoid="On GPUs several operations in place of one kernel.")
     rotary_seq_len_interpolation_factor: float | None = option(
         None, above=0, help="Positions are divided by it before they rotate: linear scaling (rope only).")
     use_rope_scaling: bool = option(
-        False, help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens "
-                    "(rope only).")
+        False, help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens, "
+                    "or --original-max-position-embeddings (rope only).")
     rope_scaling_factor: float = option(
         8.0, above=0, help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
+    rotary_ntk_factor: float | None = option(
+        None, at_least=1, help="Dynamic NTK scaling: the rotary base grows with the ratio of "
+                               "--max-position-embeddings to --original-max-position-embeddings, from which "
+                               "it counts so many times the excess (rope only).",
+        avoid="YaRN needs less training for the same length.")
+    original_max_position_embeddings: int | None = option(
+        None, at_least=1, unit="tokens", flags=["--yarn-original-max-position-embeddings"],
+        help="Longest sequence of the training before the rotary frequencies were scaled (yarn, "
+             "--rotary-ntk-factor, --use-rope-scaling).")
+    yarn_rotary_scaling_factor: float | None = option(
+        None, at_least=1, flags=["--rotary-scaling-factor"],
+        help="The frequencies of long waves are divided by it (yarn only). Default: the ratio of "
+             "--max-position-embeddings to --original-max-position-embeddings.")
+    yarn_beta_fast: float = option(
+        32.0, above=0, help="Waves with more turns in the original length are unchanged (yarn only).")
+    yarn_beta_slow: float = option(
+        1.0, above=0, help="Waves with fewer turns in the original length are stretched in full (yarn only).")
+    yarn_mscale: float = option(
+        1.0, help="Weight of ln(factor) / 10 in the factor of rotated queries and keys (yarn only).")
+    yarn_mscale_all_dim: float = option(
+        0.0, help="The same in a number by which that factor is divided (yarn only).")
+    yarn_correction_range_round_to_int: bool = option(
+        True, help="Between the two bounds lie whole pairs of channels (yarn only).")
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, help="Type of the normalization layers.")
     apply_layernorm_1p: bool = option(
@@ -104,6 +129,17 @@ class ModelConfig(AttentionOptions, MoEOptions):
     def query_groups(self) -> int:
         """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return self.position_embedding_type in ("rope", "yarn")
+
+    @property
+    def yarn_factor(self) -> float:
+        """By how much YaRN stretches long waves."""
+        given = self.yarn_rotary_scaling_factor
+        return given or max(1.0, self.positions / self.original_max_position_embeddings)
 
     @property
     def is_gated(self) -> bool:

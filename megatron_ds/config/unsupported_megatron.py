@@ -53,7 +53,7 @@ MEGATRON_FLAGS = table(
             "--ds-sequence-parallel-fpdt-offloading",
         "multi-latent attention is not available. Remove it.":
             "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
-            "--qk-pos-emb-head-dim --rotary-scaling-factor --v-head-dim",
+            "--qk-pos-emb-head-dim --v-head-dim",
         "attention is softmax attention. Remove it.":
             "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
             "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "

@@ -15,6 +15,7 @@ from typing import Any
 from ..config.layer_pattern import MOST_LAYERS
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
+from .huggingface_rotary import rotary_options, rotary_settings
 from .settings_table import Fixed, Key, Only, Written, options_of, settings_of
 
 Settings = Mapping[str, Any]
@@ -108,7 +109,7 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
     """
     found = options_of(table, settings)
     if ROTARY in table:
-        found |= _rotary_options(settings)
+        found |= rotary_options(settings, _defaults(settings))
         _check_attention(settings)
     if Key("num_experts_per_tok", "moe_router_topk") in table:
         found |= _expert_options(settings)
@@ -121,37 +122,6 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
 
 def _defaults(settings: Settings) -> Settings:
     return DEFAULTS.get(settings.get("model_type", ""), {})
-
-
-def _rotary_options(settings: Settings) -> dict[str, Any]:
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise CheckpointError(f"rope_parameters is {rope!r}: other rotary positions in some layers are not "
-                              "computed")
-    defaults = _defaults(settings)
-    first = lambda *names, default: next((value for name in names for value in (rope.get(name), settings.get(
-        name)) if value is not None), default)
-    base = first("rope_theta", "rotary_emb_base", default=defaults.get("rope_theta", 10000.0))
-    share = first("partial_rotary_factor", "rotary_pct", default=defaults.get("partial_rotary_factor", 1.0))
-    if share != 1 and "partial_rotary_factor" not in defaults:
-        raise CheckpointError(f"partial_rotary_factor is {share}, and models of this type rotate whole heads")
-    return {"rotary_base": float(base), "rotary_percent": float(share), **_scaling_options(rope)}
-
-
-def _scaling_options(rope: Settings) -> dict[str, Any]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {}
-    if kind == "linear":
-        return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
-    if kind != "llama3":
-        raise CheckpointError(f"rope_type is {kind!r}, and this package computes 'default', 'linear' and "
-                              "'llama3'")
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if odd := [f"{name} {rope.get(name)}" for name, value in fixed.items() if rope.get(name) != value]:
-        raise CheckpointError(f"rope_type llama3 has {' and '.join(odd)}, and this package computes "
-                              f"{', '.join(f'{name} {value}' for name, value in fixed.items())}")
-    return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
 def _check_attention(settings: Settings) -> None:
@@ -190,26 +160,9 @@ def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
     """Settings in the spellings of transformers 4 and 5."""
     found = settings_of(table, model)
     if ROTARY in table:
-        found |= _rotary_settings(model, is_partial=table is GPT_NEOX)
+        found |= rotary_settings(model, is_partial=table is GPT_NEOX)
     if Key("num_experts_per_tok", "moe_router_topk") in table:
         found |= _expert_settings(model)
-    return found
-
-
-def _rotary_settings(model: ModelConfig, is_partial: bool) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if model.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    elif model.rotary_seq_len_interpolation_factor:
-        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    share = {"partial_rotary_factor": model.rotary_percent} if is_partial or model.rotary_percent != 1 else {}
-    found = {"rope_theta": model.rotary_base, **share,
-             "rope_parameters": {"rope_theta": model.rotary_base, **share, **scaling}}
-    if share:
-        found |= {"rotary_pct": model.rotary_percent}
-    if scaling["rope_type"] != "default":
-        found["rope_scaling"] = scaling
     return found
 
 

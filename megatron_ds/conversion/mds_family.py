@@ -84,6 +84,10 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
     if model.window_size is not None or model.softmax_type != "vanilla":
         raise CheckpointError("Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "
                               "Choose another format.")
+    scaled = model.use_rope_scaling or model.rotary_seq_len_interpolation_factor not in (None, 1)
+    if model.position_embedding_type in ("alibi", "yarn") or scaled or model.rotary_ntk_factor is not None:
+        raise CheckpointError("Megatron-DeepSpeed computes neither ALiBi nor scaled rotary frequencies. "
+                              "Choose another format.")
     found = settings_of(ARGUMENTS, model) | {"seq_length": model.seq_length}
     found |= {"use_rotary_position_embeddings": model.position_embedding_type == "rope",
               "add_position_embedding": model.position_embedding_type == "learned_absolute",

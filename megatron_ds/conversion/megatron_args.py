@@ -11,6 +11,8 @@ from typing import Any
 
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
+from ..models.attention import scaled_rotary_base
+from ..ops.rotary_scaling import Llama3Scaling
 from .megatron_names import EMBEDDING
 
 SAME_NAME = (
@@ -20,6 +22,9 @@ SAME_NAME = (
     "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "init_method_std",
     "hidden_dropout", "attention_dropout", "softmax_type")
+OF_YARN = ("yarn_rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
+           "yarn_mscale_all_dim", "yarn_correction_range_round_to_int")
+YARN_LENGTH = "yarn_original_max_position_embeddings"
 OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
@@ -96,6 +101,9 @@ def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: boo
         found["num_query_groups"] = groups
     if args.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
+    if found.get("position_embedding_type") == "yarn":
+        found |= {name: args[name] for name in OF_YARN if args.get(name) is not None}
+        found["original_max_position_embeddings"] = args.get(YARN_LENGTH)
     found |= {"norm_epsilon": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
               "activation": activation_of(args), "vocab_size": true_vocabulary(args, tensors, vocab_size)}
     if args.get("window_size"):
@@ -202,6 +210,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
     if model.softmax_type == "learnable":
         raise CheckpointError("weights of the softmax (--softmax-type learnable) are not written in this "
                               "format. Choose another format.")
+    values |= _positions_of(model)
     if model.window_size is not None:
         values |= {"window_size": model.window_size,
                    "window_attn_skip_freq": [int(windowed) for windowed in model.windowed]}
@@ -211,3 +220,19 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
         values |= {"num_experts": max(model.experts), "moe_layer_freq": [int(bool(n)) for n in model.experts],
                    "moe_router_load_balancing_type": model.moe_router_load_balancing_type[0]}
     return values
+
+
+def _positions_of(model: ModelConfig) -> dict[str, Any]:
+    """Arguments of scaled rotary positions. Dynamic NTK is another base (`scaled_rotary_base`)."""
+    if model.position_embedding_type == "alibi":
+        raise CheckpointError("Megatron-LM does not compute ALiBi (--position-embedding-type alibi). Choose "
+                              "another format.")
+    length = model.original_max_position_embeddings
+    if model.use_rope_scaling and length not in (None, Llama3Scaling.original):
+        raise CheckpointError(f"Megatron-LM scales rotary frequencies (--use-rope-scaling) from "
+                              f"{Llama3Scaling.original} tokens, and this model from {length}. Choose "
+                              "another format.")
+    if model.position_embedding_type == "yarn":
+        return {name: getattr(model, name) for name in OF_YARN} | {
+            "yarn_rotary_scaling_factor": model.yarn_factor, YARN_LENGTH: length}
+    return {"rotary_base": scaled_rotary_base(model)} if model.is_rotary else {}

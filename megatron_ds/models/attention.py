@@ -22,11 +22,12 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.param_spec import Init, ParamSpec, Split
+from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
-from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling
+from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling, ntk_base
 from ..ops.scoring import Scoring
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
@@ -120,17 +121,50 @@ class Rotary:
 
 def make_rotary(config: ModelConfig) -> Rotary | None:
     """The rotary embedding that all layers of a model share; None for other position embeddings."""
-    if config.position_embedding_type != "rope":
+    if not config.is_rotary:
         return None
-    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base, rotary_scalings(config),
+    return Rotary(config.head_dim, config.rotary_percent, scaled_rotary_base(config), rotary_scalings(config),
                   config.rotary_interleaved)
+
+
+def scaled_rotary_base(config: ModelConfig) -> float:
+    """Base of the rotary angles, with dynamic NTK that of sequences of all positions of the model.
+
+    It depends on no batch: so a token is rotated alike under every layout, in a shortened sequence, and when
+    it becomes a key of later tokens.
+    """
+    if config.rotary_ntk_factor is None:
+        return config.rotary_base
+    return ntk_base(config.rotary_base, rotary_channels(config.head_dim, config.rotary_percent),
+                    config.rotary_ntk_factor, config.original_max_position_embeddings, config.positions)
 
 
 def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
     """How the frequencies of the model's rotary embedding are scaled."""
-    llama3 = (Llama3Scaling(config.rope_scaling_factor),) if config.use_rope_scaling else ()
-    factor = config.rotary_seq_len_interpolation_factor
-    return llama3 if factor in (None, 1) else (*llama3, LinearScaling(factor))
+    original, factor = config.original_max_position_embeddings, config.rotary_seq_len_interpolation_factor
+    if config.position_embedding_type == "yarn":
+        return (YarnScaling(config.yarn_factor, original, config.rotary_base, config.yarn_beta_fast,
+                            config.yarn_beta_slow, config.yarn_mscale, config.yarn_mscale_all_dim,
+                            config.yarn_correction_range_round_to_int),)
+    llama3 = Llama3Scaling(config.rope_scaling_factor, original=original or Llama3Scaling.original)
+    linear = () if factor in (None, 1) else (LinearScaling(factor),)
+    return (llama3, *linear) if config.use_rope_scaling else linear
+
+
+def alibi_heads(config: ModelConfig) -> int:
+    """Number of heads of the model that have a slope of ALiBi; 0 with other position embeddings."""
+    return config.num_attention_heads if config.position_embedding_type == "alibi" else 0
+
+
+def alibi_of(total: int, heads: range, batch: Batch, device: torch.device) -> Alibi | None:
+    """ALiBi of these of `total` heads; None if there are 0.
+
+    Where the batch holds only some tokens, distances are those of their positions.
+    """
+    if not total:
+        return None
+    slopes = alibi_slopes(total, device)[heads.start:heads.stop]
+    return Alibi(slopes, None if batch.places is None else batch.places.index)
 
 
 class SelfAttention(nn.Module):
@@ -231,6 +265,7 @@ class CoreAttention(nn.Module):
         self.site, self.ctx, self.dropout, self.pattern = name, ctx, config.attention_dropout, pattern
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
         self.sink = Sink(config, name, ctx)
+        self.alibi_heads = alibi_heads(config)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
@@ -238,7 +273,8 @@ class CoreAttention(nn.Module):
         pattern, mask = seen_keys(self.pattern, batch)
         return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None,
-                         scoring=Scoring(sink=self.sink(self.heads(q))))
+                         scoring=Scoring(sink=self.sink(self.heads(q)),
+                                         alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device)))
 
     def heads(self, q: torch.Tensor) -> range:
         """Global numbers of the heads of q [s, b, n, d]."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .alibi import Alibi
 from .attention_pattern import AttentionPattern
 from .product import has_memory
 
@@ -24,7 +25,7 @@ ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous positions, in ascending order, that a tensor holds one after another."""
+    """Contiguous positions that a tensor holds one after another."""
 
     ranges: tuple[range, ...]
 
@@ -65,12 +66,14 @@ class Seen:
     documents  int64 [b, s], not decreasing: a query sees keys of its own document only; None: of all
     mask       bool [b or 1, n or 1, s or 1, s], True where a query does not see a key; None: nothing more
     keep       tile → (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
+    alibi      added to the scores of the heads; None: nothing
     """
 
     pattern: AttentionPattern
     documents: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     keep: Keep | None = None
+    alibi: Alibi | None = None
 
     def tiles(self, queries: Runs, keys: Runs) -> Iterator[Tile]:
         """The tiles of a block, by rows, then by columns; each element is in one tile at most."""
@@ -98,9 +101,9 @@ class Seen:
 
     def _parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
         """(queries, keys, whether no mask is needed) of the tiles of two runs."""
-        if self.keep is None and self._sees_all(queries, keys):
+        if self.is_bare and self._sees_all(queries, keys):
             yield queries, keys, True
-        elif self.keep is None and self.is_causal_only and queries == keys:
+        elif self.is_bare and self.is_causal_only and queries == keys:
             yield queries, keys, False
         else:
             for rows in _pieces(queries, ROWS):
@@ -111,7 +114,7 @@ class Seen:
         """Pieces of the keys, and whether all is seen; neighbours of which all is seen are joined."""
         start = keys.start
         for piece in _pieces(keys, COLUMNS):
-            if self.keep is None and self._sees_all(queries, piece):
+            if self.is_bare and self._sees_all(queries, piece):
                 continue
             if start < piece.start:
                 yield range(start, piece.start), True
@@ -140,6 +143,11 @@ class Seen:
         first, last = min(queries.start, keys.start), max(queries.stop, keys.stop) - 1
         return _is_readable(self.documents) and bool(
             (self.documents[:, first] == self.documents[:, last]).all())
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a tile needs memory for a mask only, so that tiles without one may be large."""
+        return self.keep is None and self.alibi is None
 
     @property
     def is_causal_only(self) -> bool:

@@ -40,18 +40,22 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Att
     scoring    scale of the scores, and what joins them in the softmax
     """
     needs_scores = keep is not None or scoring.sink is not None
-    if documents is not None and (needs_scores or mask is not None or pattern != CAUSAL):
+    is_bare = not needs_scores and mask is None and scoring.alibi is None
+    if documents is not None and not (is_bare and pattern == CAUSAL):
         mask, documents = _joined(mask, documents.foreign), None
     mask = _joined(mask, _hidden(pattern, q.shape[0], k.shape[0], q.device))
     if needs_scores:
         return _reference(q, k, v, pattern.causal, mask, keep, scoring)
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
-    plain_causal = pattern.causal and mask is None and documents is None and sq == sk
+    plain_causal = pattern.causal and is_bare and mask is None and documents is None and sq == sk
     allowed = None if documents is None else documents.bias(q.dtype)    # added to the scores; None: all
     if documents is None and not plain_causal:
         hidden = forbidden(sq, sk, pattern.causal, mask, q.device)
         allowed = None if hidden is None else ~hidden
+        if scoring.alibi is not None:
+            bias = scoring.alibi.bias(range(sk - sq, sk), range(sk)).to(q.dtype)
+            allowed = bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal,
@@ -69,14 +73,16 @@ def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern:
                   mask: torch.Tensor | None = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN,
                   **_: Any) -> bool:
     others = (mask, keep, scoring.sink, pattern.layout)
-    return all(other is None for other in others) and worth_blocking(q, k, pattern)
+    is_whole = scoring.alibi is None or scoring.alibi.places is None
+    return is_whole and all(other is None for other in others) and worth_blocking(q, k, pattern)
 
 
 @attention.implementation("blocked", devices=CPU, suits=_suits_blocks)
 def _blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
              documents: Any = None, scoring: Scoring = PLAIN, **_: None) -> torch.Tensor:
     whole = documents if has_memory(q) else None    # a plan counts what one document keeps: the most
-    return blocked_attention(q, k, v, scoring.scale_of(q.shape[-1]), whole, pattern)
+    slopes = None if scoring.alibi is None else scoring.alibi.slopes
+    return blocked_attention(q, k, v, scoring.scale_of(q.shape[-1]), whole, pattern, slopes)
 
 
 def _suits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
@@ -85,7 +91,8 @@ def _suits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: 
     is_padding = mask is None or mask.shape[1:3] == (1, 1)
     if q.shape[0] != k.shape[0] or q.dtype == torch.float64 or keep is not None or not is_padding:
         return False
-    return scoring.sink is not None or worth_tiling(k.shape[0], pattern)
+    has_bias = scoring.sink is not None or scoring.alibi is not None and scoring.alibi.places is None
+    return has_bias or worth_tiling(k.shape[0], pattern)
 
 
 @attention.implementation("tiled", devices=CPU, suits=_suits_tiles)
@@ -116,6 +123,8 @@ def _reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
     keys, values = (t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))         # [b, g, 1, sk, d]
     scores = (queries * scoring.scale_of(d)) @ keys.transpose(-1, -2)   # [b, g, n/g, sq, sk]
     scores = scores.reshape(b, n, sq, sk)
+    if scoring.alibi is not None:
+        scores = (scores + scoring.alibi.bias(range(sk - sq, sk), range(sk))).to(scores.dtype)
     p = masked_softmax(scores, mask, causal, 1.0, keep, scoring.sink)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))

@@ -96,7 +96,7 @@ class PartialGradients:
 class _Operands:
     """Of one tile: q [b, n, rows, d], k and v [b, g, columns, d].
 
-    bias      [b or 1, n or 1, rows, columns] to be added to the scores, 0 or -inf; None
+    bias      [b or 1, n or 1, rows, columns] to be added to the scores, -inf where hidden; None
     triangle  a causal mask of the tile itself is added
     keep      (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
     """
@@ -113,11 +113,14 @@ class _Operands:
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile: Tile,
            seen: Seen) -> "_Operands":
         keep = None if seen.keep is None else seen.keep(tile)
-        triangle = keep is None and not tile.is_whole and tile.queries == tile.keys and seen.is_causal_only
+        triangle = seen.is_bare and not tile.is_whole and tile.queries == tile.keys and seen.is_causal_only
         hidden = None if triangle else seen.hidden(tile, q.device)
         bias = None
         if hidden is not None:
             bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -math.inf)
+        if seen.alibi is not None:
+            falling = seen.alibi.bias(tile.queries, tile.keys).to(q.dtype)
+            bias = falling if bias is None else bias + falling
         return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, bias, triangle,
                    keep)
 

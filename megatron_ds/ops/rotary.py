@@ -10,7 +10,8 @@ Implementations: on GPUs one launch (gpu/rotary_kernels.py), but for interleaved
 operations in fp32, with a backward of our own that keeps nothing of x.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -26,10 +27,10 @@ def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
 
 
 def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0,
-                  scalings: Iterable[Scaling] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+                  scalings: Sequence[Scaling] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], [s, b, 1, r/2] for [b, s], for all layers.
 
-    scalings: of the frequencies, applied in this order
+    scalings: of the frequencies, applied in this order; their amplitudes are factors of both tables
     """
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
     where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()   # [s, 1] or [s, b]
@@ -37,7 +38,8 @@ def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0,
     for scaling in scalings:
         frequencies = scaling(frequencies)
     angles = where[:, :, None, None] * frequencies
-    return angles.cos(), angles.sin()
+    cos, sin, amplitude = angles.cos(), angles.sin(), math.prod(scaling.amplitude for scaling in scalings)
+    return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
 
 
 @Operation

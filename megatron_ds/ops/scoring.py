@@ -4,18 +4,22 @@ from dataclasses import dataclass
 
 import torch
 
+from .alibi import Alibi
+
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """p = softmax(scale * q kᵀ), with a sink exp(s) / (exp(sink) + Σ exp(s)).
+    """p = softmax(scale * q kᵀ + bias), with a sink exp(s) / (exp(sink) + Σ exp(s)).
 
     scale  1 / sqrt(d) unless given
     sink   [n]: a further score of each head, whose value is zero (Xiao et al. 2023, arXiv:2309.17453, section
            3.2; zero in Miller 2023, "Attention is off by one")
+    alibi  of the heads: the bias falls with the distance; None: no bias
     """
 
     scale: float | None = None
     sink: torch.Tensor | None = None
+    alibi: Alibi | None = None
 
     def scale_of(self, channels: int) -> float:
         """The scale, for heads of d channels."""

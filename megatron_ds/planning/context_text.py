@@ -74,10 +74,11 @@ def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
     """Comm type → the configuration with it for all layers, or why there is none; without the present one."""
     found: dict[str, RunConfig | str] = {}
     for comm_type in COMM_TYPES:
-        if set(config.parallel.cp_comm_type) == {comm_type}:
-            continue
+        if set(config.parallel.cp_comm_type) == {comm_type} or comm_type == "a2a+p2p":
+            continue                                            # it needs a division of the ranks, too
         changed = config.with_values({"parallel.cp_comm_type": (comm_type,)}, Source("derived", "the plan"))
-        problems = list(context_parallel(changed))
+        # The sizes of a2a+p2p are of no use to the others.
+        problems = [p for p in context_parallel(changed) if "[hierarchical_context_parallel_sizes]" not in p]
         found[comm_type] = changed if not problems else (
             "this number of heads" if comm_type == "a2a" else "sequences of this length")
     return found

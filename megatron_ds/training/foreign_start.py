@@ -23,7 +23,7 @@ from ..conversion.formats import Wishes, detected, format_of
 from ..conversion.run_values import progress_in, tokenizer_options, updates_in
 from ..conversion.stored_tensor import LogicalCheckpoint
 from ..errors import CheckpointError
-from ..models.model_identity import model_identity
+from ..models.model_identity import model_identity, why_positions_differ, with_positions_of
 from ..mpu.agree import gather_from_all_ranks, on_all_ranks
 from ..ramps import Progress
 from .build import Engine
@@ -90,16 +90,20 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
     wishes = Wishes(vocab_size=config.model.vocab_size, weights_only=without_state,
                     qkv_packing=config.checkpoint.qkv_packing)
     found = format_of(name).read(Path(config.checkpoint.load), wishes)
-    check_foreign(found, config.model)
+    check_foreign(found, config.model, config.checkpoint.finetune)
     return found
 
 
-def check_foreign(found: LogicalCheckpoint, model: ModelConfig) -> None:
-    """Raises CheckpointError naming every option in which the files and the run differ."""
-    theirs = model_identity(model_of(found.model, found.folder))
-    if differing := differences(theirs, model_identity(model)):
+def check_foreign(found: LogicalCheckpoint, model: ModelConfig, finetune: bool = False) -> None:
+    """Raises CheckpointError naming every option in which the files and the run differ.
+
+    finetune: positions may differ, where weights do not depend on them
+    """
+    theirs, ours = model_identity(model_of(found.model, found.folder)), model_identity(model)
+    if differing := differences(with_positions_of(ours, theirs) if finetune else theirs, ours):
         raise CheckpointError(f"--load {found.folder} holds another model: {'; '.join(differing)}. Omit the "
-                              "flags of these options to take their values from the files.")
+                              "flags of these options to take their values from the files."
+                              f"{why_positions_differ(ours, theirs)}")
 
 
 def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piece]) -> Progress:

@@ -16,13 +16,14 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
 from ..checkpoint.disk_space import bytes_in, size
-from ..checkpoint.load import check_same_model, latest, load, read_run
+from ..checkpoint.load import check_same_model, differences, latest, load, read_run
 from ..checkpoint.lock import locked
 from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.run_file import progress_of, require
@@ -38,7 +39,7 @@ from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
 from ..models import MODELS
-from ..models.model_identity import MOE_FIELDS, model_identity
+from ..models.model_identity import MOE_FIELDS, model_identity, why_positions_differ, with_positions_of
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from ..ramps import Progress
@@ -214,9 +215,16 @@ def load_run(engine: Engine, start: Start) -> Progress:
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     if mesh.rank == 0:
+        log_positions(start.run["identity"]["model"], model_identity(engine.config.model))
         logger.info("loaded %s, iteration %d%s, in %.1f s", checkpoint.load, start.step,
                     "" if with_optimizer else " (weights only)", time.perf_counter() - begin)
     return progress
+
+
+def log_positions(theirs: Mapping, ours: Mapping) -> None:
+    """Log how the positions of this run's model differ from those of the checkpoint, if they do."""
+    if changed := differences(theirs, {**theirs, **with_positions_of(ours, theirs)}):
+        logger.info("positions are others than those of the checkpoint: %s", "; ".join(changed))
 
 
 def _with_experts_alike(*identities: dict) -> list[dict]:
@@ -247,11 +255,13 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     require(saved, directory, *(f"identity.{part}" for part in parts), "config.optimizer.optimizer",
             "progress", "optimizer")
     theirs, ours = _with_experts_alike(saved["identity"], current["identity"])
+    fitting = with_positions_of(ours["model"], theirs["model"]) if wanted.finetune else theirs["model"]
     try:
-        check_same_model({p: theirs[p] for p in parts}, {p: ours[p] for p in parts})
+        check_same_model({**{p: theirs[p] for p in parts}, "model": fitting}, {p: ours[p] for p in parts})
     except CheckpointError as error:
         only_data = all(theirs[p] == ours[p] for p in parts[:2])
-        advice = " Use --finetune to train its weights on other data, from step 0." if only_data else ""
+        advice = (" Use --finetune to train its weights on other data, from step 0." if only_data else
+                  why_positions_differ(ours["model"], theirs["model"]))
         if any(ours["model"].get("experts", ())) and not any(theirs["model"]["experts"]):
             advice = (f" To give the dense model experts, run tools/upcycle_checkpoint.py --load {directory} "
                       "--save DIR --num-experts N, and load DIR with --finetune.")

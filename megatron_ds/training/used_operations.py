@@ -44,7 +44,7 @@ def _drops(config: RunConfig, device: str) -> bool:
 
 
 def _is_rotary(config: RunConfig, device: str) -> bool:
-    return config.model.position_embedding_type == "rope"
+    return config.model.is_rotary
 
 
 def _splits_rotary(config: RunConfig, device: str) -> bool:

@@ -229,7 +229,7 @@ def _dropout(work: Workload) -> int:
 def _rotary_tables(work: Workload) -> int:
     """Cosines and sines, shared by all blocks of a stage."""
     model = work.model
-    if model.position_embedding_type != "rope":
+    if not model.is_rotary:
         return 0
     channels = int(model.head_dim * model.rotary_percent) // 2 * 2
     return 2 * 4 * work.positions * (channels // 2)
@@ -263,7 +263,7 @@ def _arguments(work: Workload) -> int:
     """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
     groups are put together. On GPUs turning copies values too, so that nothing of the projection is kept."""
     q, k = work.query_bytes, work.key_bytes
-    if work.model.position_embedding_type == "rope" or work.model.qk_layernorm:
+    if work.model.is_rotary or work.model.qk_layernorm:
         return (q + 2 * k) + (q + k if work.device == "cpu" else 0) + _head_norms(work)
     return (q + 2 * k) + _queries_together(work)
 
@@ -308,7 +308,7 @@ def _blocked_arguments(work: Workload) -> int:
     if work.dtype != torch.float32:
         return work.query_bytes + 2 * work.key_bytes
     alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1
-    turned = work.model.position_embedding_type == "rope" or work.model.qk_layernorm
+    turned = work.model.is_rotary or work.model.qk_layernorm
     return _arguments(work) + (work.query_bytes if alone and not turned else 0)
 
 
@@ -320,6 +320,6 @@ def _unfused_arguments(work: Workload, own: int | None) -> int:
         return 3 * q
     if own:
         return q + 2 * k
-    if work.model.position_embedding_type == "rope":
+    if work.model.is_rotary:
         return q + k + (q + 2 * k if work.device == "cpu" else k)
     return q + (q + 2 * k)

@@ -26,6 +26,8 @@ MODELS = {
     "llama, biases, linear scaling": ("LlamaForCausalLM", GATED | dict(
         attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="linear", factor=4.0,
                                                                  rope_theta=1e4))),
+    "llama, yarn": ("LlamaForCausalLM", GATED | dict(rope_parameters=dict(
+        rope_type="yarn", factor=3.0, original_max_position_embeddings=8, rope_theta=1e4))),
     "mistral": ("MistralForCausalLM", GATED | dict(sliding_window=None)),
     "qwen2": ("Qwen2ForCausalLM", GATED),
     "qwen3, tied": ("Qwen3ForCausalLM", GATED | dict(head_dim=16, tie_word_embeddings=True)),

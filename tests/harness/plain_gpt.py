@@ -37,6 +37,14 @@ class TinyConfig(AttentionOptions, MoEOptions):
     rotary_seq_len_interpolation_factor: float | None = None
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
+    rotary_ntk_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    yarn_factor: float = 1.0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
@@ -52,6 +60,10 @@ class TinyConfig(AttentionOptions, MoEOptions):
     attention_dropout: float = 0.0
 
     @property
+    def is_rotary(self) -> bool:
+        return self.position_embedding_type in ("rope", "yarn")
+
+    @property
     def is_gated(self) -> bool:
         return self.activation == "swiglu"
 
@@ -61,6 +73,7 @@ class TinyConfig(AttentionOptions, MoEOptions):
 
 LLAMA = dict(query_groups=2, head_dim=8, position_embedding_type="rope", normalization="RMSNorm",
              activation="swiglu", add_bias_linear=False, untie_embeddings_and_output_weights=True)
+ALIBI = TinyConfig(**LLAMA | dict(position_embedding_type="alibi"), num_attention_heads=6)
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
@@ -219,13 +232,25 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
                    rows[(group + 1) * per_group - 1])
         if config.qk_layernorm:
             q, k = _norm(w, f"{name}.q_layernorm", q, config), _norm(w, f"{name}.k_layernorm", k, config)
-        if config.position_embedding_type == "rope":
+        if config.is_rotary:
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
-        score = (q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf)
-        scores.append(_softmax(score, _sink(w, name, head, config)))
+        score = q @ k.transpose(1, 2) / math.sqrt(d)
+        if config.position_embedding_type == "alibi":
+            score = score - plain_slopes(n)[head] * (position_ids[:, :, None] - position_ids[:, None]).abs()
+        scores.append(_softmax(score.masked_fill(hidden, -math.inf), _sink(w, name, head, config)))
         values.append(v)
     p = drop_scores(f"{name}.core_attention", torch.stack(scores, dim=1))   # [b, n, s, s]
     return _linear(w, f"{name}.linear_proj", torch.cat([p[:, i] @ values[i] for i in range(n)], dim=-1))
+
+
+def plain_slopes(n):
+    """Press et al. 2021 (arXiv:2108.12409): a geometric sequence that starts at its own ratio; for other
+    numbers of heads than powers of two, every second slope of a longer sequence follows."""
+    ratio = 2 ** (-8 / n)
+    if math.log2(n).is_integer():
+        return [ratio ** (i + 1) for i in range(n)]
+    lower = 2 ** math.floor(math.log2(n))
+    return plain_slopes(lower) + plain_slopes(2 * lower)[::2][:n - lower]
 
 
 def _outside_window(config, layer, s):
@@ -254,15 +279,37 @@ def _rotate(x, position_ids, config):
     base^(2i/d)."""
     turned = int(x.shape[-1] * config.rotary_percent)
     half = turned // 2
-    frequencies = config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    base, size = config.rotary_base, 1.0
+    if config.rotary_ntk_factor:                    # the slowest of the pairs is slowed down by `stretch`
+        stretch = 1 + config.rotary_ntk_factor * (config.positions / config.original_max_position_embeddings
+                                                  - 1)
+        base *= stretch ** (half / (half - 1))
+    frequencies = base ** (-torch.arange(half, dtype=x.dtype) / half)
     if config.use_rope_scaling:
         frequencies = torch.stack([_llama3(f, config.rope_scaling_factor) for f in frequencies])
+    if config.position_embedding_type == "yarn":
+        frequencies = torch.stack([_yarn(f, i, half, config) for i, f in enumerate(frequencies)])
+        log = math.log(config.yarn_factor)
+        size = (0.1 * config.yarn_mscale * log + 1) / (0.1 * config.yarn_mscale_all_dim * log + 1)
     angles = position_ids[..., None] / (config.rotary_seq_len_interpolation_factor or 1) * frequencies
     pairs = ((x[..., 0:turned:2], x[..., 1:turned:2]) if config.rotary_interleaved
              else (x[..., :half], x[..., half:turned]))
-    z = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
+    z = torch.complex(*pairs) * torch.polar(torch.full_like(angles, size), angles)
     y = torch.view_as_real(z) if config.rotary_interleaved else torch.stack([z.real, z.imag], dim=-2)
     return torch.cat([y.flatten(-2), x[..., turned:]], dim=-1)
+
+
+def _yarn(frequency, i, half, config):
+    """Peng et al. 2023 (arXiv:2309.00071), with the bounds of the authors' code: pair i of `half`."""
+    bounds = []
+    for turns in (config.yarn_beta_fast, config.yarn_beta_slow):     # the pair that turns so often
+        wave = config.original_max_position_embeddings / turns
+        bounds.append(half * math.log(wave / (2 * math.pi), config.rotary_base))
+    if config.yarn_correction_range_round_to_int:
+        bounds = math.floor(bounds[0]), math.ceil(bounds[1])
+    low, high = max(bounds[0], 0), min(bounds[1], 2 * half - 1)
+    share = min(max((i - low) / (high - low), 0), 1)
+    return (1 - share) * frequency + share * frequency / config.yarn_factor
 
 
 def _llama3(frequency, factor, low=1, high=4, original=8192):

@@ -3,14 +3,17 @@ explicit softmax, and the golden values of a merge."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_ds.ops import attention_tiles, partial_attention
+from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
+from tests.harness.plain_gpt import plain_slopes
 
 LENGTH, SAMPLES, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 8
 ZIGZAG = [Runs((range(0, 6), range(18, 24))), Runs((range(6, 12), range(12, 18)))]
@@ -84,12 +87,12 @@ def inputs(dtype=torch.float32):
     return [t.to(dtype) for t in (q, k, v, dout)]
 
 
-def explicit(q, k, v, dout, hidden, keep=1.0):
+def explicit(q, k, v, dout, hidden, keep=1.0, bias=0.0):
     """Output and gradients in fp64; 0 where a query sees nothing."""
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     queries = q.permute(1, 2, 0, 3)
     keys, values = (t.permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
-    scores = queries @ keys.transpose(2, 3) / math.sqrt(CHANNELS)
+    scores = queries @ keys.transpose(2, 3) / math.sqrt(CHANNELS) + bias
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0) * keep
     out = (p @ values).permute(2, 0, 1, 3).flatten(2)
@@ -124,6 +127,20 @@ def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides
     seen, values = seen_of(pattern, hides), inputs()
     for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("pattern, hides", [("causal", ""), ("full", "padding"), ("causal", "documents")])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_alibi_is_added_tile_by_tile(pattern, hides, dropout):
+    here, kept = torch.arange(LENGTH), torch.ones(SAMPLES, HEADS, LENGTH, LENGTH, dtype=torch.bool)
+    kept[:, :, ::3, 1::4] = not dropout
+    part = lambda run: slice(run.start, run.stop)
+    keep = lambda tile: (kept[:, :, part(tile.queries), part(tile.keys)], 1.5)
+    seen = replace(seen_of(pattern, hides), alibi=Alibi(alibi_slopes(HEADS)), keep=keep if dropout else None)
+    bias = -(here - here[:, None]).abs().double() * torch.tensor(plain_slopes(HEADS))[:, None, None].double()
+    right = explicit(*inputs(), hidden_of(seen), kept * 1.5 if dropout else 1.0, bias)
+    for ours, true in zip(partial(*inputs(), seen), right, strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)                # fp32
 
 
 def test_dropout_keeps_the_probabilities_that_its_mask_keeps():

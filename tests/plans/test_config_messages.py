@@ -38,7 +38,7 @@ FILES = {
     "small.yaml": "model:\n  hidden_size: 512\nlog_interval: 0\n",
     "ds.json": '{"train_batch_size": "many", "gradient_cliping": 1.0, "fp16": true, "zero_optimization": '
                '{"stage": 1, "contigous_gradients": true, "offload_optimizer": {"device": "cpu"}}}',
-    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, '
+    "types.json": '{"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "WarmupCosinLR"}, '
                   '"wandb": {"enabled": false}}',
     "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], '
                    '"momentum": 0.9}}, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}, '
@@ -86,6 +86,15 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--decoupled-min-lr 1e-6"),
     (1, "--use-rope-scaling --rotary-interleaved --apply-wd-to-qk-layernorm"),
     (1, "--position-embedding-type rope --rope-scaling-factor 4"),
+    (1, "--position-embedding-type yarn --use-rope-scaling --rotary-seq-len-interpolation-factor 2"),
+    (1, "--yarn-beta-fast 16 --rotary-ntk-factor 2"),
+    (1, "--position-embedding-type rope --rotary-ntk-factor 2 --original-max-position-embeddings 2048"),
+    (1, "--position-embedding-type rope --rotary-ntk-factor 2 --use-rope-scaling "
+        "--yarn-original-max-position-embeddings 512"),
+    (1, "--position-embedding-type yarn --original-max-position-embeddings 5"),
+    (1, "--position-embedding-type yarn --original-max-position-embeddings 512 --yarn-beta-fast 1 "
+        "--yarn-beta-slow 4"),
+    (1, "--position-embedding-type rope --original-max-position-embeddings 512"),
     (1, "--fp16 --bf16 --loss-scale 1024"),
     (1, "--zero-accumulate full --main-grads-dtype bf16"),
     (1, "--start-weight-decay 0"),

@@ -172,7 +172,9 @@ OTHER_MODELS = {
     "no type": ({"model_type": None}, "model_type None is not supported"),
     "a sliding window": ({"sliding_window": 8}, "sliding_window is 8"),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "longrope": ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type is 'longrope'"),
+    "an attention factor of nothing": (
+        {"rope_scaling": {"type": "yarn", "factor": 1.0, "attention_factor": 2.0}}, "attention_factor is 2"),
     "other llama3 bounds": ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0,
                                                  "high_freq_factor": 4.0,
                                                  "original_max_position_embeddings": 8192}},

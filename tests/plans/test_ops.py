@@ -12,7 +12,7 @@ from megatron_ds.ops.cpu import widened_products as ops_product
 from megatron_ds.ops.dropout import KeepMask, sample_keys
 from megatron_ds.ops.norms import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
 from megatron_ds.ops.rotary import apply_rotary, reference_rotary, rotary_channels, rotary_tables
-from megatron_ds.ops.rotary_scaling import LinearScaling, Llama3Scaling
+from megatron_ds.ops.rotary_scaling import LinearScaling, Llama3Scaling, YarnScaling, ntk_base
 from megatron_ds.ops.scoring import Scoring
 from megatron_ds.tensor_parallel.cross_entropy import reference_cross_entropy
 
@@ -115,21 +115,52 @@ def test_interleaved_rotary_is_that_of_gpt_j_in_transformers(channels):
                                apply_rotary(gradient, cos, -sin, True))
 
 
+YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=512)
+
+
 @pytest.mark.parametrize("parameters, scalings", [
     (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
           original_max_position_embeddings=8192), [Llama3Scaling(8.0)]),
     (dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
           original_max_position_embeddings=8192), [Llama3Scaling(32.0)]),
-    (dict(rope_type="linear", factor=4.0), [LinearScaling(4.0)])], ids=str)
+    (dict(rope_type="linear", factor=4.0), [LinearScaling(4.0)]),
+    (YARN, [YarnScaling(8.0, 512, 5e5)]),
+    (YARN | dict(truncate=False, beta_fast=16, beta_slow=2), [
+        YarnScaling(8.0, 512, 5e5, 16.0, 2.0, rounds=False)]),
+    (YARN | dict(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=1.2),
+     [YarnScaling(40.0, 4096, 5e5, mscale=0.707, mscale_all_dim=1.2)]),
+    (YARN | dict(original_max_position_embeddings=7), [YarnScaling(8.0, 7, 5e5)]),
+    (YARN | dict(factor=1.0), [YarnScaling(1.0, 512, 5e5)])], ids=str)
 def test_scaled_frequencies_are_those_of_transformers(parameters, scalings):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     config = transformers.LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072,
                                       rope_parameters=parameters | {"rope_theta": 5e5})
     expected, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+    plain = 5e5 ** (torch.arange(0, -128, -2) / 128)
+    torch.testing.assert_close(scalings[0](plain), expected, rtol=1e-6, atol=0)
     cos, sin = rotary_tables(torch.tensor([1]), 128, 5e5, scalings)
+    # fp32: the angle of a slow wave is that of its cosine, nearly 1, times the amplitude
     torch.testing.assert_close(torch.atan2(sin, cos).flatten(), expected, rtol=1e-5, atol=0)
-    assert amplitude == 1.0
+    torch.testing.assert_close(torch.hypot(sin, cos), torch.full_like(sin, amplitude), rtol=1e-6, atol=0)
+    assert (amplitude > 1) == (scalings[0].factor > 1 and parameters["rope_type"] == "yarn"
+                               and "mscale" not in parameters)
+
+
+@pytest.mark.parametrize("length, share", [(512, 1.0), (513, 1.0), (4096, 1.0), (3000, 0.25)])
+def test_the_base_of_dynamic_ntk_is_that_of_transformers_at_this_length(length, share):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    config = transformers.LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=512,
+                                      rope_parameters=dict(rope_type="dynamic", factor=2.5, rope_theta=1e4,
+                                                           partial_rotary_factor=share))
+    expected, amplitude = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
+    channels = rotary_channels(128, share)
+    base = ntk_base(1e4, channels, 2.5, 512, length)
+    torch.testing.assert_close(base ** -(torch.arange(0, channels, 2) / channels), expected, rtol=1e-6,
+                               atol=0)
+    assert amplitude == 1.0 and (base == 1e4) == (length == 512)
+    assert ntk_base(1e4, channels, 2.5, 512, 100) == 1e4 and ntk_base(1e4, 2, 2.5, 512, 1000) > 1e4
 
 
 def test_rotary_scores_depend_on_the_distance_only():

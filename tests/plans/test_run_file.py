@@ -1,6 +1,7 @@
 """run.json: its values are validated, and a change of any of them is noticed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -121,9 +122,55 @@ def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
 @pytest.mark.parametrize("feature", [
     dict(qk_layernorm=True), dict(add_qkv_bias=True), dict(rotary_interleaved=True),
     dict(rotary_seq_len_interpolation_factor=2.0), dict(use_rope_scaling=True), dict(apply_layernorm_1p=True),
+    dict(yarn_beta_fast=16.0), dict(use_rope_scaling=True, original_max_position_embeddings=2),
     dict(use_parallel_residual=True)], ids=str)
 def test_features_of_the_model_are_its_identity_and_others_need_not_be_known(feature):
     sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=9)
     plain, other = (model_identity(ModelConfig(**sizes, **more)) for more in ({}, feature))
     assert plain == {name: value for name, value in other.items() if name not in feature}
     assert other.keys() - plain.keys() == feature.keys()               # earlier versions saved none of them
+
+
+SIZES = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=9)
+ROPE = dict(position_embedding_type="rope")
+YARN = dict(position_embedding_type="yarn", original_max_position_embeddings=4, max_position_embeddings=32)
+
+
+def run_of(**options):
+    """run.json of a model, as it is read."""
+    model = model_identity(ModelConfig(**SIZES | options))
+    run = DESCRIPTION | {"identity": IDENTITY | {"model": model},
+                         "progress": RUN["progress"], "optimizer": RUN["optimizer"]}
+    return json.loads(json.dumps(run))
+
+
+@pytest.mark.parametrize("before, after", [
+    (ROPE, YARN), (YARN, ROPE), (ROPE, ROPE | dict(max_position_embeddings=32)),
+    (ROPE, ROPE | dict(max_position_embeddings=32, rotary_seq_len_interpolation_factor=8.0)),
+    (ROPE, ROPE | dict(max_position_embeddings=32, rotary_base=1e6)),
+    (ROPE, ROPE | dict(max_position_embeddings=32, rotary_ntk_factor=1.0,
+                       original_max_position_embeddings=4)),
+    (YARN, YARN | dict(max_position_embeddings=64)),
+    *((dict(position_embedding_type=kind), dict(position_embedding_type=kind, max_position_embeddings=32))
+      for kind in ("alibi", "none"))], ids=str)
+def test_a_model_is_lengthened_with_finetune_alone(before, after, tmp_path):
+    from megatron_ds.config.training_options import CheckpointConfig
+    from megatron_ds.training.run_checkpoint import check_same_run
+    wanted = CheckpointConfig(load=str(tmp_path))
+    check_same_run(run_of(**before), run_of(**after), replace(wanted, finetune=True))
+    with pytest.raises(CheckpointError, match="Add --finetune to train its weights with these positions"):
+        check_same_run(run_of(**before), run_of(**after), wanted)
+    with pytest.raises(CheckpointError, match="qk_layernorm") as error:             # and nothing else changes
+        check_same_run(run_of(**before), run_of(**after, qk_layernorm=True), replace(wanted, finetune=True))
+    assert "positions" not in str(error.value).replace("these positions", "")
+
+
+@pytest.mark.parametrize("after, says", [
+    (dict(max_position_embeddings=32), "learned positions has 4 rows, .*--max-position-embeddings 4"),
+    (YARN, "position_embedding_type: checkpoint 'learned_absolute'")])
+def test_learned_positions_are_not_lengthened(after, says, tmp_path):
+    from megatron_ds.config.training_options import CheckpointConfig
+    from megatron_ds.training.run_checkpoint import check_same_run
+    for finetune in (True, False):
+        with pytest.raises(CheckpointError, match=says):
+            check_same_run(run_of(), run_of(**after), CheckpointConfig(load=str(tmp_path), finetune=finetune))

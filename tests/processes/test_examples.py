@@ -15,6 +15,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.data_efficiency_options import length_difficulty
 from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.data.tokenizers import TOKENIZERS
+from megatron_ds.models.model_identity import model_identity, with_positions_of
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
@@ -88,9 +89,9 @@ def test_mixtral_has_its_published_number_of_parameters_and_fits_its_gpus(tmp_pa
     assert plan.rank_plan(0).parameters < plan.parameters / 16
 
 
-def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(
-        tmp_path):
-    """A stand-in of Python receives its commands and makes the metrics that a run leaves behind."""
+def launched_by(recipe, tmp_path, **env):
+    """The commands that start ranks. A stand-in of Python receives them and makes the metrics that a run
+    leaves behind."""
     python = tmp_path / "python"
     python.write_text(f"""#!{sys.executable}
 import json, pathlib, sys
@@ -100,11 +101,15 @@ if "--metrics-path" in sys.argv:
     pathlib.Path(sys.argv[sys.argv.index("--metrics-path") + 1]).touch()
 """)
     python.chmod(0o755)
-    subprocess.run(["bash", str(ROOT / "examples" / "data_efficiency_cpu.sh"), "out"], cwd=tmp_path,
-                   check=True, env=environment() | {"STEPS": "60", "PYTHON": str(python)}, timeout=60,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run(["bash", str(ROOT / "examples" / recipe), "out"], cwd=tmp_path, check=True,
+                   env=environment() | env | {"PYTHON": str(python)}, timeout=60, stdout=subprocess.DEVNULL)
     commands = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    launches = [words for words in commands if any(word.endswith("pretrain_gpt.py") for word in words)]
+    return [words for words in commands if any(word.endswith("pretrain_gpt.py") for word in words)]
+
+
+def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(
+        tmp_path):
+    launches = launched_by("data_efficiency_cpu.sh", tmp_path, STEPS="60")
     with chdir(tmp_path):
         plain, efficient = (parse(words[words.index(str(ROOT / "pretrain_gpt.py")) + 1:], world_size=2)
                             for words in launches)
@@ -114,6 +119,23 @@ if "--metrics-path" in sys.argv:
     lengths = length_difficulty(efficient.curriculum, efficient.model.seq_length)
     assert [lengths.at(t) for t in (1, 15, 30, 60)] == [32, 128, 256, 256]
     assert efficient.train == plain.train and efficient.optimizer == plain.optimizer
+
+
+def test_the_recipe_that_lengthens_a_model_trains_short_evaluates_and_trains_long(tmp_path):
+    """A stand-in of Python receives its commands; the tokens of each run are those of its length."""
+    launches = launched_by("lengthen_context_cpu.sh", tmp_path, STEPS="40")
+    with chdir(tmp_path):
+        short, as_it_is, scaled, trained = (
+            parse(words[words.index(str(ROOT / "pretrain_gpt.py")) + 1:], world_size=2) for words in launches)
+    assert short.checkpoint.save == trained.checkpoint.load == "out/short" and short.model.seq_length == 512
+    for run, kind, steps in ((as_it_is, "rope", 0), (scaled, "yarn", 0), (trained, "yarn", 4)):
+        model = run.model
+        assert run.checkpoint.finetune and run.train.train_iters == steps and model.seq_length == 4096
+        assert model.position_embedding_type == kind and model.positions == 4096
+        assert run.train.global_batch_size * 4096 == short.train.global_batch_size * 512 * 2
+        fitting = with_positions_of(model_identity(model), model_identity(short.model))
+        assert fitting == model_identity(model)
+    assert trained.model.yarn_factor == 8.0
 
 def test_the_bert_recipe_makes_sentences_and_trains_at_two_layouts(tmp_path):
     """Its commands for data are those of docs/bert.md, which a test runs; here they find their work done."""

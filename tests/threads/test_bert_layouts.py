@@ -17,6 +17,7 @@ BERT = TinyBert()
 STYLES = {"bert": BERT, "one segment, untied": TinyBert(bert_binary_head=False,
                                                         untie_embeddings_and_output_weights=True),
           "rope, rms, swiglu": TinyBert(**{**LLAMA, "add_bias_linear": True}),
+          "alibi": TinyBert(position_embedding_type="alibi"),
           "features": TinyBert(position_embedding_type="rope", qk_layernorm=True, apply_layernorm_1p=True,
                                use_parallel_residual=True)}
 LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]

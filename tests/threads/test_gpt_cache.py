@@ -8,11 +8,16 @@ import torch
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import make_caches, run_layers
 from tests.harness.gpt_runs import make_batch, make_model
-from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
+from tests.harness.plain_gpt import ALIBI, LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
 from tests.harness.threads import run_ranks
 
-FEATURES = {
+MORE = {
+    "alibi": ALIBI,
     "features": TinyConfig(**LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True),
+    # longer than the original length: the angles are those of 17 positions from the first token on
+    "dynamic ntk": TinyConfig(**LLAMA, rotary_ntk_factor=2.0, original_max_position_embeddings=5),
+    "yarn": TinyConfig(**LLAMA | dict(position_embedding_type="yarn"), original_max_position_embeddings=40,
+                       yarn_factor=3.0, yarn_beta_fast=4.0),
     "windows": TinyConfig(**LLAMA, window_size=(3, 0), window_attn_skip_freq="2"),
     "sinks": TinyConfig(window_size=(4, 0), softmax_type="learnable")}
 
@@ -24,10 +29,10 @@ def piece(batch, start, stop):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("style", [*STYLES, *FEATURES])
+@pytest.mark.parametrize("style", [*STYLES, *MORE])
 @torch.no_grad()
 def test_a_prompt_then_pieces_then_single_tokens_equal_one_forward(style, tp_size):
-    config = replace((STYLES | FEATURES)[style], hidden_dropout=0.5, attention_dropout=0.5)
+    config = replace((STYLES | MORE)[style], hidden_dropout=0.5, attention_dropout=0.5)
     weights, batch = logical_weights(config, seed=1), make_batch(config, b=2, s=11, training=False)
 
     def main(rank, world):

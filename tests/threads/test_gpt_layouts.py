@@ -8,7 +8,7 @@ import torch
 from megatron_ds import models
 from megatron_ds.data.batch import document_positions
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
-from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
+from tests.harness.plain_gpt import ALIBI, LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
 from tests.harness.threads import run_ranks
 
 MIXTURES = {
@@ -21,6 +21,17 @@ MIXTURES = {
     # Waves of 6, 177, 4,990 and 141,000 tokens: the first two are kept, and the last is above 8,192.
     "waves of llama 3.1": TinyConfig(**LLAMA | dict(rotary_base=6.3e5), use_rope_scaling=True,
                                      rope_scaling_factor=0.01, qk_layernorm=True),
+    "a base for 17 tokens after 5": TinyConfig(**LLAMA, rotary_ntk_factor=2.0,
+                                               original_max_position_embeddings=5),
+    # Pairs 0 to 3 turn 6, 2, 0.6 and 0.2 times in 40 tokens: kept, two mixed, stretched.
+    "yarn": TinyConfig(**LLAMA | dict(position_embedding_type="yarn"), original_max_position_embeddings=40,
+                       yarn_factor=3.0, yarn_beta_fast=4.0, yarn_beta_slow=0.5, yarn_mscale=2.0,
+                       yarn_mscale_all_dim=0.3, yarn_correction_range_round_to_int=False),
+    "alibi": ALIBI,
+    "alibi, biases, tied, a slope for each key": TinyConfig(position_embedding_type="alibi"),
+    "yarn, half-turned": TinyConfig(**LLAMA | dict(position_embedding_type="yarn", head_dim=16),
+                                    rotary_percent=0.5, original_max_position_embeddings=40, yarn_factor=3.0,
+                                    yarn_beta_fast=4.0, qk_layernorm=True),
     "both halves of a block at once": TinyConfig(use_parallel_residual=True, norm_epsilon=1e-3),
     "scales minus one": TinyConfig(**LLAMA, apply_layernorm_1p=True, qk_layernorm=True),
     "scales minus one, biases": TinyConfig(apply_layernorm_1p=True),
@@ -79,10 +90,10 @@ def test_an_explicit_mask_and_restarting_positions_equal_the_plain_gpt(style):
 
 
 @pytest.mark.parametrize("granularity", [None, "full", "selective"])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "alibi"])
 def test_documents_of_a_sample_have_the_logits_that_each_has_by_itself(style, granularity):
     """The oracle never sees a mask: each document is a sample of its own, from position 0."""
-    config = STYLES[style]
+    config = MIXTURES[style]
     ids = torch.tensor([[0] * 4 + [1] * 6, [0] + [1] * 8 + [2], [0] * 10])
     weights, batch = logical_weights(config, seed=2), make_batch(config)
     batch = replace(batch, document_ids=ids, position_ids=document_positions(ids))

@@ -1,11 +1,14 @@
 """Our GPT is that of the transformers library, family by family, with the same weights."""
 
+import math
+
 import pytest
 import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.mpu.group import solo
+from megatron_ds.ops.alibi import alibi_bias, alibi_slopes
 from tests.harness.gpt_runs import make_batch
 from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import load_logical
@@ -29,6 +32,7 @@ THEIR_NEOX = dict(vocab_size=V, hidden_size=H, intermediate_size=F, num_hidden_l
 # Waves of 6, 499 and 40,000 tokens, of which the last is scaled; by 0.01, so that ten tokens show it.
 ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=0.01, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=8192)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=8)
 NAMES = {
     "llama": ("model.embed_tokens", "model.norm", "lm_head", "model.layers.{}.", dict(
         input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm",
@@ -52,6 +56,21 @@ FAMILIES = {
             rope_type="linear", rope_theta=1e4, factor=2.5)),
         "llama", LLAMA | dict(rotary_seq_len_interpolation_factor=2.5,
                               untie_embeddings_and_output_weights=False)),
+    "llama, yarn": (
+        "Llama", THEIR_LLAMA | dict(rope_parameters=YARN), "llama",
+        LLAMA | dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0,
+                     original_max_position_embeddings=64, yarn_beta_fast=8.0)),
+    "llama, yarn, bounds within pairs": (
+        "Llama", THEIR_LLAMA | dict(rope_parameters=YARN | dict(truncate=False, mscale=0.7,
+                                                                mscale_all_dim=1.1)), "llama",
+        LLAMA | dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0,
+                     original_max_position_embeddings=64, yarn_beta_fast=8.0, yarn_mscale=0.7,
+                     yarn_mscale_all_dim=1.1, yarn_correction_range_round_to_int=False)),
+    # Theirs follows the longest position in the batch, the last of our 10.
+    "llama, dynamic": (
+        "Llama", THEIR_LLAMA | dict(max_position_embeddings=4, rope_parameters=dict(
+            rope_type="dynamic", rope_theta=1e4, factor=2.0)), "llama",
+        LLAMA | dict(rotary_ntk_factor=2.0, original_max_position_embeddings=4)),
     "mistral, wide heads": ("Mistral", THEIR_LLAMA | dict(head_dim=10, sliding_window=None), "llama",
                             LLAMA | dict(kv_channels=10)),
     "qwen2": ("Qwen2", THEIR_LLAMA, "llama", LLAMA | dict(add_qkv_bias=True)),
@@ -121,3 +140,18 @@ def test_logits_are_those_of_transformers(family):
     assert expected.abs().max() > 1
     # both in fp32
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 6, 8, 14, 25])
+def test_causal_bias_differs_from_that_of_transformers_by_a_constant_of_each_row(n):
+    """BLOOM adds slope * key: the softmax is the same."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    s = 13
+    theirs = build_alibi_tensor(torch.ones(1, s), n, torch.float32)                    # [n, 1, s]
+    ours = alibi_bias(alibi_slopes(n), torch.arange(s), torch.arange(s))
+    past = torch.ones(s, s).tril().bool()
+    rows = (ours - theirs).masked_fill(~past, math.nan)
+    constant = -torch.arange(s) * alibi_slopes(n)[:, None]
+    # fp32
+    torch.testing.assert_close(rows[:, past], constant[:, :, None].expand(n, s, s)[:, past], rtol=1e-5,
+                               atol=1e-5)

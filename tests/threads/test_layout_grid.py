@@ -44,12 +44,15 @@ SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "z
              "zb-auto": (1,)}
 SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1),
                   "documents": ("joined", "apart"), "ltd": (0, 1), "features": ("plain", "heads", "block")}
-# What attention does with its heads, and what a block does with its parts.
+# What attention does with its heads and positions, and what a block does with its parts.
 FEATURES = {"plain": [], "heads": ["--qk-layernorm", "--add-qkv-bias", "--window-size", "5,0",
                                    "--window-attn-skip-freq", "2", "--softmax-type", "learnable"],
             "block": ["--use-parallel-residual", "--apply-layernorm-1p", "--decoupled-lr", "2e-3"]}
-OF_ROTARY = {"heads": ["--rotary-interleaved", "--rotary-percent", "0.5", "--kv-channels", "12"],
-             "block": ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2"]}
+OF_STYLE = {
+    "llama": {"heads": ["--rotary-interleaved", "--rotary-percent", "0.5", "--kv-channels", "12",
+                        "--position-embedding-type", "yarn", "--original-max-position-embeddings", "12"],
+              "block": ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2"]},
+    "gpt2": {"heads": ["--position-embedding-type", "alibi"]}}
 # Blocks but the first and the last: from 4 of the 24 tokens to all of them in 6 of the steps.
 LTD = "--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps 6 --random-ltd-tokens-per-step 4".split()
 LTD_TOKENS = range(4, SEQ_LENGTH, 4)
@@ -110,8 +113,8 @@ def job_of(case) -> list[str]:
     job = tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"],
                    layers_of(case), GLOBAL_BATCH, JOB_STEPS, case["documents"], **reading)
     features = case.get("features", "plain")
-    of_rotary = OF_ROTARY.get(features, []) if case["style"] == "llama" else []
-    return job + LTD * case["ltd"] + FEATURES[features] + of_rotary
+    of_style = OF_STYLE[case["style"]].get(features, [])
+    return job + LTD * case["ltd"] + FEATURES[features] + of_style
 
 
 def layout_of(case) -> str:
@@ -159,8 +162,8 @@ def check_in_force(case, run: Run) -> None:
 
     assert {s.dtypes.pop() for s in seen} == {torch.float32 if case["dtype"] == "fp32" else torch.bfloat16}
     assert ("output_layer.weight" in weights) == (case["embeddings"] == "untied")
-    assert ("embedding.position_embeddings.weight" in weights) == (not rotary)
     heads, block = (case.get("features") == name for name in ("heads", "block"))
+    assert ("embedding.position_embeddings.weight" in weights) == (not rotary and not heads)
     assert ("decoder.layers.0.self_attention.q_layernorm.weight" in weights) == heads
     assert ("decoder.layers.0.self_attention.core_attention.softmax_offset" in weights) == heads
     assert ("decoder.layers.0.self_attention.linear_qkv.bias" in weights) == (heads or not rotary)

@@ -41,10 +41,11 @@ def test_forward_and_backward_equal_a_plain_gpt_whose_blocks_see_the_kept_tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-def test_dropout_falls_on_a_kept_token_as_it_falls_on_it_among_all(layout, recompute):
+@pytest.mark.parametrize("style, recompute", [("gpt2", None), ("gpt2", "selective"), ("gpt2", "full"),
+                                              ("alibi", "selective")])
+def test_dropout_falls_on_a_kept_token_as_it_falls_on_it_among_all(layout, style, recompute):
     p = 0.3
-    config = replace(STYLES["gpt2"], hidden_dropout=p, attention_dropout=p)
+    config = replace(MIXTURES[style], hidden_dropout=p, attention_dropout=p)
     weights, batch = logical_weights(config, seed=1), make_batch(config, kept_tokens=KEPT)
 
     def drop(site, x):                                                          # x: [b, s, h]

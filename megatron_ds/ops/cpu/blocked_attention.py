@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..alibi import add_alibi_
 from ..attention_pattern import CAUSAL, AttentionPattern
 from .head_views import heads_first, key_view, query_view, rows_first, samples_of
 from .widened_products import is_widened
@@ -60,18 +61,21 @@ def seen_of(positions: int, dtype: torch.dtype, pattern: AttentionPattern) -> in
 
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-                      documents: Any = None, pattern: AttentionPattern = CAUSAL) -> torch.Tensor:
+                      documents: Any = None, pattern: AttentionPattern = CAUSAL,
+                      slopes: torch.Tensor | None = None) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`.
 
     pattern: causal, perhaps with a window
+    slopes: fp32 [n], of ALiBi, which is added to the scores of a block at a time
     """
-    return _BlockedAttention.apply(q, k, v, scale, documents, pattern)
+    return _BlockedAttention.apply(q, k, v, scale, documents, pattern, slopes)
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, documents, pattern):
+    def forward(ctx, q, k, v, scale, documents, pattern, slopes):
         s, b, n, d = q.shape
+        slopes = None if slopes is None else slopes.view(k.shape[2], -1).repeat(b, 1)       # [b g, r]
         out = q.new_empty(s, b, n * d)
         result = query_view(out.view(q.shape), k)
         queries, keys, values = _factors(q, k, v)
@@ -79,6 +83,9 @@ class _BlockedAttention(torch.autograd.Function):
         work, kept = _Workspace(queries, 2, torch.float32, pattern), []
         for heads, rows, seen in _tiles(queries, documents, pattern):
             scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
+            if slopes is not None:
+                positions = (torch.arange(part.start, part.stop) for part in (rows, seen))
+                add_alibi_(scores.unflatten(1, (n // k.shape[2], -1)), slopes[heads], *positions)
             _mask_before_window(scores, pattern, rows, seen)
             if documents is not None:
                 _mask_other_documents(scores, documents, len(queries), heads, rows, seen)
@@ -121,7 +128,7 @@ class _BlockedAttention(torch.autograd.Function):
             torch.mul(dq_tile, ctx.scale, out=dqueries[heads, rows])
             put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))                         # dk = scale dsᵀ q
         dk.mul_(ctx.scale)
-        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None, None
+        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None, None, None
 
 
 class _Workspace:

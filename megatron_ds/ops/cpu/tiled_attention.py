@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..alibi import add_alibi_
 from ..attention_pattern import AttentionPattern
 from ..product import has_memory
 from ..scoring import PLAIN, Scoring
@@ -32,16 +34,18 @@ SCORES = 1 << 18                 # worked on at once: 1 MiB, two of them in back
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys are seen.
+    """Which keys are seen, and how far.
 
     pattern    by position, or by blocks that are alike for all heads
     documents  as in `attention`
     padding    bool [b, s], True where no query sees a key
+    slopes     fp32 [n], of ALiBi, by which the scores fall with the distance; None: they do not
     """
 
     pattern: AttentionPattern
     documents: Any = None
     padding: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
     def tiles(self, positions: int, is_real: bool) -> tuple[QueryTile, ...]:
         """The tiles of a sequence; without memory one of the largest, of a range of keys."""
@@ -52,9 +56,16 @@ class Visible:
         return (QueryTile(largest.rows, range(len(largest.keys))),)
 
     def close(self, scores: torch.Tensor, tile: QueryTile, heads: slice, total: int) -> None:
-        """-inf in scores [heads, r, rows, keys] where a query does not see a key. total: number of heads"""
+        """-inf in scores [heads, r, rows, keys] where a query does not see a key, after ALiBi. total: number
+        of heads
+        """
         if not has_memory(scores):
             return
+        if self.slopes is not None:
+            slopes = self.slopes.view(-1, scores.shape[1])                          # [g, r]
+            owner = torch.arange(heads.start, heads.stop) % len(slopes)
+            rows, keys = (torch.as_tensor(np.asarray(run)) for run in (tile.rows, tile.keys))
+            add_alibi_(scores, slopes[owner], rows, keys)
         block = self.pattern.layout.block if self.pattern.layout is not None else 1
         for columns in tile.partly_hidden(self.pattern, block):
             hidden = torch.from_numpy(tile.hidden(self.pattern, block, columns))
@@ -89,13 +100,16 @@ def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Vis
     A query that sees no key gets zeros. Heads with different layouts are computed one layout at a time.
     """
     scale, sink, layout = scoring.scale_of(q.shape[-1]), scoring.sink, seen.pattern.layout
+    slopes = None if scoring.alibi is None else scoring.alibi.slopes
+    seen = replace(seen, slopes=slopes)
     if layout is None or layout.is_alike:
         return _TiledAttention.apply(q, k, v, sink, scale, seen)
     outputs = []
     for heads, of_them in layout.groups:
         index = torch.tensor(heads)
         key_heads = index // (q.shape[2] // k.shape[2])
-        alike = replace(seen, pattern=replace(seen.pattern, layout=of_them))
+        alike = replace(seen, pattern=replace(seen.pattern, layout=of_them),
+                        slopes=None if slopes is None else slopes[index])
         out = _TiledAttention.apply(q[:, :, index], k[:, :, key_heads], v[:, :, key_heads],
                                     None if sink is None else sink[index], scale, alike)
         outputs.append(out.unflatten(2, (len(heads), -1)))
