@@ -85,7 +85,7 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
         blocks.append(Layer(
             name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern,
                     comm_type=ctx.comm_type(i)),
-            _kind(config, experts, pattern), is_block=True, recompute=ctx.recompute,
+            _kind(config, experts, pattern, ctx, i), is_block=True, recompute=ctx.recompute,
             noun="block with experts" if experts else "",
             flops=partial(block_flops, config, experts, pattern=pattern, tiles=ctx.mlp_tiles)))
     return blocks
@@ -105,13 +105,17 @@ def sparse_layout(config: ModelConfig, name: str, seed: int, causal: bool) -> Bl
     return block_layout(config, config.positions, config.num_attention_heads, causal, *key)
 
 
-def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern) -> str:
-    """Layers of one kind cost the same: where numbers of experts differ, they are part of the name."""
+def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern, ctx: ParallelContext,
+          layer: int) -> str:
+    """Layers of one kind cost the same: where numbers of experts differ, they are part of the name, and so
+    is how context-parallel ranks share attention."""
     is_pyramid = len({number for number in config.experts if number}) > 1
     kind = "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
     if pattern.layout is not None:
-        return f"sparse_{kind}"
-    return kind if pattern.is_plain else f"windowed_{kind}"
+        kind = f"sparse_{kind}"
+    elif not pattern.is_plain:
+        kind = f"windowed_{kind}"
+    return kind if len(set(ctx.cp_comm_type)) == 1 else f"{kind}_{ctx.comm_type(layer)}"
 
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,

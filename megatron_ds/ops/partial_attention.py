@@ -40,7 +40,8 @@ class PartialAttention:
                  sink: torch.Tensor | None = None):
         self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
         q, b, n, d = queries.shape
-        self.out = queries.new_zeros(b, q, n, d, dtype=torch.float32).transpose(1, 2)          # [b, n, q, d]
+        # In the memory order of the result, which is then no copy.
+        self.out = _heads(queries.new_zeros(q, b, n, d, dtype=torch.float32))                  # [b, n, q, d]
         self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
         if sink is not None:
             self.sums.copy_(sink[:, None])                  # a key of that score, whose value is zero

@@ -108,9 +108,10 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
 
 
 def _by_parameters(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    whole = _by_kind(MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta"))))
-    count = lambda kind: float(sum(p.numel() for p in whole[kind].make().parameters()))
-    return {kind: LayerCost(*[count(kind)] * 3) for kind in layers}
+    on_one_rank = MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta")))
+    whole = {layer.name: layer for layer in on_one_rank}
+    count = lambda layer: float(sum(p.numel() for p in whole[layer.name].make().parameters()))
+    return {kind: LayerCost(*[count(layer)] * 3) for kind, layer in layers.items()}
 
 
 def _uniform(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
@@ -271,5 +272,6 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             "recompute": train.recompute_granularity, "cross_entropy_chunks": train.cross_entropy_chunks,
             "mlp_tiles": train.tiled_mlp, "tensor_parallel": parallel.tensor_model_parallel_size,
             "pipeline_parallel": parallel.pipeline_model_parallel_size,
+            "context_parallel": [parallel.context_parallel_size, *parallel.cp_comm_type],
             "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
             "device": chip}
