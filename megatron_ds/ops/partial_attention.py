@@ -38,9 +38,9 @@ class PartialAttention:
 
     def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float):
         self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
-        q, b, n, d = queries.shape
-        self.out = queries.new_zeros(b, q, n, d, dtype=torch.float32).transpose(1, 2)          # [b, n, q, d]
-        self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
+        self.out = _heads(torch.zeros_like(queries, dtype=torch.float32,                       # [b, n, q, d]
+                                           memory_format=torch.contiguous_format))
+        self.sums = torch.full_like(self.out[..., 0], -math.inf, memory_format=torch.contiguous_format)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs) -> None:
         """Attend to a block of keys and values [k, b, g, d], each key in one block only."""
@@ -208,10 +208,10 @@ def _with_empty_rows(sums: torch.Tensor, bias: torch.Tensor | None) -> torch.Ten
 
 def _merge_(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
     """Merge another part into `out` and its log-sum-exp, in place. A part without keys has -inf."""
-    both = torch.logaddexp(sums, more_sums)
-    finite = _finite(both)
-    out.mul_((sums - finite).exp().unsqueeze(-1)).add_(more * (more_sums - finite).exp().unsqueeze(-1))
-    sums.copy_(both)
+    # exp(more_sums - both), exactly 1 for the first part
+    weight = torch.sigmoid(more_sums - sums).masked_fill_(more_sums == -math.inf, 0.0)
+    out.lerp_(more.float(), weight.unsqueeze(-1))
+    torch.logaddexp(sums, more_sums, out=sums)
 
 
 def _finite(sums: torch.Tensor) -> torch.Tensor:
