@@ -5,14 +5,15 @@
     python benchmarks/context_parallel.py --error
 
 Causal attention of one layer, forward and backward, 6 heads of 64 channels, one sample: q, k and v of a
-rank's tokens → the output of these tokens. All contestants have equal results. Two processes with a thread each, gloo. Contestants live together
-and take turns, and the ratio of each call to that of the contestant beside it is shown: medians with quartiles,
-and the ratio of the best calls. `--groups 2` shares keys and values among query heads.
+rank's tokens → the output of these tokens. All contestants have equal results. Two processes with a thread
+each, gloo. Contestants live together and take turns, and the ratio of each call to that of the contestant
+beside it is shown: medians with quartiles, and the ratio of the best calls. `--groups 2` shares keys and
+values among query heads.
 
     p2p, all_gather   ours, zigzag
     a2a, a2a-zigzag   ours, each rank with half of the heads
-    ring              a plain ring: contiguous tokens, keys and values passed on after each block is worked on,
-                      every block computed and masked, partial results merged in fp32
+    ring              a plain ring: contiguous tokens, keys and values passed on after each block, every block
+                      computed and masked, partial results merged in fp32
     zigzag-ring       the same with zigzag tokens
     deepspeed         deepspeed.sequence.layer.DistributedAttention around torch's fused attention
 

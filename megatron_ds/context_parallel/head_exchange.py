@@ -65,7 +65,8 @@ class _ToTokens(torch.autograd.Function):
         return None, None, _divide_heads((gradient,), ctx.group, ctx.order)[0]
 
 
-# Results are allocated before what is freed on return, which leaves no holes in a heap that keeps freed memory.
+# Results are allocated before what is freed on return: a heap that keeps freed memory has no holes below
+# them.
 
 
 def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
@@ -76,7 +77,7 @@ def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
     ranks, s, b, _, d = parts[0].shape
     whole = tensors[0].new_empty(ranks * s, b, sum(widths), d)
     received = whole if order is None else torch.empty_like(whole)
-    all_to_all_(received.view(-1), torch.cat(parts, 3).view(-1), group)
+    all_to_all_(received.view(-1), torch.cat(parts, 3).contiguous().view(-1), group)
     if order is not None:
         torch.index_select(received, 0, order.argsort(), out=whole)
     return whole.split(widths, 2)
@@ -87,9 +88,8 @@ def _divide_tokens(tensors: Sequence[torch.Tensor], group: Group,
     """[s, b, heads/c, d] → [s/c, b, heads, d]: the inverse of `_divide_heads`."""
     parts = [t.unflatten(0, (group.size, -1)) for t in tensors]                         # [c, s/c, b, h/c, d]
     results = [part.new_empty(*part.shape[1:3], group.size, *part.shape[3:]) for part in parts]
-    packed = torch.cat(tensors, 2) if len(tensors) > 1 else tensors[0].contiguous()
-    if order is not None:
-        packed = packed.index_select(0, order)
+    packed = torch.cat(tensors, 2) if len(tensors) > 1 else tensors[0]
+    packed = packed.contiguous() if order is None else packed.index_select(0, order)
     received = torch.empty_like(packed)
     all_to_all_(received.view(-1), packed.view(-1), group)
     pieces = received.unflatten(0, (group.size, -1)).split([part.shape[3] for part in parts], 3)
