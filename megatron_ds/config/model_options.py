@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from .attention_options import AttentionOptions
 from .moe_options import MoEOptions
 from .option import option
 
 
 @dataclass(frozen=True)
-class ModelConfig(MoEOptions):
+class ModelConfig(AttentionOptions, MoEOptions):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")

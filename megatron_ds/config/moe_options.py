@@ -3,15 +3,14 @@
 Names are Megatron's. Where Megatron-DeepSpeed spells an option in another way, that spelling is accepted too.
 """
 
-import re
 from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
+from .layer_pattern import read_layer_pattern
 from .option import option
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "expert_choice", "none")
 CHOICES = ("sinkhorn", "expert_choice")  # values above that replace the choice of the best experts of a token
-MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class MoEOptions:
     def _moe_layers(self, num_layers: int) -> list[bool]:
         if self.expert_interval is not None:
             return [(i + 1) % self.expert_interval == 0 for i in range(num_layers)]
-        pattern = read_layer_pattern(self.moe_layer_freq)
+        pattern = read_layer_pattern(self.moe_layer_freq, "--moe-layer-freq")
         if isinstance(pattern, int):
             return [i % pattern == 0 for i in range(num_layers)]
         if len(pattern) != num_layers:
@@ -133,21 +132,3 @@ class MoEOptions:
 
 # The paths of all these options.
 MOE_PATHS = tuple(f"model.{field.name}" for field in fields(MoEOptions))
-
-
-def read_layer_pattern(text: str) -> int | list[int]:
-    """"2" → 2;  "([0]*1+[1]*3)" → [0, 1, 1, 1]. Parsed, not evaluated. Raises ConfigError."""
-    bare = re.sub(r"[\s()]", "", text)
-    if re.fullmatch(r"[1-9]\d*", bare):
-        return int(bare)
-    term = r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?"
-    if not re.fullmatch(rf"{term}(?:\+{term})*", bare):
-        raise ConfigError(f"--moe-layer-freq {text!r} is neither a number from 1 up nor a list of 0 and 1. "
-                          "Examples: 2, [0,1,1,1], ([0]*1+[1]*23).")
-    pattern: list[int] = []
-    for values, times in re.findall(term, bare):
-        pattern += [int(value) for value in values.split(",")] * int(times or 1)
-        if len(pattern) > MOST_LAYERS:
-            raise ConfigError(f"--moe-layer-freq {text!r} describes more than {MOST_LAYERS} layers. Use one "
-                              "entry for each layer of the model.")
-    return pattern

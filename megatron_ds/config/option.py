@@ -42,6 +42,7 @@ class Option:
     values     other spellings of a value → the value
     alone      the value of the flag without a value after it, where that is allowed
     strip      characters that are removed from both ends of a string
+    separators  characters that separate the values of a list, besides spaces
     avoid      when *not* to use the option
     json       its key in a DeepSpeed JSON
     unit       of its values, for help and placeholders
@@ -59,6 +60,7 @@ class Option:
     choices: tuple = ()
     json: str = ""
     strip: str = ""
+    separators: str = ""
     unit: str = ""
     required: bool = False
     count: int | None = None
@@ -127,8 +129,14 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
         return _one(option, raw, where)
     if isinstance(raw, list | tuple):
         items = tuple(raw)
+    elif option.separators:
+        items = (raw,)
     else:
         items = (raw,) if option.kind is str else tuple(str(raw).split())
+    if option.separators:
+        spaces = str.maketrans(dict.fromkeys(option.separators, " "))
+        items = tuple(word for item in items for word in
+                      (item.translate(spaces).split() if isinstance(item, str) else (item,)))
     if option.count is not None and len(items) != option.count:
         raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
     return tuple(_one(option, item, where) for item in items)

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..launch_env import problems_of_local_rank, rank_in
 from ..version import __version__
+from .attention_rules import ATTENTION_RULES
 from .combine import combined, contradictions
 from .config_files import names, read_yaml
 from .config_text import help_text, to_yaml
@@ -123,8 +124,8 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    found = [*problems_of((*LAYOUT_RULES, *MOE_RULES, *TRAINING_RULES, *DATA_RULES), config),
-             *unknown_names(config, known or {})]
+    own = (*LAYOUT_RULES, *ATTENTION_RULES, *MOE_RULES, *TRAINING_RULES, *DATA_RULES)
+    found = [*problems_of(own, config), *unknown_names(config, known or {})]
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []
     for rule in rules:                       # they rely on the rules above

@@ -54,12 +54,11 @@ MEGATRON_FLAGS = table(
         "multi-latent attention is not available. Remove it.":
             "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
             "--qk-pos-emb-head-dim --rotary-scaling-factor --v-head-dim",
-        "attention is softmax attention over all earlier tokens. Remove it.":
+        "attention is softmax attention. Remove it.":
             "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
             "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
             "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
-            "--linear-num-value-heads --linear-value-head-dim --softmax-type --window-attn-skip-freq "
-            "--window-size",
+            "--linear-num-value-heads --linear-value-head-dim",
         "predicting more than the next token is not available. Remove it.":
             "--mtp-loss-scaling-factor --mtp-num-layers",
         "distillation is not available. Remove it.":

@@ -29,27 +29,27 @@ class SharedKeys:
     positions: tuple[Runs, ...]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen,
-                 scale: float | None = None) -> torch.Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens → [s, b, n * d]."""
-        return _Attention.apply(q, k, v, self, seen, scale or 1 / math.sqrt(q.shape[-1]))
+                 scale: float | None = None, sink: torch.Tensor | None = None) -> torch.Tensor:
+        """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens, sink [n] → [s, b, n * d]."""
+        return _Attention.apply(q, k, v, sink, self, seen, scale or 1 / math.sqrt(q.shape[-1]))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, shared, seen, scale):
+    def forward(ctx, q, k, v, sink, shared, seen, scale):
         own = torch.stack((k, v))
-        partial = PartialAttention(q, shared.positions[shared.group.rank], seen, scale)
+        partial = PartialAttention(q, shared.positions[shared.group.rank], seen, scale, sink)
         for owner, (keys, values) in shared.exchange.forward(own, shared.group):
             partial.add(keys, values, shared.positions[owner])
         out, sums = partial.result()
-        ctx.save_for_backward(q, own, out, sums)
+        ctx.save_for_backward(q, own, sink, out, sums)
         ctx.shared, ctx.seen, ctx.scale = shared, seen, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, own, out, sums = ctx.saved_tensors
+        q, own, sink, out, sums = ctx.saved_tensors
         shared = ctx.shared
         total = torch.empty_like(own, dtype=torch.float32)
         partial = PartialGradients(q, shared.positions[shared.group.rank], ctx.seen, ctx.scale, (out, sums),
@@ -57,4 +57,5 @@ class _Attention(torch.autograd.Function):
         for owner, (keys, values), gradient in shared.exchange.backward(own, shared.group, total):
             partial.add(keys, values, shared.positions[owner], gradient)
         dk, dv = total.to(own.dtype)
-        return partial.dq.to(q.dtype), dk, dv, None, None, None
+        dsink = None if sink is None else partial.of_sink(sink)
+        return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None

@@ -12,8 +12,8 @@ Spellings of transformers 4 and 5 are read, and both are written:
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_pattern import MOST_LAYERS
 from ..config.model_options import ModelConfig
-from ..config.moe_options import MOST_LAYERS
 from ..errors import CheckpointError
 from .settings_table import Fixed, Key, Only, Written, options_of, settings_of
 

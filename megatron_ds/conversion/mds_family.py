@@ -80,7 +80,10 @@ def activation_of(args: Mapping[str, Any]) -> str:
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of which `model_options` makes the same model."""
+    """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
+    if model.window_size is not None or model.softmax_type != "vanilla":
+        raise CheckpointError("Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "
+                              "Choose another format.")
     found = settings_of(ARGUMENTS, model) | {"seq_length": model.seq_length}
     found |= {"use_rotary_position_embeddings": model.position_embedding_type == "rope",
               "add_position_embedding": model.position_embedding_type == "learned_absolute",

@@ -19,7 +19,7 @@ SAME_NAME = (
     "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
     "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "init_method_std",
-    "hidden_dropout", "attention_dropout")
+    "hidden_dropout", "attention_dropout", "softmax_type")
 OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
@@ -30,15 +30,14 @@ OF_CAPACITY = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_e
 REFUSED = {
     "multi_latent_attention": ((False, None), "multi-latent attention"),
     "mtp_num_layers": ((None, 0), "multi-token prediction"),
-    "window_size": ((None,), "sliding-window attention"),
-    "window_attn_skip_freq": ((None,), "sliding-window attention"),
     "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm"),
     "apply_query_key_layer_scaling": ((False, None), "scaled scores of queries and keys"),
     "is_hybrid_model": ((False, None), "Mamba layers"), "hybrid_override_pattern": ((None,), "Mamba layers"),
     "heterogeneous_layers_config_path": ((None,), "layers of different kinds"),
     "experimental_attention_variant": ((None,), "another attention"),
     "num_memory_units": ((None,), "memory"),
-    "softmax_type": (("vanilla", None), "another softmax"), "qk_clip": ((False, None), "clipped scores"),
+    "softmax_type": (("vanilla", "off-by-one", None), "weights of its softmax"),
+    "qk_clip": ((False, None), "clipped scores"),
     "no_rope_freq": ((None, 0), "layers without rotary positions"),
     "rope_type": (("rope", None), "another rotary embedding"),
     "qk_l2_norm": ((False, None), "queries and keys of unit length"),
@@ -99,6 +98,10 @@ def model_options(args: Mapping[str, Any], tensors: Mapping[str, Any], bert: boo
         found["position_embedding_type"] = "rope"
     found |= {"norm_epsilon": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
               "activation": activation_of(args), "vocab_size": true_vocabulary(args, tensors, vocab_size)}
+    if args.get("window_size"):
+        found["window_size"] = tuple(args["window_size"])
+        if freq := args.get("window_attn_skip_freq"):
+            found["window_attn_skip_freq"] = str(freq)
     if bert:
         found |= {"model": "bert", "bert_binary_head": bool(args.get("bert_binary_head", True))}
     if args.get("num_experts"):
@@ -196,6 +199,12 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
                               "be others. Choose another format.")
     if model.model == "gpt" and getattr(model, "use_parallel_residual", False):
         raise CheckpointError("Megatron-LM does not compute parallel residuals. Choose another format.")
+    if model.softmax_type == "learnable":
+        raise CheckpointError("weights of the softmax (--softmax-type learnable) are not written in this "
+                              "format. Choose another format.")
+    if model.window_size is not None:
+        values |= {"window_size": model.window_size,
+                   "window_attn_skip_freq": [int(windowed) for windowed in model.windowed]}
     if any(model.experts):
         values |= {name: getattr(model, name) for name in OF_EXPERTS}
         values |= {name: getattr(model, name) for name in OF_CAPACITY if model.moe_token_dropping}

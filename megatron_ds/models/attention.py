@@ -20,11 +20,14 @@ from torch import nn
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
-from ..mpu.context import ParallelContext
+from ..mpu.context import ParallelContext, new_parameter
+from ..mpu.param_spec import Init, ParamSpec, Split
+from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
 from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling
+from ..ops.scoring import Scoring
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
 from .normalization import make_head_norm
@@ -187,24 +190,55 @@ class SelfAttention(nn.Module):
                        device=weight.device)
 
 
-class CoreAttention(nn.Module):
-    """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities.
+class Sink(nn.Module):
+    """The score of each of the rank's heads that joins those of the keys, for a softmax that may sum to less
+    than 1. name: of the core attention, to which its weight belongs."""
 
-    Fewer queries than keys are the last ones. name: of the dropout site. causal: no token sees a later one.
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext):
+        super().__init__()
+        self.kind, self.first = config.softmax_type, ctx.tp.rank * config.num_attention_heads // ctx.tp.size
+        self.softmax_offset, self.device = None, ctx.device
+        if self.kind == "learnable":
+            spec = ParamSpec(f"{name}.softmax_offset", (config.num_attention_heads,),
+                             Init("normal", config.init_method_std), splits=(Split("tp", 0),), decay=False)
+            self.softmax_offset = new_parameter(spec, sizes={"tp": ctx.tp.size}, dtype=ctx.dtype,
+                                                device=ctx.device)
+
+    def forward(self, heads: range) -> torch.Tensor | None:
+        """[n] of these heads, global numbers among those of the tensor-parallel rank; None without a sink."""
+        if self.kind == "off-by-one":
+            return torch.zeros(len(heads), device=self.device)
+        if self.softmax_offset is None:
+            return None
+        return self.softmax_offset[heads.start - self.first:heads.stop - self.first]
+
+
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ / √d) v of the rank's heads and the keys that a query sees, with dropout of the
+    probabilities.
+
+    Fewer queries than keys are the last ones. name: of the dropout site. pattern: which keys a token sees
     head_rank: of this rank among those that divide the heads; None for its tensor-parallel rank.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True,
-                 head_rank: int | None = None):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *,
+                 pattern: AttentionPattern = CAUSAL, head_rank: int | None = None):
         super().__init__()
-        self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
+        self.site, self.ctx, self.dropout, self.pattern = name, ctx, config.attention_dropout, pattern
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
+        self.sink = Sink(config, name, ctx)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
-        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
-                         keep=self.keep_mask(q, k, p, batch) if p else None)
+        pattern, mask = seen_keys(self.pattern, batch)
+        return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
+                         keep=self.keep_mask(q, k, p, batch) if p else None,
+                         scoring=Scoring(sink=self.sink(self.heads(q))))
+
+    def heads(self, q: torch.Tensor) -> range:
+        """Global numbers of the heads of q [s, b, n, d]."""
+        return range(self.head_rank * q.shape[2], (self.head_rank + 1) * q.shape[2])
 
     def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> KeepMask:
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
@@ -214,3 +248,16 @@ class CoreAttention(nn.Module):
         keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
         return KeepMask(p, keys, heads=range(first, first + heads), rows=rows,
                         cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)
+
+
+def seen_keys(pattern: AttentionPattern, batch: Batch) -> tuple[AttentionPattern, torch.Tensor | None]:
+    """(pattern, mask) of the tokens that a batch holds, as `ops.core_attention.attention` takes them.
+
+    Distances are those of the positions in whole sequences, also where only some of their tokens are present.
+    """
+    mask = batch.attention_mask
+    if pattern.is_plain or batch.places is None:
+        return pattern, mask
+    index = batch.places.index.expand(batch.size, -1)
+    hidden = pattern.mask(index, index)                                         # [b, n or 1, k, k]
+    return CAUSAL if pattern.causal else FULL, hidden if mask is None else hidden | mask

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
+from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import KVCache, Rotary, SelfAttention
 from .context_attention import make_core
@@ -70,34 +71,48 @@ class Block(nn.Module):
 def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rotary: Rotary | None,
                  causal: bool = True) -> list[Layer]:
     """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
-    make = partial(transformer_block, config, rotary=rotary, causal=causal)
-    return [Layer(name := f"{prefix}.{i}", partial(make, experts, name, ctx, comm_type=ctx.comm_type(i)),
-                  _kind(config, experts), is_block=True, recompute=ctx.recompute,
-                  noun="block with experts" if experts else "",
-                  flops=partial(block_flops, config, experts, causal=causal))
-            for i, experts in enumerate(config.experts)]
+    blocks = []
+    for i, (experts, pattern) in enumerate(zip(config.experts, patterns(config, causal), strict=True)):
+        name = f"{prefix}.{i}"
+        blocks.append(Layer(
+            name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern,
+                    comm_type=ctx.comm_type(i)),
+            _kind(config, experts, pattern), is_block=True, recompute=ctx.recompute,
+            noun="block with experts" if experts else "",
+            flops=partial(block_flops, config, experts, pattern=pattern)))
+    return blocks
 
 
-def _kind(config: ModelConfig, experts: int) -> str:
+def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:
+    """Which keys the queries of each block see."""
+    whole = CAUSAL if causal else FULL
+    left, right = (None if side == -1 else side for side in config.window_size or (-1, -1))
+    window = AttentionPattern(causal, left, None if causal else right)
+    return [window if has_window else whole for has_window in config.windowed]
+
+
+def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern) -> str:
     """Layers of one kind cost the same: where numbers of experts differ, they are part of the name."""
     is_pyramid = len({number for number in config.experts if number}) > 1
-    return "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
+    kind = "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
+    return kind if pattern.is_plain else f"windowed_{kind}"
 
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
-                      rotary: Rotary | None, causal: bool = True, comm_type: str = "p2p") -> Block:
+                      rotary: Rotary | None, pattern: AttentionPattern = CAUSAL,
+                      comm_type: str = "p2p") -> Block:
     """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
     Raises ConfigError if experts choose tokens of a causal model, whose later tokens would move the choice.
     """
-    if experts and causal and "expert_choice" in config.moe_router_load_balancing_type:
+    if experts and pattern.causal and "expert_choice" in config.moe_router_load_balancing_type:
         raise ConfigError("--moe-router-load-balancing-type expert_choice compares each token with later "
                           "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
                           "bert.")
     std, attention = output_std(config), f"{name}.self_attention"
-    core = make_core(config, f"{attention}.core_attention", ctx, causal=causal, comm_type=comm_type)
+    core = make_core(config, f"{attention}.core_attention", ctx, pattern=pattern, comm_type=comm_type)
     make = partial(_with_experts, experts) if experts else MLP
     return Block(config, name, ctx,
                  attention=SelfAttention(config, attention, ctx, output_std=std, rotary=rotary, core=core),
@@ -152,8 +167,9 @@ def output_std(config: ModelConfig) -> float:
 
 
 def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
-                causal: bool = True) -> LayerFlops:
-    """Megatron's formula for a transformer block; causal attention counts half of its full matrix.
+                pattern: AttentionPattern = CAUSAL) -> LayerFlops:
+    """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
+    window the scores within it.
 
     A block with experts counts the k experts of a token, its dense part, and the router.
     """
@@ -164,5 +180,5 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
     width = (config.moe_router_topk * config.expert_ffn_size + dense_width(config) if experts
              else config.ffn_size)
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
-    scores = 12.0 * (0.5 if causal else 1.0) * s * s * queries
+    scores = 12.0 * pattern.pairs(s) * queries
     return LayerFlops(float(s * (projections + feed_forward)), scores)

@@ -21,37 +21,40 @@ from ..context_parallel.head_exchange import spread_groups, to_heads, to_tokens
 from ..context_parallel.shared_keys import SharedKeys
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext, SequenceSlice
-from ..ops.attention_pattern import AttentionPattern
+from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
-from .attention import CoreAttention
+from .attention import CoreAttention, Sink, seen_keys
 
 
-def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True,
-              comm_type: str = "p2p") -> nn.Module:
+def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
+              pattern: AttentionPattern = CAUSAL, comm_type: str = "p2p") -> nn.Module:
     """The core attention of a layer. name: of its dropout site."""
     if ctx.cp.size == 1:
-        return CoreAttention(config, name, ctx, causal=causal)
-    return COMM_TYPES[comm_type](config, name, ctx, causal=causal)
+        return CoreAttention(config, name, ctx, pattern=pattern)
+    return COMM_TYPES[comm_type](config, name, ctx, pattern=pattern)
 
 
 class SharedKeysAttention(nn.Module):
     """Attention of the rank's tokens with all heads; keys and values of other ranks pass by."""
 
     def __init__(self, exchange: BlockExchange, config: ModelConfig, name: str, ctx: ParallelContext, *,
-                 causal: bool = True):
+                 pattern: AttentionPattern = CAUSAL):
         super().__init__()
         self.exchange, self.site, self.ctx = exchange, name, ctx
-        self.dropout, self.pattern = config.attention_dropout, AttentionPattern(causal)
+        self.dropout, self.pattern = config.attention_dropout, pattern
+        self.sink = Sink(config, name, ctx)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the note above."""
         whole, p = batch.whole, self.dropout if batch.training else 0.0
-        seen = Seen(self.pattern, whole.document_ids, whole.attention_mask,
-                    self._keep(q, p, whole) if p else None)
+        pattern, mask = seen_keys(self.pattern, whole)
+        seen = Seen(pattern, whole.document_ids, mask, self._keep(q, p, whole) if p else None)
         positions = _positions(self.ctx.slice, whole.seq_length)
-        return SharedKeys(self.ctx.cp, self.exchange, positions)(q, k, v, seen)
+        first = self.ctx.tp.rank * q.shape[2]
+        sink = self.sink(range(first, first + q.shape[2]))
+        return SharedKeys(self.ctx.cp, self.exchange, positions)(q, k, v, seen, sink=sink)
 
     def _keep(self, q: torch.Tensor, p: float, whole: Batch) -> Keep:
         """Draws what is kept of a tile, from the tables of the whole sequences."""
@@ -79,10 +82,11 @@ def _draw(keys: list, p: float, length: int, shape: tuple[int, int], device: tor
 class HeadsAttention(nn.Module):
     """Attention of some heads over all tokens."""
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *,
+                 pattern: AttentionPattern = CAUSAL):
         super().__init__()
         self.ctx = ctx
-        self.core = CoreAttention(config, name, ctx, causal=causal,
+        self.core = CoreAttention(config, name, ctx, pattern=pattern,
                                   head_rank=ctx.tp.rank * ctx.cp.size + ctx.cp.rank)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:

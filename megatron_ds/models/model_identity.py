@@ -13,7 +13,8 @@ MODEL_FIELDS = (
 # The same, left out where they have their default: earlier versions saved none of them.
 FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
-                  "apply_layernorm_1p", "use_parallel_residual")
+                  "apply_layernorm_1p", "use_parallel_residual", "window_size", "window_attn_skip_freq",
+                  "softmax_type")
 
 # The same of models with experts.
 MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",

@@ -5,11 +5,15 @@ Attention asks three questions of it, all answered from positions alone, without
     keys_of(queries)          the range of keys that a range of queries sees, so that others are skipped
     sees_all(queries, keys)   whether each of the queries sees each of the keys, so that no mask is needed
     hidden(queries, keys)     the mask, where neither holds
+
+A layout of blocks may hide more, of each head other keys; then `mask` has all that is hidden.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from .block_layout import BlockLayout
 
 
 @dataclass(frozen=True)
@@ -19,11 +23,13 @@ class AttentionPattern:
     causal  a query sees no later key
     left    number of keys before its own position that a query sees; None: all
     right   number of keys after it; None: all, or none of a causal pattern
+    layout  blocks of keys that blocks of queries see, of the n heads that attention is called with
     """
 
     causal: bool = True
     left: int | None = None
     right: int | None = None
+    layout: BlockLayout | None = None
 
     @property
     def after(self) -> int | None:
@@ -32,8 +38,17 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is no window: the pattern is causal, or hides nothing."""
-        return self.left is None and (self.causal or self.right is None)
+        """Whether there is no window and no layout: the pattern is causal, or hides nothing."""
+        return self.layout is None and self.left is None and (self.causal or self.right is None)
+
+    def pairs(self, s: int) -> float:
+        """Pairs of a query and a key that it sees, among s positions; a causal pattern has half of them, as
+        in Megatron's formula of FLOPs, which counts half of the diagonal."""
+        before = 0 if self.left is None else max(0, s - self.left - 1)
+        after = 0 if self.after is None else max(0, s - self.after - (self.after > 0))
+        if self.layout is not None:
+            return self.layout.pairs(s, self.causal)
+        return s * s - (before * before + after * after) / 2
 
     def keys_of(self, queries: range, keys: range) -> range:
         """The part of `keys` from the first to the last that any of the queries sees; maybe empty.
@@ -46,11 +61,13 @@ class AttentionPattern:
 
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether every query sees every key; both are contiguous positions."""
+        if self.layout is not None:
+            return False
         is_before = self.left is None or keys.start >= queries.stop - 1 - self.left
         return is_before and (self.after is None or keys.stop - 1 <= queries.start + self.after)
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-        """bool [..., q, k], True where a query does not see a key; None if nothing is hidden.
+        """bool [..., q, k], True where a query does not see a key; None if nothing is hidden. Without layout.
 
         queries: int64 [..., q], keys: int64 [..., k], any positions
         """
@@ -60,6 +77,18 @@ class AttentionPattern:
         if after is None or before is None:
             return before if after is None else after
         return after | before
+
+    def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        """bool [b or 1, n or 1, q, k], True where a query does not see a key; None if nothing is hidden.
+
+        queries: int64 [q] or [b, q], keys: int64 [k] or [b, k], any positions
+        """
+        hidden = self.hidden(queries, keys)
+        hidden = None if hidden is None else hidden.unsqueeze(-3)
+        if self.layout is not None:
+            closed = self.layout.hidden(queries, keys)
+            hidden = closed if hidden is None else closed | hidden
+        return hidden if hidden is None or hidden.dim() == 4 else hidden[None]
 
 
 CAUSAL, FULL = AttentionPattern(), AttentionPattern(causal=False)

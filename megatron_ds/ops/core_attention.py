@@ -1,55 +1,61 @@
-"""Core attention: softmax(q kᵀ / sqrt(d)) v, causal or masked, with grouped keys and values.
+"""Core attention: softmax(q kᵀ / sqrt(d)) v of the keys that each query sees, with grouped keys and values.
 
 Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; query head i reads key-value
 head i // (n/g)), d channels. Queries may be fewer than keys: they are then the last ones (generation with a
 key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/blocked_attention.py for causal attention of medium length, where it is faster,
-and fp32 where the processor has no matrix products of the dtype.
+probabilities. On a CPU, cpu/blocked_attention.py for causal attention of medium length and for narrow
+windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where
+the processor has no matrix products of the dtype.
 """
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from .attention_pattern import CAUSAL, AttentionPattern
 from .cpu.blocked_attention import blocked_attention, worth_blocking
+from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
 from .kernel_table import CPU, Operation, random_tensors
 from .product import LOW, has_memory
+from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
 
 
 @Operation
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
               mask: torch.Tensor | None = None, documents: Any = None, keep: KeepMask | None = None,
-              scale: float | None = None) -> torch.Tensor:
+              scoring: Scoring = PLAIN) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
-    mask       bool [b or 1, n or 1, sq, sk], True = may not attend; in addition to the causal mask
+    pattern    which keys a query sees
+    mask       bool [b or 1, n or 1, sq or 1, sk], True = may not attend; in addition to the pattern
     documents  `data.documents.Documents` of the samples, with sq = sk: a query sees its own document only
     keep       dropout of the probabilities, an `ops.dropout.KeepMask`. They are kept for backward, so
                memory grows with sq * sk
-    scale      of the scores, 1 / sqrt(d) unless given
+    scoring    scale of the scores, and what joins them in the softmax
     """
-    if documents is not None and (keep is not None or mask is not None or not causal):
-        mask, documents = documents.foreign if mask is None else mask | documents.foreign, None
-    if keep is not None:
-        return reference_attention(q, k, v, causal=causal, mask=mask, keep=keep, scale=scale)
+    needs_scores = keep is not None or scoring.sink is not None
+    if documents is not None and (needs_scores or mask is not None or pattern != CAUSAL):
+        mask, documents = _joined(mask, documents.foreign), None
+    mask = _joined(mask, _hidden(pattern, q.shape[0], k.shape[0], q.device))
+    if needs_scores:
+        return _reference(q, k, v, pattern.causal, mask, keep, scoring)
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
-    plain_causal = causal and mask is None and documents is None and sq == sk
+    plain_causal = pattern.causal and mask is None and documents is None and sq == sk
     allowed = None if documents is None else documents.bias(q.dtype)    # added to the scores; None: all
     if documents is None and not plain_causal:
-        hidden = forbidden(sq, sk, causal, mask, q.device)
+        hidden = forbidden(sq, sk, pattern.causal, mask, q.device)
         allowed = None if hidden is None else ~hidden
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal,
-                                         scale=scale,                                         # [b, n, sq, d]
+                                         scale=scoring.scale,                                 # [b, n, sq, d]
                                          enable_gqa=queries.shape[1] != keys.shape[1])
     return _merge_heads(out)
 
@@ -59,16 +65,35 @@ def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.
     return tuple(random_tensors(dtype, device, (rows, 2, 4, width), *[(rows, 2, 2, width)] * 2))
 
 
-def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-                  mask: torch.Tensor | None = None, keep: KeepMask | None = None, **_: Any) -> bool:
-    return causal and mask is None and keep is None and worth_blocking(q, k)
+def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+                  mask: torch.Tensor | None = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN,
+                  **_: Any) -> bool:
+    others = (mask, keep, scoring.sink, pattern.layout)
+    return all(other is None for other in others) and worth_blocking(q, k, pattern)
 
 
 @attention.implementation("blocked", devices=CPU, suits=_suits_blocks)
-def _blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, mask: None = None,
-             documents: Any = None, keep: None = None, scale: float | None = None) -> torch.Tensor:
+def _blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+             documents: Any = None, scoring: Scoring = PLAIN, **_: None) -> torch.Tensor:
     whole = documents if has_memory(q) else None    # a plan counts what one document keeps: the most
-    return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), whole)
+    return blocked_attention(q, k, v, scoring.scale_of(q.shape[-1]), whole, pattern)
+
+
+def _suits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+                 mask: torch.Tensor | None = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN,
+                 **_: Any) -> bool:
+    is_padding = mask is None or mask.shape[1:3] == (1, 1)
+    if q.shape[0] != k.shape[0] or q.dtype == torch.float64 or keep is not None or not is_padding:
+        return False
+    return scoring.sink is not None or worth_tiling(k.shape[0], pattern)
+
+
+@attention.implementation("tiled", devices=CPU, suits=_suits_tiles)
+def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+           mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
+           **_: None) -> torch.Tensor:
+    padding = None if mask is None else mask[:, 0, 0].expand(q.shape[1], -1)
+    return tiled_attention(q, k, v, Visible(pattern, documents if has_memory(q) else None, padding), scoring)
 
 
 @attention.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q))
@@ -76,18 +101,36 @@ def _in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any)
     return attention(q.float(), k.float(), v.float(), **settings).to(q.dtype)
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-                        mask: torch.Tensor | None = None, keep: KeepMask | None = None,
-                        scale: float | None = None) -> torch.Tensor:
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+                        pattern: AttentionPattern = CAUSAL, mask: torch.Tensor | None = None,
+                        keep: KeepMask | None = None, scoring: Scoring = PLAIN) -> torch.Tensor:
     """`attention` in elementary operations, on any device; the softmax in fp32."""
+    mask = _joined(mask, _hidden(pattern, q.shape[0], k.shape[0], q.device))
+    return _reference(q, k, v, pattern.causal, mask, keep, scoring)
+
+
+def _reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None,
+               keep: KeepMask | None, scoring: Scoring) -> torch.Tensor:
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
     keys, values = (t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))         # [b, g, 1, sk, d]
-    scores = (queries * (scale or 1 / math.sqrt(d))) @ keys.transpose(-1, -2)   # [b, g, n/g, sq, sk]
+    scores = (queries * scoring.scale_of(d)) @ keys.transpose(-1, -2)   # [b, g, n/g, sq, sk]
     scores = scores.reshape(b, n, sq, sk)
-    p = masked_softmax(scores, mask, causal, 1.0, keep)
+    p = masked_softmax(scores, mask, causal, 1.0, keep, scoring.sink)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))
+
+
+def _hidden(pattern: AttentionPattern, sq: int, sk: int, device: torch.device) -> torch.Tensor | None:
+    """bool [1, n or 1, sq, sk], True where a window or a layout hides a key; None: nothing."""
+    if pattern.is_plain:
+        return None
+    return pattern.mask(torch.arange(sk - sq, sk, device=device), torch.arange(sk, device=device))
+
+
+def _joined(*masks: torch.Tensor | None) -> torch.Tensor | None:
+    given = [mask for mask in masks if mask is not None]
+    return None if not given else given[0] if len(given) == 1 else given[0] | given[1]
 
 
 class _PlannedAttention(torch.autograd.Function):

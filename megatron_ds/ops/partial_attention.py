@@ -33,14 +33,17 @@ _GPU_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 class PartialAttention:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
-    queries [q, b, n, d]; positions: theirs
+    queries [q, b, n, d]; positions: theirs; sink: [n], as in `scoring.Scoring`, or None
     """
 
-    def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float):
+    def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float,
+                 sink: torch.Tensor | None = None):
         self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
         self.out = _heads(torch.zeros_like(queries, dtype=torch.float32,                       # [b, n, q, d]
                                            memory_format=torch.contiguous_format))
         self.sums = torch.full_like(self.out[..., 0], -math.inf, memory_format=torch.contiguous_format)
+        if sink is not None:
+            self.sums.copy_(sink[:, None])                  # a key of that score, whose value is zero
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs) -> None:
         """Attend to a block of keys and values [k, b, g, d], each key in one block only."""
@@ -70,6 +73,11 @@ class PartialGradients:
         self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
         self.sums = _finite(result[1])
         self.dq = torch.zeros_like(queries, dtype=torch.float32)                               # [q, b, n, d]
+
+    def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
+        """The gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
+        of_rows = (self.dout.float() * self.out).sum(-1)                                       # [b, n, q]
+        return -((sink.float()[:, None] - self.sums).exp() * of_rows).sum((0, 2)).to(sink.dtype)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs, dkv: torch.Tensor) -> None:
         """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""

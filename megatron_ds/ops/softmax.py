@@ -16,12 +16,14 @@ from .keyed_random import Key
 
 @Operation
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False,
-                   scale: float = 1.0, keep: KeepMask | None = None) -> torch.Tensor:
+                   scale: float = 1.0, keep: KeepMask | None = None,
+                   sink: torch.Tensor | None = None) -> torch.Tensor:
     """softmax(scale * scores) over the last dim of [b, n, sq, sk], in fp32, rounded to the dtype of scores.
 
     mask    bool [b or 1, n or 1, sq or 1, sk], True = 0 here
     causal  the queries are the last ones: query i sees the first sk - sq + i + 1 columns
     keep    dropout of the result
+    sink    [n], a further score of each head, whose probability is left out of the result
 
     With a mask, a query that sees no column is 0.
     """
@@ -29,7 +31,12 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None = None, causa
     hidden = forbidden(*scores.shape[-2:], causal, mask, scores.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
-    p = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sink is None:
+        p = torch.softmax(scores, dim=-1, dtype=wide).to(scores.dtype)
+    else:
+        column = sink.to(wide).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        p = torch.cat((scores.to(wide), column), dim=-1).softmax(dim=-1)[..., :-1].to(scores.dtype)
     if hidden is not None and mask is not None:
         p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     return p if keep is None else apply_mask(p, keep.mask, keep.p)
@@ -54,13 +61,16 @@ def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _fits(scores: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False, scale: float = 1.0,
-          keep: KeepMask | None = None) -> str:
+          keep: KeepMask | None = None, sink: torch.Tensor | None = None) -> str:
+    if sink is not None:
+        return "it has a sink"
     return softmax_kernels.fits(scores, mask, keep is not None)
 
 
 @masked_softmax.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=_fits)
 def _masked_softmax_on_gpu(scores: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False,
-                           scale: float = 1.0, keep: KeepMask | None = None) -> torch.Tensor:
+                           scale: float = 1.0, keep: KeepMask | None = None,
+                           sink: None = None) -> torch.Tensor:
     if keep is not None and keep.picked is not None:             # the columns of a table are not neighbours
         return apply_mask(softmax_kernels.masked_softmax(scores, mask, causal, scale), keep.mask, keep.p)
     table = None

@@ -21,6 +21,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import gather_from_sequence_region
+from megatron_ds.ops.attention_pattern import FULL
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
@@ -43,7 +44,7 @@ class GatheredKeys(nn.Module):
         parts = [SequenceSlice(context=Part(rank, self.group.size)) for rank in range(self.group.size)]
         keys = torch.cat([part.index(batch.places.length) for part in parts])
         later = keys > batch.places.index[:, None]                              # [s/cp, s]
-        return attention(q, k, v, causal=False, mask=later[None, None])
+        return attention(q, k, v, pattern=FULL, mask=later[None, None])
 
 
 def context_parallel_gpt(config, ctx):

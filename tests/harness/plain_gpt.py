@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ds.config.attention_options import AttentionOptions
 from megatron_ds.config.moe_options import MoEOptions
 
 PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
 
 
 @dataclass(frozen=True)
-class TinyConfig(MoEOptions):
+class TinyConfig(AttentionOptions, MoEOptions):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 
@@ -77,6 +78,8 @@ def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_layers):
         layer = f"decoder.layers.{i}"
         norms |= {f"{layer}.input_layernorm": h, f"{layer}.pre_mlp_layernorm": h}
+        if config.softmax_type == "learnable":
+            shapes[f"{layer}.self_attention.core_attention.softmax_offset"] = (n,)
         if config.qk_layernorm:
             norms |= {f"{layer}.self_attention.{part}_layernorm": d for part in "qk"}
         for name, (rows, columns) in linear.items():
@@ -134,8 +137,10 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
                  feed_forward=plain_mlp):
     """x [b, s, h] through all blocks. hidden: bool [b, query, key], True where a query may not look; others
     as `plain_gpt`."""
+    everywhere = hidden
     for i in range(config.num_layers):
         layer, kept = f"{name}.layers.{i}", kept_by(i)
+        hidden = everywhere | _outside_window(config, i, x.shape[1])
         if kept is None:
             x = _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward)
             continue
@@ -216,10 +221,32 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
             q, k = _norm(w, f"{name}.q_layernorm", q, config), _norm(w, f"{name}.k_layernorm", k, config)
         if config.position_embedding_type == "rope":
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
-        scores.append((q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf).softmax(-1))
+        score = (q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf)
+        scores.append(_softmax(score, _sink(w, name, head, config)))
         values.append(v)
     p = drop_scores(f"{name}.core_attention", torch.stack(scores, dim=1))   # [b, n, s, s]
     return _linear(w, f"{name}.linear_proj", torch.cat([p[:, i] @ values[i] for i in range(n)], dim=-1))
+
+
+def _outside_window(config, layer, s):
+    """bool [s, s]: the keys that Megatron's window hides from each query of this layer."""
+    freq = config.window_attn_skip_freq
+    if config.window_size is None or freq and freq.isdigit() and (layer + 1) % int(freq) == 0:
+        return torch.zeros(s, s, dtype=torch.bool)
+    left, right = (s if side == -1 else side for side in config.window_size)
+    return torch.tensor([[not -left <= key - query <= right for key in range(s)] for query in range(s)])
+
+
+def _sink(w, name, head, config):
+    """What the exponents of the scores are added to."""
+    if config.softmax_type == "learnable":
+        return w[f"{name}.core_attention.softmax_offset"][head].exp()
+    return float(config.softmax_type == "off-by-one")
+
+
+def _softmax(scores, sink):
+    exponents = scores.exp()
+    return exponents / (exponents.sum(-1, keepdim=True) + sink)
 
 
 def _rotate(x, position_ids, config):

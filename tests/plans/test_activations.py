@@ -204,6 +204,19 @@ def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
     assert measured == planned
 
 
+@pytest.mark.parametrize("style, features", [
+    ("gpt", "--window-size 10,0"), ("gqa", "--window-size 100,0 --window-attn-skip-freq 2"), ("llama",
+     "--window-size 20,0 --softmax-type learnable"), ("bert", "--window-size 10,5 --bf16"),
+    ("llama", "--softmax-type off-by-one --bf16"), ("gpt", "--window-size 6,0 --softmax-type learnable")])
+@pytest.mark.parametrize("length", ["24", "192"])
+def test_windows_and_sinks_keep_what_is_planned(style, features, length):
+    """By blocks, by tiles, fused with a mask, or with all probabilities."""
+    job = [*STYLES[style], *features.split(), "--seq-length", length, "--micro-batch-size", "2"]
+    for dropout in ("0", "0.1"):
+        measured, _, planned = kept([*job, "--attention-dropout", dropout], 1, slice(1, 3))
+        assert measured == planned
+
+
 DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"),
             "dropout": ("0", "0.1"), "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
             "blocks": ("1", "0 1", "2")}

@@ -79,7 +79,7 @@ def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_pa
     ({"multi_latent_attention": True}, "multi-latent attention"), ({"num_layers": 5}, "are missing: decoder"),
     ({"hidden_size": 32}, "do not have the shape"),
     ({"untie_embeddings_and_output_weights": True}, "output_layer.weight"), ({"geglu": True}, "--geglu"),
-    ({"window_size": (4, 0)}, "sliding-window"), ({"num_layers": None}, "lack num_layers"),
+    ({"softmax_type": "learnable"}, "weights of its softmax"), ({"num_layers": None}, "lack num_layers"),
     ({"no_rope_freq": 4}, "without rotary"), ({"rope_type": "yarn"}, "another rotary"),
     ({"qk_l2_norm": True}, "unit length"), ({"softmax_scale": 0.1}, "--softmax-scale"),
     ({"activation_func_clamp_value": 7.0}, "clamped"), ({"glu_linear_offset": 1.0}, "offset"),

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ds.ops.activation import ACTIVATIONS
+from megatron_ds.ops.attention_pattern import FULL
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import blocked_attention as blocked
 from megatron_ds.ops.cpu import widened_products as ops_product
@@ -12,6 +13,7 @@ from megatron_ds.ops.dropout import KeepMask, sample_keys
 from megatron_ds.ops.norms import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
 from megatron_ds.ops.rotary import apply_rotary, reference_rotary, rotary_channels, rotary_tables
 from megatron_ds.ops.rotary_scaling import LinearScaling, Llama3Scaling
+from megatron_ds.ops.scoring import Scoring
 from megatron_ds.tensor_parallel.cross_entropy import reference_cross_entropy
 
 
@@ -172,7 +174,8 @@ def test_blocked_attention_equals_the_reference(n, g, s, tile, monkeypatch):
     monkeypatch.setattr(blocked, "TILE", tile)
     packed = randn(s, 2, n + 2 * g, 5)
     q, k, v = packed.split((n, g, g), dim=2)                 # strided, as a layer's projection gives them
-    out, expected = blocked.blocked_attention(q, k, v, 0.3), reference_attention(q, k, v, scale=0.3)
+    out = blocked.blocked_attention(q, k, v, 0.3)
+    expected = reference_attention(q, k, v, scoring=Scoring(0.3))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients(out, packed), gradients(expected, packed), rtol=1e-4, atol=1e-5)
 
@@ -195,7 +198,7 @@ def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g, has_p
                                              scale=0.3, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    exact = outcome(lambda q, k, v: reference_attention(q, k, v, scale=0.3), packed.double())
+    exact = outcome(lambda q, k, v: reference_attention(q, k, v, scoring=Scoring(0.3)), packed.double())
     ours, torchs = (outcome(lambda q, k, v: blocked.blocked_attention(q, k, v, 0.3), packed),
                     outcome(fused, packed))
     for a, b, e in zip(ours, torchs, exact):
@@ -223,7 +226,7 @@ def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
         torch.testing.assert_close(attention(q, k, v), reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
         attention(q[-1:], k, v)                              # fewer queries than keys
         attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
-        attention(q, k, v, causal=False)
+        attention(q, k, v, pattern=FULL)
     assert called == [128, 128, 256, 256]                    # in fp32, bf16 too
 
 
@@ -234,14 +237,14 @@ def test_attention_obeys_an_explicit_mask_together_with_causality():
     out = attention(q, k, v, mask=mask)
     torch.testing.assert_close(out, reference_attention(q, k, v, mask=mask), rtol=1e-5, atol=1e-5)
     joined = mask | torch.ones(6, 6, dtype=torch.bool).triu(1)
-    torch.testing.assert_close(out, attention(q, k, v, mask=joined, causal=False))
+    torch.testing.assert_close(out, attention(q, k, v, mask=joined, pattern=FULL))
     assert not torch.allclose(out, attention(q, k, v))
 
 
 def test_attention_without_causality_sees_the_future():
     q, k, v = qkv(6, 6, 2, 4, 4, 8)
-    out = attention(q, k, v, causal=False)
-    torch.testing.assert_close(out, reference_attention(q, k, v, causal=False), rtol=1e-5, atol=1e-5)
+    out = attention(q, k, v, pattern=FULL)
+    torch.testing.assert_close(out, reference_attention(q, k, v, pattern=FULL), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out[-1], attention(q, k, v)[-1])
     assert not torch.allclose(out[0], attention(q, k, v)[0])
 

@@ -127,11 +127,11 @@ deepspeed --num_gpus 2 pretrain_gpt.py {TINY} --deepspeed_config=other.json
 def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     recipe = tmp_path / "train.sh"
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --data-impl mmap "
-                      "--window-size 4 --num-layrs 3 --async-save")
+                      "--mtp-num-layers 4 --num-layrs 3 --async-save")
     assessed = assess(*read_recipe(recipe, {}), {})
     kinds = {verdict.name: verdict.kind for verdict in assessed.verdicts}
     assert (kinds["--lr"], kinds["--save"], kinds["--async-save"]) == (Kind.DONE, Kind.DONE, Kind.ACCEPTED)
-    assert (kinds["--window-size"], kinds["--num-layrs"]) == (Kind.REFUSED, Kind.UNKNOWN)
+    assert (kinds["--mtp-num-layers"], kinds["--num-layrs"]) == (Kind.REFUSED, Kind.UNKNOWN)
     assert "did you mean '--num-layers'" in next(v.text for v in assessed.verdicts if v.name == "--num-layrs")
     assert not assessed.is_accepted and assessed.command == ()
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --bf16")

@@ -11,7 +11,10 @@ from tests.harness.gpt_runs import make_batch, make_model
 from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
 from tests.harness.threads import run_ranks
 
-FEATURES = TinyConfig(**LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True)
+FEATURES = {
+    "features": TinyConfig(**LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True),
+    "windows": TinyConfig(**LLAMA, window_size=(3, 0), window_attn_skip_freq="2"),
+    "sinks": TinyConfig(window_size=(4, 0), softmax_type="learnable")}
 
 
 def piece(batch, start, stop):
@@ -21,10 +24,10 @@ def piece(batch, start, stop):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("style", [*STYLES, "features"])
+@pytest.mark.parametrize("style", [*STYLES, *FEATURES])
 @torch.no_grad()
 def test_a_prompt_then_pieces_then_single_tokens_equal_one_forward(style, tp_size):
-    config = replace(STYLES.get(style, FEATURES), hidden_dropout=0.5, attention_dropout=0.5)
+    config = replace((STYLES | FEATURES)[style], hidden_dropout=0.5, attention_dropout=0.5)
     weights, batch = logical_weights(config, seed=1), make_batch(config, b=2, s=11, training=False)
 
     def main(rank, world):

@@ -27,6 +27,9 @@ MIXTURES = {
     "biases of q, k, v alone": TinyConfig(**LLAMA, add_qkv_bias=True),
     "normalized heads, rope, rms": TinyConfig(**LLAMA, qk_layernorm=True),
     "normalized heads, rope, biases": TinyConfig(qk_layernorm=True, position_embedding_type="rope"),
+    "windows": TinyConfig(window_size=(2, 0), window_attn_skip_freq="2"),
+    "windows and sinks": TinyConfig(**LLAMA, window_size=(3, 0), softmax_type="learnable"),
+    "attention to nothing": TinyConfig(softmax_type="off-by-one"),
 }
 LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]
 

@@ -45,7 +45,8 @@ SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "z
 SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1),
                   "documents": ("joined", "apart"), "ltd": (0, 1), "features": ("plain", "heads", "block")}
 # What attention does with its heads, and what a block does with its parts.
-FEATURES = {"plain": [], "heads": ["--qk-layernorm", "--add-qkv-bias"],
+FEATURES = {"plain": [], "heads": ["--qk-layernorm", "--add-qkv-bias", "--window-size", "5,0",
+                                   "--window-attn-skip-freq", "2", "--softmax-type", "learnable"],
             "block": ["--use-parallel-residual", "--apply-layernorm-1p", "--decoupled-lr", "2e-3"]}
 OF_ROTARY = {"heads": ["--rotary-interleaved", "--rotary-percent", "0.5", "--kv-channels", "12"],
              "block": ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2"]}
@@ -161,6 +162,7 @@ def check_in_force(case, run: Run) -> None:
     assert ("embedding.position_embeddings.weight" in weights) == (not rotary)
     heads, block = (case.get("features") == name for name in ("heads", "block"))
     assert ("decoder.layers.0.self_attention.q_layernorm.weight" in weights) == heads
+    assert ("decoder.layers.0.self_attention.core_attention.softmax_offset" in weights) == heads
     assert ("decoder.layers.0.self_attention.linear_qkv.bias" in weights) == (heads or not rotary)
     assert (weights["decoder.final_layernorm.weight"].mean() < 0.5) == block
     assert set.union(*(s.parallel for s in seen)) == {block}

@@ -19,8 +19,9 @@ values are converted for the duration of the call.
               | block 1 |  sees keys [0, 2B)        r = n/g queries that share a key, d channels,
               | block 2 |  sees keys [0, 3B)        B rows of a block
 
-If samples hold several documents, a block sees the keys from the start of its first query's document on, so
-the work decreases with the number of documents.
+If samples hold several documents, a block sees the keys from the start of its first query's document on, and
+with a window those from its first query's first key on, so the work decreases with the number of documents
+and with the window.
 
 The formulas of backward are those of Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
 """
@@ -31,6 +32,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..attention_pattern import CAUSAL, AttentionPattern
+from .head_views import heads_first, key_view, query_view, rows_first, samples_of
 from .widened_products import is_widened
 
 KERNELS = (torch.float32, torch.bfloat16)        # dtypes with fast matrix products and softmax
@@ -39,42 +42,53 @@ BLOCK_OF_16_BITS = 128           # whose products are faster, so that the overhe
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
 
-def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
+def worth_blocking(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern = CAUSAL) -> bool:
     """Whether `blocked_attention` is faster, and keeps at most four times the memory of the queries."""
     return (q.device.type == "cpu" and (q.dtype in KERNELS or is_widened(q)) and q.shape[0] == k.shape[0]
-            and is_worth_blocking(q.shape[0], q.shape[3]))
+            and pattern.causal and q.shape[0] >= 2 * BLOCK
+            and is_worth_blocking(max(2 * BLOCK, seen_of(q.shape[0], q.dtype, pattern)), q.shape[3]))
 
 
 def is_worth_blocking(positions: int, channels: int) -> bool:
-    """`worth_blocking`, for a head of these sizes on a CPU, in a dtype that it accepts."""
+    """`worth_blocking`, for a head of these sizes on a CPU, in a dtype that it accepts, without a window."""
     return 2 * BLOCK <= positions <= 8 * channels
 
 
+def seen_of(positions: int, dtype: torch.dtype, pattern: AttentionPattern) -> int:
+    """Most keys that a block of queries sees."""
+    return positions if pattern.left is None else min(positions, pattern.left + rows_of_block(dtype))
+
+
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-                      documents: Any = None) -> torch.Tensor:
-    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`."""
-    return _BlockedAttention.apply(q, k, v, scale, documents)
+                      documents: Any = None, pattern: AttentionPattern = CAUSAL) -> torch.Tensor:
+    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`.
+
+    pattern: causal, perhaps with a window
+    """
+    return _BlockedAttention.apply(q, k, v, scale, documents, pattern)
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, documents):
+    def forward(ctx, q, k, v, scale, documents, pattern):
         s, b, n, d = q.shape
         out = q.new_empty(s, b, n * d)
-        result = _query_view(out.view(q.shape), k)
+        result = query_view(out.view(q.shape), k)
         queries, keys, values = _factors(q, k, v)
         wide_queries, wide_keys = queries.float(), keys.float()                    # the same if fp32
-        work, kept = _Workspace(queries, 2, torch.float32), []
-        for heads, rows, seen in _tiles(queries, documents):
+        work, kept = _Workspace(queries, 2, torch.float32, pattern), []
+        for heads, rows, seen in _tiles(queries, documents, pattern):
             scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
+            _mask_before_window(scores, pattern, rows, seen)
             if documents is not None:
                 _mask_other_documents(scores, documents, len(queries), heads, rows, seen)
             p = _probabilities(scores, q.dtype, work)                               # [heads, r B, seen]
             kept.append(p.to(q.dtype))
             p = p if values.dtype == p.dtype else kept[-1]
-            result[heads, rows] = _rows_first(p.bmm(values[heads, seen]), result)
+            result[heads, rows] = rows_first(p.bmm(values[heads, seen]), result)
         ctx.save_for_backward(*((q, k, v) if is_widened(q) else (queries, keys, values)), *kept)
         ctx.scale, ctx.q_shape, ctx.k_shape, ctx.documents = scale, q.shape, k.shape, documents
+        ctx.pattern = pattern
         return out
 
     @staticmethod
@@ -85,57 +99,48 @@ class _BlockedAttention(torch.autograd.Function):
         dk, dv = (dout.new_empty(ctx.k_shape, dtype=torch.float32) for _ in range(2))
         if is_widened(dout):
             queries, keys, values = _factors(queries, keys, values)
-        dqueries, dkeys, dvalues = _query_view(dq, dk), _key_view(dk), _key_view(dv)
-        dresult = _ready(_query_view(dout.view(ctx.q_shape), dk))
-        work = _Workspace(queries, 2 + is_widened(dout), queries.dtype)
-        if ctx.documents is not None:
+        dqueries, dkeys, dvalues = query_view(dq, dk), key_view(dk), key_view(dv)
+        dresult = _ready(query_view(dout.view(ctx.q_shape), dk))
+        work = _Workspace(queries, 2 + is_widened(dout), queries.dtype, ctx.pattern)
+        sees_all = ctx.documents is None and ctx.pattern.is_plain
+        if not sees_all:
             dk.zero_(), dv.zero_()
-        tiles = _tiles(queries, ctx.documents)
+        tiles = _tiles(queries, ctx.documents, ctx.pattern)
         for p, (heads, rows, seen) in zip(reversed(kept), reversed(tiles), strict=True):
-            # Without documents the last block of queries sees all keys: it is first, and writes; the others
-            # add.
-            writes = ctx.documents is None and seen.stop == queries.shape[1]
+            # Without documents and window the last block of queries sees all keys: it is first, and writes;
+            # the others add.
+            writes = sees_all and seen.stop == queries.shape[1]
             put = torch.Tensor.copy_ if writes else torch.Tensor.add_
             p = p if p.dtype == values.dtype else work.tile(2, p.shape).copy_(p)
-            q_tile, do_tile = _heads_first(queries[heads, rows]), _heads_first(dresult[heads, rows])
+            q_tile, do_tile = heads_first(queries[heads, rows]), heads_first(dresult[heads, rows])
             put(dvalues[heads, seen], p.transpose(1, 2).bmm(do_tile))                       # dv = pᵀ do
             dp = torch.bmm(do_tile, values[heads, seen].transpose(1, 2), out=work.tile(0, p.shape))
             ds = work.tile(1, p.shape)                                                      # p (dp - Σ p dp)
             torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=ds)
-            dq_tile = _rows_first(ds.bmm(keys[heads, seen]), dqueries)
+            dq_tile = rows_first(ds.bmm(keys[heads, seen]), dqueries)
             torch.mul(dq_tile, ctx.scale, out=dqueries[heads, rows])
             put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))                         # dk = scale dsᵀ q
         dk.mul_(ctx.scale)
-        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None
+        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None, None
 
 
 class _Workspace:
     """Reused memory for tiles of scores: it stays in the cache, as new tensors would not. It belongs to one
     call: kept longer (`product.WORKSPACE`) it would be allocated, unused, beside the logits, at the peak."""
 
-    def __init__(self, queries: torch.Tensor, tiles: int, dtype: torch.dtype):
+    def __init__(self, queries: torch.Tensor, tiles: int, dtype: torch.dtype, pattern: AttentionPattern):
         heads, s, r, _ = queries.shape
-        scores = min(heads, _heads_at_once(queries)) * r * rows_of_block(queries.dtype) * s
+        of_head = r * rows_of_block(queries.dtype) * seen_of(s, queries.dtype, pattern)
+        scores = min(heads, _heads_at_once(queries, pattern)) * of_head
         self.memory = queries.new_empty(tiles, scores, dtype=dtype)
 
     def tile(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         return self.memory[index, :math.prod(shape)].view(shape)
 
 
-def _query_view(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[s, b, n, d] → [b g, s, r, d], heads in front; k has g heads."""
-    heads = q.shape[1] * k.shape[2]
-    return q.flatten(1, 2).unflatten(1, (heads, q.shape[2] // k.shape[2])).transpose(0, 1)
-
-
-def _key_view(k: torch.Tensor) -> torch.Tensor:
-    """[s, b, g, d] → [b g, s, d]."""
-    return k.flatten(1, 2).transpose(0, 1)
-
-
 def _factors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """Queries, keys and values with the heads in front, in the dtype and order of the products."""
-    return [_ready(t) for t in (_query_view(q, k), _key_view(k), _key_view(v))]
+    return [_ready(t) for t in (query_view(q, k), key_view(k), key_view(v))]
 
 
 def _ready(view: torch.Tensor) -> torch.Tensor:
@@ -146,46 +151,33 @@ def _ready(view: torch.Tensor) -> torch.Tensor:
     return view if view.dtype == torch.float32 else view.contiguous()
 
 
-def _tiles(queries: torch.Tensor, documents) -> list[tuple[slice, slice, slice]]:
+def _tiles(queries: torch.Tensor, documents: Any,
+           pattern: AttentionPattern) -> list[tuple[slice, slice, slice]]:
     """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions from
-    the start of the block's first document to the block's last."""
-    (heads, s, _, _), step, block = queries.shape, _heads_at_once(queries), rows_of_block(queries.dtype)
+    the start of the block's first document or window to the block's last."""
+    heads, s, _, _ = queries.shape
+    step, block = _heads_at_once(queries, pattern), rows_of_block(queries.dtype)
     tiles = []
     for first in range(0, heads, step):
         some = slice(first, min(first + step, heads))
         for start in range(0, s, block):
             rows = slice(start, min(start + block, s))
-            begin = 0
+            begin = pattern.keys_of(range(start, rows.stop), range(s)).start
             if documents:
-                begin = int(documents.starts[_samples_of(some, heads, documents), start].amin())
+                samples = samples_of(some, heads, len(documents.ids))
+                begin = max(begin, int(documents.starts[samples, start].amin()))
             tiles.append((some, rows, slice(begin, rows.stop)))
     return tiles
 
 
-def _samples_of(some: slice, heads: int, documents) -> slice:
-    """The samples to which these of all `heads` belong; the heads of a sample lie together."""
-    groups = heads // documents.ids.shape[0]
-    return slice(some.start // groups, (some.stop - 1) // groups + 1)
-
-
-def _heads_at_once(queries: torch.Tensor) -> int:
+def _heads_at_once(queries: torch.Tensor, pattern: AttentionPattern) -> int:
     _, s, r, _ = queries.shape
-    return max(1, TILE // (r * rows_of_block(queries.dtype) * s))
+    return max(1, TILE // (r * rows_of_block(queries.dtype) * seen_of(s, queries.dtype, pattern)))
 
 
 def rows_of_block(dtype: torch.dtype) -> int:
     """Rows of a block of queries. dtype: of the products"""
     return BLOCK if dtype == torch.float32 else BLOCK_OF_16_BITS
-
-
-def _heads_first(tile: torch.Tensor) -> torch.Tensor:
-    """[heads, B, r, d] → [heads, r B, d]; a view when r = 1."""
-    return tile.transpose(1, 2).flatten(1, 2)
-
-
-def _rows_first(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[heads, r B, d] → [heads, B, r, d], r as in `like`; a view."""
-    return tile.unflatten(1, (like.shape[2], -1)).transpose(1, 2)
 
 
 def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice, scale: float,
@@ -195,16 +187,27 @@ def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice
     """
     heads, block, r, _ = q_tile.shape
     scores = work.tile(0, (heads, r * block, k_tile.shape[1]))
-    torch.baddbmm(scores, _heads_first(q_tile), k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    torch.baddbmm(scores, heads_first(q_tile), k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
     future = torch.full((block, block), -math.inf).triu(1)
     scores.unflatten(1, (r, block))[..., rows.start - seen.start:].add_(future)
     return scores
 
 
+def _mask_before_window(scores: torch.Tensor, pattern: AttentionPattern, rows: slice, seen: slice) -> None:
+    """-inf where a key is before the window of the query, in place: as many columns have such as rows."""
+    queries = torch.arange(rows.start, rows.stop)
+    keys = torch.arange(seen.start, min(seen.stop, seen.start + len(queries)))
+    if pattern.left is None or rows.stop - 1 - pattern.left <= seen.start:
+        return
+    before = torch.zeros(len(queries), len(keys))
+    before.masked_fill_(queries[:, None] - keys > pattern.left, -math.inf)
+    scores.unflatten(1, (-1, len(queries)))[..., :len(keys)].add_(before)
+
+
 def _mask_other_documents(scores: torch.Tensor, documents: Any, total: int, heads: slice, rows: slice,
                           seen: slice) -> None:
     """-inf where query and key are of different documents, in place; most tiles need nothing."""
-    samples = _samples_of(heads, total, documents)
+    samples = samples_of(heads, total, len(documents.ids))
     if int(documents.starts[samples, rows.stop - 1].amax()) <= seen.start:
         return
     ids = documents.ids[samples]

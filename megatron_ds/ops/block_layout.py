@@ -1,0 +1,91 @@
+"""`BlockLayout`: which blocks of keys the blocks of queries of each head see.
+
+Child et al. 2019 (arXiv:1904.10509); in DeepSpeed "sparse attention". `sparse_layouts.py` makes layouts. An
+`AttentionPattern` may hide more, such as later keys within a block.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..errors import LayoutError
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Block i has the positions from i * block on.
+
+    block  positions of a block
+    seen   bool [n, blocks, blocks]: of each head, whether a block of queries (row) sees a block of keys; n
+           is 1 where all heads have the same
+    """
+
+    block: int
+    seen: np.ndarray
+
+    @classmethod
+    def of(cls, block: int, seen: np.ndarray) -> "BlockLayout":
+        """A layout of heads [n, blocks, blocks]; kept once where all are alike."""
+        alike = bool((seen == seen[:1]).all())
+        return cls(block, np.ascontiguousarray(seen[:1] if alike else seen, dtype=bool))
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all heads have the same."""
+        return len(self.seen) == 1
+
+    @property
+    def positions(self) -> int:
+        """Longest sequence."""
+        return self.block * self.seen.shape[1]
+
+    def of_heads(self, heads: range) -> "BlockLayout":
+        """That of some of the heads."""
+        return self if self.is_alike else BlockLayout.of(self.block, self.seen[heads.start:heads.stop])
+
+    @cached_property
+    def groups(self) -> list[tuple[list[int], "BlockLayout"]]:
+        """(heads, the layout that they share), in the order of their first heads."""
+        same: dict[bytes, list[int]] = {}
+        for head, seen in enumerate(self.seen):
+            same.setdefault(seen.tobytes(), []).append(head)
+        return [(heads, BlockLayout(self.block, self.seen[heads[:1]])) for heads in same.values()]
+
+    def up_to(self, positions: int) -> np.ndarray:
+        """bool [n, blocks, blocks] of a shorter sequence. Raises LayoutError if it is longer."""
+        if positions > self.positions:
+            raise LayoutError(f"a sequence of {positions} tokens does not fit a sparse layout of "
+                              f"{self.positions}. Use a larger --max-position-embeddings.")
+        blocks = -(-positions // self.block)
+        return self.seen[:, :blocks, :blocks]
+
+    def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """bool [.., n, q, k], True where a query does not see a key.
+
+        queries: int64 [.., q], keys: int64 [.., k], any positions
+        """
+        rows, columns = (t.div(self.block, rounding_mode="floor") for t in (queries, keys))
+        hidden = self._hidden_on(queries.device)
+        if queries.dim() == 1:
+            return hidden[:, rows][:, :, columns]
+        return hidden[:, rows[..., :, None], columns[..., None, :]].transpose(0, 1)
+
+    def pairs(self, positions: int, is_causal: bool) -> float:
+        """Pairs of a query and a key that it sees, the mean over heads; of blocks on the diagonal of a causal
+        pattern half."""
+        seen = self.up_to(positions)
+        if is_causal:
+            earlier = np.tril(seen, -1).sum() + np.trace(seen, axis1=1, axis2=2).sum() / 2
+            return float(earlier) * self.block**2 / len(seen)
+        return float(seen.sum()) * self.block**2 / len(seen)
+
+    def _hidden_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._tensors:
+            self._tensors[device] = torch.tensor(~self.seen, device=device)
+        return self._tensors[device]
+
+    @cached_property
+    def _tensors(self) -> dict[torch.device, torch.Tensor]:
+        return {}

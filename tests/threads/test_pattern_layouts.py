@@ -1,0 +1,24 @@
+"""Windows, sinks and sparse layouts train over several ranks as in one process."""
+
+import pytest
+
+from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, reference_of, stray
+from tools.compare_layouts import TOLERANCE, tiny_job
+
+STEPS = 3
+WINDOWS = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable".split()
+
+
+@pytest.mark.parametrize("style, features, layout", [
+    ("llama", WINDOWS, "cp=2"), ("gpt2", WINDOWS, "cp=2,comm_type=a2a"),
+    ("llama", WINDOWS, "cp=2,tp=2,sp=1,comm_type=all_gather,recompute=full")])
+def test_ranks_that_split_sequences_train_like_one_process(style, features, layout):
+    job = [*tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS, "apart"), *features]
+    difference, run = stray(job, layout, STEPS)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    assert run.merged[0].losses != pytest.approx(plain_losses(job, features), rel=1e-4)
+
+
+def plain_losses(job, features):
+    """Those of attention to all tokens, in one process."""
+    return reference_of(job[:-len(features)], "", STEPS).merged[0].losses
