@@ -258,7 +258,7 @@ def show(record: dict, args: argparse.Namespace) -> None:
 
 
 def spread(values: list[float], form: str) -> str:
-    first, _, third = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
     return f"{statistics.median(values):{form}} ({first:{form}}–{third:{form}})"
 
 
