@@ -1,14 +1,24 @@
-// AdamW over flat fp32 shards on the CPU, in one pass over memory.
+// AdamW, Lion and Adagrad over flat fp32 shards on the CPU, in one pass over memory.
 //
-// Maths, per element (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; megatron_ds/ops/adam.py has it in torch):
+// Maths, per element, with g = grad * grad_scale       unscaling and clipping, one factor; grad itself is not written
 //
-//   g = grad * grad_scale                              unscaling and clipping, one factor; grad itself is not written
+// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; megatron_ds/ops/adam.py has it in torch):
+//
 //   m = m + (g - m) * (1 - beta1)
 //   v = v * beta2 + (g * g) * (1 - beta2)
 //   p = p * (1 - lr * weight_decay) - m / (sqrt(v) / sqrt(1 - beta2^t) + eps) * lr / (1 - beta1^t)
-//   low = p rounded to bf16 or fp16, nearest even      optional: the weight that the model computes with
 //
-// Traffic: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low. Prefetching by hand and stores past the cache
+// Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2) and Adagrad (Duchi et al. 2011, with weight decay in the gradient;
+// megatron_ds/ops/elementwise_updates.py has both in torch). m is their one tensor of state, v is not touched:
+//
+//   p = p * (1 - lr * weight_decay) - lr * sign(m + (g - m) * (1 - beta1));   m = m + (g - m) * (1 - beta2)
+//   g = g + p * weight_decay;   m = m + g * g;   p = p - g / (sqrt(m) + eps) * lr
+//
+// Then, optionally:
+//
+//   low = p rounded to bf16 or fp16, nearest even      the weight that the model computes with
+//
+// Traffic of AdamW: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low. Prefetching by hand and stores past the cache
 // (low, or all of them) were measured and gain nothing; large pages under the arrays gain a fifth (host/memory_maps.py).
 //
 // Work: rows (tensors) are cut into chunks, which threads take in turn, the caller among them. Two threads that work within a
@@ -50,6 +60,7 @@ int64_t chunk_for(int64_t elements, int threads) {
 }
 
 enum class Low { none = 0, bf16 = 1, fp16 = 2 };
+enum class Rule { adamw = 0, lion = 1, adagrad = 2 };
 
 // What one element needs besides itself, rounded once to fp32.
 struct Rates {
@@ -57,9 +68,14 @@ struct Rates {
 };
 
 struct Hyper {
+    Rule rule;
     double lr, beta1, beta2, eps, weight_decay, grad_scale;
 
     Rates at_step(int64_t t) const {
+        if (rule == Rule::lion)
+            return {float(grad_scale), float(1 - beta1), 0, float(1 - beta2), 0, 0, float(1 - lr * weight_decay), float(lr)};
+        if (rule == Rule::adagrad)
+            return {float(grad_scale), 0, 0, 0, 0, float(eps), float(weight_decay), float(lr)};
         const double correction1 = 1 - std::pow(beta1, double(t)), correction2 = 1 - std::pow(beta2, double(t));
         return {float(grad_scale), float(1 - beta1), float(beta2), float(1 - beta2), float(1 / std::sqrt(correction2)),
                 float(eps), float(1 - lr * weight_decay), float(lr / correction1)};
@@ -83,8 +99,11 @@ using Update = void (*)(const Rates&, const Span&);
 
 struct Variant {
     const char* name;
-    Update update[3];      // by Low
+    Update update[3][3];      // by Rule and Low
 };
+
+#define BY_LOW(set, rule) {set::update<rule, Low::none>, set::update<rule, Low::bf16>, set::update<rule, Low::fp16>}
+#define ALL_UPDATES(set) {BY_LOW(set, Rule::adamw), BY_LOW(set, Rule::lion), BY_LOW(set, Rule::adagrad)}
 
 // ------------------------------------------------------------------------------------------------------------- scalar
 namespace scalar {
@@ -103,15 +122,30 @@ inline uint16_t to_fp16(float x) {
 template <Low kind>
 inline uint16_t to_low(float x) { return kind == Low::bf16 ? to_bf16(x) : to_fp16(x); }
 
-template <Low kind>
+template <Rule rule>
+inline float updated(const Rates& r, float p, float g, float& m, float& v) {
+    if constexpr (rule == Rule::adamw) {
+        m = m + (g - m) * r.one_minus_beta1;
+        v = v * r.beta2 + g * g * r.one_minus_beta2;
+        return p * r.decay - m / (std::sqrt(v) * r.root_scale + r.eps) * r.step_size;
+    } else if constexpr (rule == Rule::lion) {
+        const float change = g - m, direction = m + change * r.one_minus_beta1;
+        m = m + change * r.one_minus_beta2;
+        return p * r.decay - (direction > 0 ? r.step_size : direction < 0 ? -r.step_size : 0.0f);
+    } else {
+        const float decayed = g + p * r.decay;
+        m = m + decayed * decayed;
+        return p - decayed / (std::sqrt(m) + r.eps) * r.step_size;
+    }
+}
+
+template <Rule rule, Low kind>
 void update(const Rates& r, const Span& s) {
     for (int64_t i = 0; i < s.count; ++i) {
-        const float g = s.g[i] * r.grad_scale;
-        const float m = s.m[i] + (g - s.m[i]) * r.one_minus_beta1;
-        const float v = s.v[i] * r.beta2 + g * g * r.one_minus_beta2;
-        const float p = s.p[i] * r.decay - m / (std::sqrt(v) * r.root_scale + r.eps) * r.step_size;
+        float m = s.m[i], v = s.v[i];
+        const float p = updated<rule>(r, s.p[i], s.g[i] * r.grad_scale, m, v);
         s.m[i] = m;
-        s.v[i] = v;
+        if constexpr (rule == Rule::adamw) s.v[i] = v;
         s.p[i] = p;
         if constexpr (kind != Low::none) s.low[i] = to_low<kind>(p);
     }
@@ -135,6 +169,11 @@ TARGET inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 TARGET inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 TARGET inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 TARGET inline Vector root(Vector a) { return _mm512_sqrt_ps(a); }
+TARGET inline Vector with_sign(Vector size, Vector x) {
+    const __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
+    const __mmask16 nonzero = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    return _mm512_castsi512_ps(_mm512_maskz_or_epi32(nonzero, sign, _mm512_castps_si512(size)));
+}
 
 // Not vcvtneps2bf16: it takes subnormal numbers for zero.
 TARGET inline __m256i to_bf16(Vector x) {
@@ -178,6 +217,10 @@ TARGET inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 TARGET inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 TARGET inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 TARGET inline Vector root(Vector a) { return _mm256_sqrt_ps(a); }
+TARGET inline Vector with_sign(Vector size, Vector x) {
+    const Vector sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+    return _mm256_and_ps(_mm256_or_ps(size, sign), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+}
 
 TARGET inline __m256i to_bf16_in_words(Vector x) {      // 32-bit words, high halves zero
     const __m256i bits = _mm256_castps_si256(x);
@@ -218,11 +261,11 @@ const std::vector<Variant>& variants() {
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512dq"))
-            list.push_back({"avx512", {avx512::update<Low::none>, avx512::update<Low::bf16>, avx512::update<Low::fp16>}});
+            list.push_back({"avx512", ALL_UPDATES(avx512)});
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
-            list.push_back({"avx2", {avx2::update<Low::none>, avx2::update<Low::bf16>, avx2::update<Low::fp16>}});
+            list.push_back({"avx2", ALL_UPDATES(avx2)});
 #endif
-        list.push_back({"scalar", {scalar::update<Low::none>, scalar::update<Low::bf16>, scalar::update<Low::fp16>}});
+        list.push_back({"scalar", ALL_UPDATES(scalar)});
         return list;
     }();
     return available;
@@ -244,7 +287,7 @@ Row make_row(const int64_t* x, const Hyper& hyper, const Variant& variant) {
         throw std::invalid_argument("a row is (p, g, m, v, low: addresses, kind of low: 0 none, 1 bf16, 2 fp16, count, step)");
     return {{static_cast<float*>(address(0)), static_cast<const float*>(address(1)), static_cast<float*>(address(2)),
              static_cast<float*>(address(3)), static_cast<uint16_t*>(address(4)), x[6]},
-            hyper.at_step(x[7]), variant.update[x[5]]};
+            hyper.at_step(x[7]), variant.update[int(hyper.rule)][x[5]]};
 }
 
 const Variant& variant_named(const std::string& name) {
@@ -253,7 +296,7 @@ const Variant& variant_named(const std::string& name) {
     throw std::invalid_argument("this processor has no variant '" + name + "'");
 }
 
-void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& hyper, int threads, const std::string& name) {
+void update_all(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& hyper, int threads, const std::string& name) {
     if (table.ndim() != 2 || table.shape(1) != COLUMNS) throw std::invalid_argument("rows have 8 columns");
     const Variant& variant = variant_named(name);
     std::vector<Row> rows;
@@ -283,16 +326,27 @@ void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& h
 }  // namespace
 
 PYBIND11_MODULE(_cpu_adam, module) {
-    module.doc() = "AdamW on flat fp32 shards; megatron_ds.ops.adam checks the arguments and is the way in.";
+    module.doc() = "AdamW, Lion and Adagrad on flat fp32 shards; megatron_ds.ops checks the arguments and is the way in.";
     module.def("variants", [] {
         std::vector<std::string> names;
         for (const Variant& v : variants()) names.emplace_back(v.name);
         return names;
     }, "Names of the variants this processor can run, fastest first.");
-    module.def("adamw", [](const py::array_t<int64_t, py::array::c_style>& table, double lr, double beta1, double beta2,
-                           double eps, double weight_decay, double grad_scale, int threads, const std::string& variant) {
-        adamw(table, {lr, beta1, beta2, eps, weight_decay, grad_scale}, threads, variant);
+    using Table = py::array_t<int64_t, py::array::c_style>;
+    module.def("adamw", [](const Table& table, double lr, double beta1, double beta2, double eps, double weight_decay,
+                           double grad_scale, int threads, const std::string& variant) {
+        update_all(table, {Rule::adamw, lr, beta1, beta2, eps, weight_decay, grad_scale}, threads, variant);
     }, py::arg("table"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
        py::arg("weight_decay"), py::arg("grad_scale"), py::arg("threads"), py::arg("variant"),
        "One update of each row (p, g, m, v, low: addresses, kind of low, count, step) of an int64 table.");
+    module.def("lion", [](const Table& table, double lr, double beta1, double beta2, double weight_decay, double grad_scale,
+                          int threads, const std::string& variant) {
+        update_all(table, {Rule::lion, lr, beta1, beta2, 0, weight_decay, grad_scale}, threads, variant);
+    }, py::arg("table"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"),
+       py::arg("grad_scale"), py::arg("threads"), py::arg("variant"), "As adamw; v is not touched.");
+    module.def("adagrad", [](const Table& table, double lr, double eps, double weight_decay, double grad_scale, int threads,
+                             const std::string& variant) {
+        update_all(table, {Rule::adagrad, lr, 0, 0, eps, weight_decay, grad_scale}, threads, variant);
+    }, py::arg("table"), py::kw_only(), py::arg("lr"), py::arg("eps"), py::arg("weight_decay"), py::arg("grad_scale"),
+       py::arg("threads"), py::arg("variant"), "As adamw, with the sum of squares in place of m; v is not touched.");
 }

@@ -135,7 +135,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class DeepSpeedRate:
-    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, equal at every step.
+    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, equal at every step (others: cycles.py).
 
     These schedulers count i = completed steps − 1, which is −1 at the first step: its rate is `initial`, or 0
     for WarmupCosineLR. The warm-up is at least two steps long. WarmupDecayLR decays to `initial`,

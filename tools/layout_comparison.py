@@ -17,7 +17,12 @@ import torch
 
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
-from megatron_ds.config.training_schedule import make_batch_size, make_learning_rates, make_weight_decay
+from megatron_ds.config.training_schedule import (
+    make_batch_size,
+    make_beta1,
+    make_learning_rates,
+    make_weight_decay,
+)
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
@@ -38,6 +43,7 @@ from megatron_ds.training.step import train_step
 LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
     "ep": "--expert-model-parallel-size", "cp": "--context-parallel-size", "comm_type": "--cp-comm-type",
+    "hcp": "--hierarchical-context-parallel-sizes",
     "sp": "--sequence-parallel", "schedule": "--pipeline-schedule",
     "chunks": "--num-virtual-stages-per-pipeline-rank", "cut": "--pipeline-cut", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
@@ -93,7 +99,7 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
         if key in SWITCHES:
             flags += [LAYOUT_KEYS[key]] if value == "1" else []
         elif LAYOUT_KEYS[key] and value != "none":
-            flags += [LAYOUT_KEYS[key], value]
+            flags += [LAYOUT_KEYS[key], *value.split()]
     return LayoutRequest(text, world, tuple(flags), f"tp=1,pp=1,dp=1,mbs={values.get('mbs', 1)}")
 
 
@@ -140,13 +146,15 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
         watch(engine)
     rates, weight_decay, batch_size = (make_learning_rates(config), make_weight_decay(config),
                                        make_batch_size(config))
+    beta1 = make_beta1(config)
     progress, losses, norms, metrics = Progress(), [], [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
             outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
                                  learning_rate={name: rate(progress) for name, rate in rates.items()},
-                                 weight_decay=weight_decay(progress))
+                                 weight_decay=weight_decay(progress),
+                                 beta1=beta1(progress) if beta1 else None)
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)

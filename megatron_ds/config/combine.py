@@ -152,6 +152,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     train = config.train
     if train.recompute_method == "uniform" and train.recompute_num_layers == 1:    # the default
         config = replace(config, train=replace(train, recompute_num_layers=None))
+    if train.recompute_granularity is None and train.recompute_num_layers == 1:    # Megatron's default
+        config = _without(config, ("train.recompute_num_layers",), "nothing is recomputed")
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype != "fp16":
         config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
@@ -164,7 +166,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     if config.zero.offload_optimizer == config.zero.offload_param == "none":
         config = _without(config, _of_deepspeed(config, ("zero.sub_group_size",)), "nothing is offloaded")
     if config.parallel.context_parallel_size == 1:
-        config = _without(config, ("parallel.cp_comm_type",), "one rank holds each sequence")
+        config = _without(config, ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
+                          "one rank holds each sequence")
     if config.checkpoint.load is None:
         config = _without(config, ("optimizer.use_checkpoint_opt_param_scheduler",
                                    "checkpoint.use_checkpoint_args"), "there is no --load DIR")

@@ -15,8 +15,9 @@ from .run import RENAMED, SECTIONS, RunConfig, Source, all_options, options_in
 
 WIDTH, COLUMN = 120, 44
 TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
-          "train": "Training", "data": "Data", "bert": "BERT's samples", "curriculum": "Curriculum",
-          "random_ltd": "Random-LTD", "checkpoint": "Checkpoints", "logging": "Logging", "plan": "Planning"}
+          "cycle": "OneCycle and LRRangeTest", "train": "Training", "data": "Data", "bert": "BERT's samples",
+          "curriculum": "Curriculum", "random_ltd": "Random-LTD", "checkpoint": "Checkpoints",
+          "logging": "Logging", "profiler": "Measurements", "plan": "Planning"}
 FILES = (
     (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. "
      "Flags override files; two files may not give an option different values."),

@@ -9,13 +9,12 @@ are ignored, but names are checked.
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import did_you_mean
 from .answers import asks_for_nothing
-from .config_files import JsonDocument, declared_keys, names, paths_of, text_of
+from .config_files import JsonDocument, declared_keys, names, text_of
 from .deepspeed_data_efficiency import (
     CURRICULUM_KEYS,
     LTD,
@@ -24,8 +23,10 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
+from .deepspeed_optimizer import ADAM_W_MODE, OPTIMIZER_KEYS, is_adamw, translate_optimizer
+from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
 from .option import Option, json_key, shown
-from .reading import PartOf, Reading
+from .reading import Reading
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
 
@@ -33,37 +34,22 @@ from .unsupported import KEYS, answer_to_key
 TRANSLATED: Mapping[str, Option] = {
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
     "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power"),
-    "optimizer.type": json_key(str, "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD"),
-    "optimizer.params.betas": json_key(float, "`--adam-beta1`, `--adam-beta2`", is_list=True, count=2),
-    "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0),
+    "sequence_parallel_size": json_key(
+        int, "`--context-parallel-size`, with `--cp-comm-type` a2a. An engine takes mpu=", at_least=1),
+    "tensor_parallel.autotp_size": json_key(
+        int, "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
+        at_least=0),
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
     "aio.thread_count": json_key(int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1),
     "wandb.enabled": json_key(bool, "whether the block is used; the project is deepspeed unless given"),
+    "csv_monitor.enabled": json_key(bool, "whether the block is used"),
+    "csv_monitor.output_path": json_key(str, "`--csv-monitor-dir`, together with the job name"),
+    "csv_monitor.job_name": json_key(str, "the directory under the output path"),
     "tensorboard.enabled": json_key(bool, "whether the block is used"),
     "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
-    "scheduler.type": json_key(str, "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR"),
-    "scheduler.params.warmup_type": json_key(
-        str, "`--lr-warmup-style`; log unless given", choices=("log", "linear")),
-    "scheduler.params.warmup_min_lr": json_key(float, "`--lr-warmup-init`"),
-    "scheduler.params.warmup_max_lr": json_key(float, "`--lr`"),
-    "scheduler.params.warmup_num_steps": json_key(int, "`--lr-warmup-iters`; 1000 unless given"),
-    "scheduler.params.total_num_steps": json_key(int, "`--lr-decay-iters`"),
-    "scheduler.params.warmup_min_ratio": json_key(
-        float, "`--lr-warmup-init`, as a fraction of the learning rate"),
-    "scheduler.params.cos_min_ratio": json_key(
-        float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
-    **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
-
-ADAM_W_MODE = "optimizer.params.adam_w_mode"
-OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-_ADAM = {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "max_grad_norm"}
-OPTIMIZER_PARAMS = {"adam": _ADAM, "sgd": {"lr", "momentum", "weight_decay", "max_grad_norm"}}
-_WARMUP = {"warmup_num_steps", "warmup_type"}
-SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
-                    "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
-                    "WarmupCosineLR": _WARMUP | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"}}
+    **OPTIMIZER_KEYS, **SCHEDULER_KEYS, **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
 
 def read_deepspeed(path: str) -> Reading:
@@ -81,8 +67,8 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _offload, _tensorboard, translate_curriculum,
-                      translate_random_ltd):
+    for translate in (_declared, _fp16, translate_optimizer, translate_scheduler, _offload, _model_parallel,
+                      _tensorboard, _csv_monitor, translate_curriculum, translate_random_ltd):
         translate(document)
     return document
 
@@ -147,9 +133,10 @@ def _declared(document: JsonDocument) -> None:
     """Keys that an option declares."""
     off = {block + "." for block in ("fp16", "bf16") if document.values.get(block + ".enabled",
                                                                             False) is False}
-    off |= {"wandb."} if document.values.get("wandb.enabled", False) is not True else set()
+    off |= {f"{block}." for block in ("wandb", "flops_profiler", "autotuning")
+            if document.values.get(f"{block}.enabled", False) is not True}
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
-    off |= {ADAM_W_MODE} if _is_adamw(document) else set()
+    off |= {ADAM_W_MODE} if is_adamw(document) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
             document.copy(key, option.path)
@@ -162,53 +149,6 @@ def _fp16(document: JsonDocument) -> None:
     document.copy("fp16.initial_scale_power", "optimizer.initial_loss_scale", lambda power: 2.0**power)
 
 
-def _optimizer(document: JsonDocument) -> None:
-    kind = document.take("optimizer.type")
-    if kind is not None and kind.lower() not in OPTIMIZERS:
-        document.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. '
-                        "Available: Adam, AdamW (both with decoupled weight decay), SGD.",
-                        "optimizer.optimizer")
-    elif kind is not None:
-        name = OPTIMIZERS[kind.lower()]
-        document.give("optimizer.optimizer", name, "optimizer.type")
-        document.refuse_params("optimizer", kind, OPTIMIZER_PARAMS[name])
-    if _is_adamw(document) and document.take(ADAM_W_MODE) is False:
-        document.without_effect[f"{document.path} {ADAM_W_MODE}"] = (
-            "the weight decay of the type AdamW is decoupled in any case, as in DeepSpeed")
-    document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
-    for number, beta in enumerate(document.take("optimizer.params.betas") or (), 1):
-        document.give(f"optimizer.adam_beta{number}", beta, "optimizer.params.betas")
-
-
-def _is_adamw(document: JsonDocument) -> bool:
-    return str(document.values.get("optimizer.type")).lower() == "adamw"
-
-
-def _scheduler(document: JsonDocument) -> None:
-    """Missing keys have DeepSpeed's defaults: 1000 steps of warm-up, a cosine to 1e-4 of the maximum."""
-    kind = document.take("scheduler.type")
-    if kind is None:
-        return
-    if kind not in SCHEDULER_PARAMS:
-        near = did_you_mean(kind, list(SCHEDULER_PARAMS)) or "."
-        document.refuse(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
-                        f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead.")
-        document.unread |= paths_of("scheduler.type")
-        return
-    document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
-    document.give("optimizer.lr_decay_style", kind, "scheduler.type")
-
-    for name, option, default in (
-            ("warmup_num_steps", "lr_warmup_iters", 1000), ("warmup_type", "lr_warmup_style", "log"),
-            ("warmup_min_lr", "lr_warmup_init", None), ("warmup_max_lr", "lr", None),
-            ("total_num_steps", "lr_decay_iters", None), ("warmup_min_ratio", "lr_warmup_init", None),
-            ("cos_min_ratio", "min_lr", 1e-4)):
-        key, path = f"scheduler.params.{name}", f"optimizer.{option}"
-        meaning = partial(PartOf, "optimizer.lr") if name.endswith("_ratio") else lambda value: value
-        if key in document.values:
-            document.copy(key, path, meaning)
-        elif default is not None and name in SCHEDULER_PARAMS[kind]:
-            document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
 
 
 def _offload(document: JsonDocument) -> None:
@@ -218,6 +158,22 @@ def _offload(document: JsonDocument) -> None:
         if document.take(f"zero_optimization.{key}"):
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
+
+
+def _model_parallel(document: JsonDocument) -> None:
+    """Sizes of groups that split a model or its sequences."""
+    document.copy("tensor_parallel.autotp_size", "parallel.tensor_model_parallel_size",
+                  lambda size: size or 1)
+    document.copy("sequence_parallel_size", "parallel.context_parallel_size")
+    if (document.take("sequence_parallel_size") or 1) > 1:                                   # Ulysses
+        document.give("parallel.cp_comm_type", ("a2a",), "sequence_parallel_size")
+
+
+def _csv_monitor(document: JsonDocument) -> None:
+    if document.take("csv_monitor.enabled"):
+        folder = document.values.get("csv_monitor.output_path") and document.take("csv_monitor.output_path")
+        folder = os.path.join(folder or "", document.take("csv_monitor.job_name") or "DeepSpeedJobName")
+        document.give("logging.csv_monitor_dir", folder, "csv_monitor.enabled")
 
 
 def _tensorboard(document: JsonDocument) -> None:

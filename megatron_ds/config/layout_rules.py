@@ -90,14 +90,25 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
         yield (f"[seq_length] is not a multiple of {chunks}: each of [context_parallel_size] ranks holds "
                f"{_parts(config)} of a sequence. Use --seq-length "
                f"{neighbours(model.seq_length, chunks)}.")
+    sizes = parallel.hierarchical_context_parallel_sizes
+    if "a2a+p2p" not in kinds:
+        yield from given(config, ["parallel.hierarchical_context_parallel_sizes"],
+                         "belongs to --cp-comm-type a2a+p2p. Remove it, or use a2a+p2p.")
+    elif len(sizes) != 2 or sizes[0] * sizes[1] != c:
+        yield ("[hierarchical_context_parallel_sizes] are not two numbers whose product is "
+               "[context_parallel_size]: ranks that exchange tokens for heads × ranks that pass keys on. "
+               f"Use --hierarchical-context-parallel-sizes {either(f'{d} {c // d}' for d in divisors(c))}.")
     heads = model.num_attention_heads
-    if "a2a" in kinds and heads and heads % t == 0:
-        groups = (model.num_query_groups or heads) // t
-        fits = [d for d in divisors(heads // t) if groups % d == 0 or d % max(groups, 1) == 0]
-        if c not in fits:
-            yield (f"[cp_comm_type] divides heads among [context_parallel_size] ranks, and each "
-                   f"tensor-parallel rank has {heads // t} heads in {groups} groups. Use "
-                   f"--context-parallel-size {either(fits)}, or --cp-comm-type p2p.")
+    if not heads or heads % t:
+        return
+    groups = (model.num_query_groups or heads) // t
+    fits = [d for d in divisors(heads // t) if groups % d == 0 or d % max(groups, 1) == 0]
+    for kind, ranks, name in (("a2a", c, "context_parallel_size"),
+                              ("a2a+p2p", sizes[0], "hierarchical_context_parallel_sizes")):
+        if kind in kinds and ranks not in fits:
+            yield (f"[cp_comm_type] divides heads among {ranks} ranks ([{name}]), but each tensor-parallel "
+                   f"rank has {heads // t} heads in {groups} groups. Use {either(fits)} ranks, or "
+                   "--cp-comm-type p2p.")
 
 
 def _parts(config: RunConfig) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from .option import DTYPE_NAMES, option
 
-COMM_TYPES = ("p2p", "all_gather", "a2a")
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,14 @@ class ParallelConfig:
         avoid="The sequence length must be a multiple of twice this number, of this number with a2a.")
     cp_comm_type: tuple[str, ...] = option(("p2p",), choices=COMM_TYPES,
         help="How ranks that split a sequence share attention: p2p passes keys and values around a ring, "
-             "all_gather gathers them, a2a (Ulysses) exchanges tokens for heads. One, or one for each layer.",
+             "all_gather gathers them, a2a (Ulysses) exchanges tokens for heads, a2a+p2p does both on two "
+             "levels. One, or one for each layer.",
         avoid="a2a divides the heads that tensor parallelism leaves; it sends less from about 4 ranks on. "
               "all_gather keeps the keys of whole sequences.")
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option((1,),
+        help="For a2a+p2p: the number of neighbouring ranks, as on one node, that exchange tokens for heads, "
+             "and the number of such runs, around which keys and values are passed. Their product is "
+             "--context-parallel-size.")
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
         help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size.",
         avoid="It is not the number of experts: that is --num-experts.")

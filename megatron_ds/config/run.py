@@ -11,11 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ..mpu.grid import Grid
+from .cycle_options import CycleConfig
 from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
 from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
+from .profiler_options import ProfilerConfig
 from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, PlanConfig, TrainConfig
 
 # Name of a section in older files → its name now.
@@ -47,6 +49,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    cycle: CycleConfig = field(default_factory=CycleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     bert: BertConfig = field(default_factory=BertConfig)
@@ -54,6 +57,7 @@ class RunConfig:
     random_ltd: RandomLTDConfig = field(default_factory=RandomLTDConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     world_size: int = 1
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)

@@ -50,7 +50,7 @@ _FLAGS = {
     "--data-path": "data dataset datasets data-dir dataset-path train-data train-file corpus",
     "--lr-warmup-iters": "warmup warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
     "--lr-warmup-fraction": "warmup-ratio warmup-fraction",
-    "--lr-decay-style": "scheduler lr-scheduler lr-scheduler-type lr-schedule",
+    "--lr-decay-style": "scheduler lr-scheduler lr-scheduler-type",
     "--weight-decay": "wd weightdecay",
     "--clip-grad": "gradient-clipping grad-clip max-grad-norm clip-grad-norm",
     "--num-layers": "layers n-layer n-layers num-hidden-layers depth",

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .option import DTYPE_NAMES, option
 
-LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "WarmupLR", "WarmupDecayLR",
-             "WarmupCosineLR")
+# DeepSpeed's schedulers, which count steps.
+DEEPSPEED_STYLES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", ONE_CYCLE, RANGE_TEST)
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", *DEEPSPEED_STYLES)
 
 
 # The learning rates of a run: that of most parameters, and that of word embeddings and output layers if they
@@ -20,9 +22,12 @@ class OptimizerConfig:
     """
 
     optimizer: str = option(
-        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), sgd.")
-    lr: float = option(required=True, above=0, json="optimizer.params.lr", help="Highest learning rate.")
-    min_lr: float = option(0.0, at_least=0, help="Learning rate at the end of the decay and after it.")
+        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, adagrad, "
+                     "sgd (docs/optimizers.md).")
+    lr: float = option(required=True, above=0, json="optimizer.params.lr", flags=["--cycle-max-lr"],
+        help="Highest learning rate; LRRangeTest begins with it.")
+    min_lr: float = option(0.0, at_least=0, flags=["--cycle-min-lr"],
+        help="Learning rate at the end of the decay and after it; with OneCycle also at the beginning.")
     decoupled_lr: float | None = option(
         None, above=0, help="Highest learning rate of the word embedding and the output layer, if they have "
                             "their own; warm-up and decay are those of --lr.",
@@ -37,20 +42,41 @@ class OptimizerConfig:
         None, at_least=0, help="Weight decay at the last step, if it changes.")
     weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"),
         help="How the weight decay changes from --start-weight-decay to --end-weight-decay.")
-    adam_beta1: float = option(0.9, at_least=0, below=1, help="Decay rate of Adam's first moment.")
-    adam_beta2: float = option(0.999, at_least=0, below=1, help="Decay rate of Adam's second moment.",
+    adam_beta1: float = option(
+        0.9, at_least=0, below=1, help="Decay rate of the first moment (adam, lamb).")
+    adam_beta2: float = option(0.999, at_least=0, below=1,
+        help="Decay rate of the second moment (adam, lamb).",
         avoid="Large language models usually train with 0.95.")
     adam_eps: float = option(
-        1e-8, above=0, json="optimizer.params.eps", help="Added to the square root of the second moment.")
+        1e-8, above=0, help="Added to the square root of the second moment (adam, lamb).")
     adam_bias_correction: bool = option(True, json="optimizer.params.bias_correction",
-        help="Divide Adam's moments by 1 - beta^step, so that the first ones are not too small.",
+        help="Divide the moments by 1 - beta^step, so that the first ones are not too small (adam, lamb).",
         avoid="Without it, the first steps are larger: a warm-up of thousands of steps must hide them.")
+    adam_amsgrad: bool = option(False, flag="--amsgrad", json="optimizer.params.amsgrad",
+        help="Divide by the largest second moment so far (adam only).",
+        avoid="It keeps a third tensor of state, and rarely helps.")
     decoupled_weight_decay: bool = option(True, json="optimizer.params.adam_w_mode",
         help="Weight decay lowers the weights by themselves (AdamW). Off: it is added to the gradient, and "
-             "passes through Adam's moments.",
+             "passes through Adam's moments (adam only).",
         avoid="AdamW generalises better.")
     sgd_momentum: float = option(
         0.9, at_least=0, below=1, json="optimizer.params.momentum", help="Momentum (sgd only).")
+    lion_beta1: float = option(0.95, at_least=0, below=1,
+        help="Weight of the momentum in the sign that is the update (lion only).",
+        avoid="The paper has 0.9, with --lion-beta2 0.99.")
+    lion_beta2: float = option(0.98, at_least=0, below=1, help="Decay rate of the momentum (lion only).")
+    adagrad_eps: float = option(
+        1e-10, above=0, help="Added to the root of the sum of squared gradients (adagrad only).")
+    lamb_form: str = option("deepspeed", choices=("deepspeed", "paper"),
+        help="Whether bias correction multiplies the step, as in DeepSpeed, which makes the first steps "
+             "smaller, or the moments, as in the paper (lamb only).",
+        avoid="A learning rate of one form does not suit the other.")
+    lamb_max_coeff: float = option(10.0, above=0, json="optimizer.params.max_coeff",
+        help="Largest trust ratio, the norm of a weight over that of its update (lamb only).")
+    lamb_min_coeff: float = option(0.01, at_least=0, json="optimizer.params.min_coeff",
+        help="Smallest trust ratio (lamb only).")
+    lamb_eps_inside_sqrt: bool = option(False, json="optimizer.params.eps_inside_sqrt",
+        help="Add --adam-eps to the second moment, before its root is taken (lamb only).")
     clip_grad: float = option(1.0, at_least=0, json="gradient_clipping",
         help="Gradients are scaled down to this global norm; 0: no clipping.")
 
@@ -59,9 +85,10 @@ class OptimizerConfig:
         help="Take the schedules of learning rate and weight decay from the checkpoint of --load, not from "
              "the flags.",
         avoid="Flags of the schedules then have no effect after the first start.")
-    lr_decay_style: str = option("linear", choices=LR_STYLES,
-        help="How the learning rate decays after the warm-up. The three Warmup… styles are DeepSpeed's "
-             "schedulers: WarmupDecayLR decays to --lr-warmup-init, WarmupCosineLR to --min-lr.")
+    lr_decay_style: str = option("linear", choices=LR_STYLES, flags=["--lr-schedule"],
+        help="How the learning rate decays after the warm-up. The last five styles are DeepSpeed's "
+             "schedulers: WarmupDecayLR decays to --lr-warmup-init, WarmupCosineLR to --min-lr; OneCycle and "
+             "LRRangeTest have options of their own.")
     lr_decay_iters: int | None = option(None, at_least=1, unit="iterations",
         help="Iteration at which the decay ends. Default: the end of training.")
     lr_decay_samples: int | None = option(
@@ -259,6 +286,8 @@ class LoggingConfig:
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
         None, help="Directory for TensorBoard events. Default: none are written.")
+    csv_monitor_dir: str | None = option(None,
+        help="Directory for CSV files, one for each logged value. Default: none are written.")
     wandb_project: str | None = option(None, json="wandb.project",
         help="Project of Weights & Biases, which then receives the values of TensorBoard. Needs the package "
              "wandb.")

@@ -2,9 +2,15 @@
 
 from collections.abc import Iterator
 
+from .cycle_rules import cycles
 from .messages import divisors, either, flag, given, neighbours
-from .run import RunConfig, all_options
+from .optimizer_facts import optimizer_options
+from .run import RunConfig, all_options, options_in
+from .training_options import DEEPSPEED_STYLES
 from .training_schedule import counts_tokens, parse_batch_steps
+
+WARMUP_STYLES = tuple(style for style in DEEPSPEED_STYLES if style.startswith("Warmup"))
+WITHOUT_END = ("constant", "WarmupLR", "OneCycle", "LRRangeTest")      # styles that do not decay to an end
 
 
 def batch(config: RunConfig) -> Iterator[str]:
@@ -125,7 +131,7 @@ def length(config: RunConfig) -> Iterator[str]:
 def _units(config: RunConfig) -> Iterator[str]:
     """The spans of the learning rate are in one unit: tokens, or that of the length of training."""
     train, rate = config.train, config.optimizer
-    if rate.lr_decay_style.startswith("Warmup") and train.train_iters is None:  # reported by `learning_rate`
+    if rate.lr_decay_style in DEEPSPEED_STYLES and train.train_iters is None:  # reported by `learning_rate`
         return
     if counts_tokens(config):
         unit, why = "tokens", "the other spans of the learning rate are in tokens"
@@ -185,7 +191,7 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
     decay_path = own if config.get(own) else whole
     decay, warmup = config.get(decay_path), config.get(f"optimizer.lr_warmup_{unit}")
     final = None if tokens else config.get(f"optimizer.lr_wsd_decay_{unit}")
-    if decay and warmup and warmup >= decay and rate.lr_decay_style not in ("constant", "WarmupLR"):
+    if decay and warmup and warmup >= decay and rate.lr_decay_style not in WITHOUT_END:
         yield (f"[lr_warmup_{unit}] leaves nothing of [{decay_path}] for the decay. Use a warm-up below "
                f"{decay}, or --lr-decay-style constant.")
     if rate.lr_decay_style == "WSD" and tokens:
@@ -200,11 +206,12 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
     elif final and rate.lr_decay_style != "WSD":
         yield (f"[lr_wsd_decay_{unit}] has no effect with [lr_decay_style]. Remove it, or use "
                "--lr-decay-style WSD.")
-    if rate.lr_warmup_style == "log" and not rate.lr_decay_style.startswith("Warmup"):
+    if rate.lr_warmup_style == "log" and rate.lr_decay_style not in WARMUP_STYLES:
         yield ("[lr_warmup_style] has no effect with [lr_decay_style], whose warm-up is linear. Remove it, "
                "or use --lr-decay-style WarmupLR, WarmupDecayLR or WarmupCosineLR.")
-    if rate.lr_decay_style.startswith("Warmup"):
+    if rate.lr_decay_style in DEEPSPEED_STYLES:
         yield from _deepspeed_style(config)
+    yield from cycles(config)
 
 
 def _decoupled(config: RunConfig) -> Iterator[str]:
@@ -300,5 +307,23 @@ def traces(config: RunConfig) -> Iterator[str]:
         yield "[trace_steps] ends before it begins. Give the first step, then the last."
 
 
+def profiles(config: RunConfig) -> Iterator[str]:
+    """Options of a profile need one, and an autotuner's run measures at least one step."""
+    wanted = config.profiler
+    for name in ("flops_profiler", "autotuning", "grad_noise_scale"):
+        others = [option.path for option in options_in("profiler") if option.name.startswith(f"{name}_")]
+        if not getattr(wanted, name):
+            yield from given(config, others, f"has no effect without --{name.replace('_', '-')}. Add it, or "
+                                             "remove this one.")
+    size = config.train.global_batch_size
+    if wanted.grad_noise_scale and size and config.data_parallel_size and config.num_microbatches < 2:
+        yield ("[grad_noise_scale] compares the first micro-batch with the whole step, but "
+               "[global_batch_size] is one micro-batch of [micro_batch_size] on each of "
+               f"{config.data_parallel_size} data-parallel ranks. Use a smaller micro-batch, or a larger "
+               "global batch.")
+    if wanted.autotuning and wanted.autotuning_start_step > wanted.autotuning_end_step:
+        yield "[autotuning_start_step] is after [autotuning_end_step]: no step is measured. Lower it."
+
+
 TRAINING_RULES = (batch, evaluation_batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay,
-                  number_format, checkpoints, recomputation, traces, planning)
+                  optimizer_options, number_format, checkpoints, recomputation, traces, profiles, planning)

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
+from ..cycles import Cycle, CycledBeta, OneCycle, RangeTest
 from ..difficulty import Rise, TokenDrop
 from ..ramps import BatchSize, DeepSpeedRate, LearningRate, Ramp, Tokens, WeightDecay, scheduled_samples
+from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .run import RunConfig
-from .training_options import DECOUPLED_RATE, MAIN_RATE, TrainConfig
+from .training_options import DECOUPLED_RATE, DEEPSPEED_STYLES, MAIN_RATE, TrainConfig
 
 
 def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:
@@ -31,8 +33,14 @@ def make_learning_rate(config: RunConfig, limits: tuple[float, float] | None = N
         decay = optimizer.lr_decay_tokens or train.train_tokens or 1      # a constant rate needs none
         warmup = _fraction(optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens)
         return LearningRate(**values, warmup=warmup, decay=decay, style=style, count=token_count(config))
+    if style == ONE_CYCLE:
+        return OneCycle(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
+    if style == RANGE_TEST:
+        cycle = config.cycle
+        return RangeTest(batch, highest, cycle.lr_range_test_step_size, cycle.lr_range_test_step_rate,
+                         cycle.lr_range_test_staircase)
     decay = _span(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or train_span(train)
-    if style.startswith("Warmup"):
+    if style in DEEPSPEED_STYLES:
         warmup = optimizer.lr_warmup_iters
         if optimizer.lr_warmup_fraction is not None:
             warmup = int(optimizer.lr_warmup_fraction * decay / batch)
@@ -44,13 +52,29 @@ def make_learning_rate(config: RunConfig, limits: tuple[float, float] | None = N
                         style=style, final=final, final_style=optimizer.lr_wsd_decay_style)
 
 
+def make_beta1(config: RunConfig) -> Ramp[float] | None:
+    """Adam's beta1, if it changes: with OneCycle, unless --no-cycle-momentum is given."""
+    cycle = config.cycle
+    if config.optimizer.lr_decay_style != ONE_CYCLE or not cycle.cycle_momentum:
+        return None
+    return CycledBeta(_cycle(config), cycle.cycle_max_mom, cycle.cycle_min_mom, cycle.decay_mom_rate)
+
+
+def _cycle(config: RunConfig) -> Cycle:
+    cycle = config.cycle
+    first, second = cycle.cycle_first_step_size, cycle.cycle_second_step_size
+    stairs, falling = cycle.cycle_first_stair_count, cycle.cycle_second_stair_count
+    return Cycle(config.train.global_batch_size, first, first if second is None else second, stairs,
+                 stairs if falling is None else falling, cycle.decay_step_size)
+
+
 def counts_tokens(config: RunConfig) -> bool:
     """Whether the learning rate counts tokens: a span, or the length of training alone, is in tokens."""
     optimizer, spans = config.optimizer, ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
         return True
     others = any(getattr(optimizer, f"{span}_{unit}") for span in spans for unit in ("iters", "samples"))
-    is_of_deepspeed = optimizer.lr_decay_style.startswith("Warmup")
+    is_of_deepspeed = optimizer.lr_decay_style in DEEPSPEED_STYLES
     return bool(config.train.train_tokens) and not others and not is_of_deepspeed
 
 

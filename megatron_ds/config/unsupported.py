@@ -5,7 +5,7 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
-from .answers import OFF, Answer, table
+from .answers import Answer, table
 from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
 
@@ -94,6 +94,9 @@ KEYS = table(
             "activation_checkpointing.contiguous_memory_optimization "
             "activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations "
             "activation_checkpointing.synchronize_checkpoint_boundary",
+        "it is known how the layers of a model are split": "tensor_parallel.preset_model",
+        "the tensor-parallel all-reduce always overlaps with the weight gradient":
+            "tensor_parallel.tp_overlap_comm",
         "torch.compile is not used; it would change no number": "compile",
         "DeepSpeed has no such key: CUDA_VISIBLE_DEVICES is a variable of the environment":
             "cuda_visible_devices",
@@ -102,6 +105,16 @@ KEYS = table(
             "data_efficiency.data_sampling.pin_memory zero_optimization.cpu_offload_use_pin_memory "
             "zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_param.pin_memory",
         "a training batch is always whole": "dataloader_drop_last",
+        "they are of the search that DeepSpeed's launcher makes with --autotuning; a run measures its steps, "
+        "writes the result and ends":
+            "autotuning.arg_mappings autotuning.exps_dir autotuning.fast autotuning.max_train_batch_size "
+            "autotuning.max_train_micro_batch_size_per_gpu autotuning.metric autotuning.min_train_batch_size "
+            "autotuning.min_train_micro_batch_size_per_gpu autotuning.model_info_path autotuning.mp_size "
+            "autotuning.num_tuning_micro_batch_sizes autotuning.overwrite autotuning.results_dir "
+            "autotuning.tuner_early_stopping autotuning.tuner_num_trials autotuning.tuner_type",
+        "the table of the profile has the layers of the model": "flops_profiler.module_depth "
+                                                                "flops_profiler.top_modules",
+        "FLOPs of recomputation follow from --recompute-granularity": "flops_profiler.recompute_fwd_factor",
         "gradients lie in flat buckets, each reduced once by the collective of its ZeRO stage":
             "disable_allgather zero_optimization.allgather_partitions zero_optimization.contiguous_gradients "
             "zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1 "
@@ -138,25 +151,25 @@ KEYS = table(
             "activation_checkpointing.cpu_checkpointing",
         "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
-            "autotuning comms_logger compression_training eigenvalue elasticity memory_breakdown "
-            "optimizer.params.amsgrad progressive_layer_drop quantize_training sparse_attention "
+            "comms_logger compression_training eigenvalue elasticity memory_breakdown "
+            "progressive_layer_drop quantize_training sparse_attention "
             "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
             "zero_optimization.zero_quantized_nontrainable_weights "
             "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",
-        "its gradients are not compressed. Use the optimizer Adam, and remove it.":
+        "it is of 1-bit optimizers, and gradients are not compressed. Remove it.":
             "optimizer.params.coeff_beta optimizer.params.comm_backend_name optimizer.params.cuda_aware "
             "optimizer.params.factor_max optimizer.params.factor_min optimizer.params.factor_threshold "
             "optimizer.params.freeze_step optimizer.params.local_step_clipper "
-            "optimizer.params.local_step_scaler optimizer.params.max_coeff optimizer.params.min_coeff "
+            "optimizer.params.local_step_scaler "
             "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
-        "write --tensor-model-parallel-size, or give an engine a module that is split.": "tensor_parallel",
+        "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
-        "metrics go to the log, to TensorBoard, to W&B and to --metrics-jsonl. Remove it.":
-            "csv_monitor comet monitor_config",
+        "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":
+            "comet monitor_config",
         "a run of W&B is in no group. Remove it.": "wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
-        "the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it.":
-            "flops_profiler",
+        "the parameters of a model and its activations are in the plan of --dry-run. Remove it.":
+            "autotuning.model_info",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",
         "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
@@ -174,9 +187,6 @@ KEYS = table(
             "the length of training is --train-iters, --train-samples or --train-tokens",
             "the length of training is --train-iters, --train-samples or --train-tokens. Set that, and "
             "remove it.", (1000, None, "auto")),
-        "sequence_parallel_size": Answer(
-            "sequences are not split",
-            "splitting sequences over ranks (Ulysses) is not available. Remove it.", (1, *OFF)),
         "gradient_allreduce_op": Answer(
             "gradients are averaged",
             "gradients are averaged. Remove it.", ("mean", None, "auto")),

@@ -51,6 +51,8 @@ MEGATRON_FLAGS = table(
         "attention is not divided into chunks of a sequence. Remove it.":
             "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
             "--ds-sequence-parallel-fpdt-offloading",
+        "ranks that split a sequence are one group. Write --cp-comm-type p2p or a2a, and remove it.":
+            "--hierarchical-context-parallel-sizes",
         "multi-latent attention is not available. Remove it.":
             "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
             "--qk-pos-emb-head-dim --rotary-scaling-factor --v-head-dim",

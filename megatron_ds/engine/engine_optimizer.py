@@ -15,24 +15,22 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..config.training_schedule import make_learning_rate
+from ..config.optimizer_facts import FACTS
+from ..config.training_options import DEEPSPEED_STYLES
+from ..config.training_schedule import make_beta1, make_learning_rate
+from ..cycles import CycledBeta, OneCycle, RangeTest
 from ..errors import ConfigError
 from ..optim import OPTIMIZERS
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
 
-# The hyper-parameters of a group by the JSON's optimizer, and their place in the config.
-JSON_KEYS = {
-    "adam": {"lr": lambda o: o.lr, "betas": lambda o: (o.adam_beta1, o.adam_beta2),
-             "eps": lambda o: o.adam_eps, "weight_decay": lambda o: o.weight_decay},
-    "sgd": {"lr": lambda o: o.lr, "momentum": lambda o: o.sgd_momentum,
-            "weight_decay": lambda o: o.weight_decay}}
 Group = dict[str, Any]
 Decays = Callable[[str, nn.Parameter], bool]       # (name, parameter)
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
@@ -46,22 +44,25 @@ class InnerOptimizers:
     groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
+    needs_norms  `make` takes the keyword `reduce_norms` (zero/norm.py)
     """
 
-    def __init__(self, kind: str, groups: list[Group], make: Callable[[list[Group]], torch.optim.Optimizer],
-                 client: torch.optim.Optimizer | None = None):
+    def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
+                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
+        self.needs_norms = needs_norms
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
-    def __call__(self, inner: list[Group]) -> torch.optim.Optimizer:
+    def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
         """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
         group_of = {p.spec.name: i for i, group in enumerate(self.groups) for p in group["params"]}
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
-        made = [{**self.groups[i], "params": members[i]} for i in sorted(members)]
-        optimizer = self._make(made)
-        self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in sorted(members)])
+        # Norms are collective: a rank without parts of any parameter has empty groups.
+        present = range(len(self.groups)) if self.needs_norms else sorted(members)
+        optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
+        self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
         return optimizer
 
     def refresh(self) -> None:
@@ -89,7 +90,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return getattr(self.zero, name)
 
     def __repr__(self) -> str:
-        return f"EngineOptimizer({len(self.param_groups)} parameter groups, {self.zero.policy})"
+        return f"EngineOptimizer({len(self.param_groups)} parameter groups, {self.zero.settings.policy})"
 
     @property
     def loss_scale(self) -> float:
@@ -150,9 +151,9 @@ def _key(piece) -> str:
 def json_optimizers(settings: RunConfig, groups: Sequence[Group]) -> InnerOptimizers:
     """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's."""
     o = settings.optimizer
-    numbers = {key: value(o) for key, value in JSON_KEYS[o.optimizer].items()}
+    numbers, entry = FACTS[o.optimizer].numbers(o), OPTIMIZERS[o.optimizer]
     return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups],
-                           lambda made: OPTIMIZERS[o.optimizer](made, settings=o))
+                           partial(entry, settings=o), needs_norms=getattr(entry, "needs_norms", False))
 
 
 def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:
@@ -213,14 +214,16 @@ def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]
 
 
 class JsonScheduler:
-    """WarmupLR, WarmupDecayLR or WarmupCosineLR of the JSON, for all parameter groups.
+    """The scheduler of the JSON, for all parameter groups.
 
     WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups.
+    beta1: of groups with "betas", whose beta2 stays; None: betas do not change
     last_batch_iteration: number of the last update, counted from 0; −1 before the first
     """
 
-    def __init__(self, groups: list[Group], rate: DeepSpeedRate):
-        self.groups, self.rate = groups, rate
+    def __init__(self, groups: list[Group], rate: DeepSpeedRate | OneCycle | RangeTest,
+                 beta1: CycledBeta | None = None):
+        self.groups, self.rate, self.beta1 = groups, rate, beta1
         self.last_batch_iteration = -1
         self._firsts = [group["lr"] for group in groups]
         self._apply()
@@ -234,7 +237,7 @@ class JsonScheduler:
     def get_lr(self) -> list[float]:
         """Learning rates of the next update, one for each group."""
         value = self.rate.at(self.last_batch_iteration)
-        if self.rate.style == "WarmupCosineLR":
+        if isinstance(self.rate, DeepSpeedRate) and self.rate.style == "WarmupCosineLR":
             return [first * value / self.rate.highest for first in self._firsts]
         return [value] * len(self.groups)
 
@@ -251,17 +254,19 @@ class JsonScheduler:
     def _apply(self) -> None:
         for group, value in zip(self.groups, self.get_lr()):
             group["lr"] = value
+            if self.beta1 is not None and "betas" in group:
+                group["betas"] = (self.beta1.at(self.last_batch_iteration), group["betas"][1])
 
 
 def make_scheduler(settings: RunConfig, optimizer: EngineOptimizer,
                    client: Any | SchedulerMaker | None) -> Any | None:
     """The JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
-    if settings.optimizer.lr_decay_style.startswith("Warmup"):
+    if settings.optimizer.lr_decay_style in DEEPSPEED_STYLES:
         if client is not None:
             raise ConfigError('both "scheduler" in the config and lr_scheduler= schedule the learning rate. '
                               "Remove one of them.")
         groups = optimizer.param_groups
-        return JsonScheduler(groups, make_learning_rate(settings)) if groups else None
+        return JsonScheduler(groups, make_learning_rate(settings), make_beta1(settings)) if groups else None
     if client is None:
         return None
     if not callable(getattr(client, "step", None)) and callable(client):

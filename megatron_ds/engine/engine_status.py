@@ -10,7 +10,7 @@ Curves are written for TensorBoard, under DeepSpeed's names, with samples on the
     Train/Samples/lr            the learning rate of the first parameter group
     Train/Samples/loss_scale    fp16 only
 
-The config's "tensorboard" block enables them; a program writes its own curves with
+The config's "tensorboard" and "csv_monitor" blocks enable them; a program writes its own curves with
 `engine.monitor.write_events`. As in a training script, a disk error is reported once and does not end the
 program (training/sink.py).
 """
@@ -28,6 +28,7 @@ from ..moe.balance import StepState
 from ..mpu.external_groups import DataParallelWorld
 from ..mpu.launch import read_launch
 from ..ramps import Progress
+from ..training.csv_monitor import CsvFiles
 from ..training.sink import Tolerant, check_folder
 from ..training.tensorboard import EventFile
 from ..zero.optimizer import StepResult
@@ -219,25 +220,28 @@ class EngineStatus(nn.Module):
 
 
 class Monitor:
-    """Writes event files into `folder` on global rank 0. None, on the other ranks: events are dropped."""
+    """Writes event files into `folder`, and CSV files into `csv_folder`, on global rank 0. None, on the other
+    ranks: events are dropped."""
 
-    def __init__(self, folder: str | None):
-        """Raises ConfigError where the folder is not writable."""
-        self._sink: Tolerant | None = None
+    def __init__(self, folder: str | None, csv_folder: str | None = None):
+        """Raises ConfigError where a folder is not writable."""
+        self._sinks: list[Tolerant] = []
         self._losses: list[torch.Tensor] = []
-        if folder is not None:
-            check_folder('"tensorboard.output_path"', Path(folder))
-            self._sink = Tolerant(EventFile(Path(folder)))
+        for key, kind, where in (("tensorboard", EventFile, folder), ("csv_monitor", CsvFiles, csv_folder)):
+            if where is not None:
+                check_folder(f'"{key}.output_path"', Path(where))
+                self._sinks.append(Tolerant(kind(Path(where))))
 
     @property
     def enabled(self) -> bool:
         """Whether curves are written: on global rank 0, when the config asks for them."""
-        return self._sink is not None
+        return bool(self._sinks)
 
     def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
         """events: (name of the curve, value, number of samples)"""
         for name, value, samples in events if self.enabled else ():
-            self._sink.write({name: float(value)}, samples)
+            for sink in self._sinks:
+                sink.write({name: float(value)}, samples)
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Keep the loss of a micro-batch. `end_step` reads it, without stalling the device."""

@@ -160,8 +160,8 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
     first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
     optimizer = EngineOptimizer(zero, inner, {key: value for key, value in first.items() if key != "params"})
-    folder = settings.logging.tensorboard_dir if world.rank == 0 else None
-    monitor = on_all_ranks(world.world, lambda: Monitor(folder))
+    folders = settings.logging.tensorboard_dir, settings.logging.csv_monitor_dir
+    monitor = on_all_ranks(world.world, lambda: Monitor(*folders if world.rank == 0 else (None, None)))
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)

@@ -33,6 +33,7 @@ from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, reading_of, with_autos
 from ..config.layout_rules import LAYOUT_RULES
 from ..config.messages import problems_of
+from ..config.optimizer_facts import optimizer_options
 from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
@@ -40,15 +41,21 @@ from ..errors import ConfigError
 
 # Accepted options in addition to those of SECTIONS.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-         "logging.log_interval", "logging.tensorboard_dir")
-SECTIONS = ("optimizer.", "zero.")
+         "logging.log_interval", "logging.tensorboard_dir", "logging.csv_monitor_dir")
+QUIET = ("logging.", "profiler.", "parallel.")           # sections whose defaults ask for nothing
+SCRIPTED = "it is for pretrain_gpt.py, which has its own loop and log. Remove it."
+ADVICE = dict.fromkeys(("parallel.tensor_model_parallel_size", "parallel.context_parallel_size",
+                        "parallel.cp_comm_type"), "give a module that is split over the ranks, and mpu=.")
+SECTIONS = ("optimizer.", "cycle.", "zero.")
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
-            "optimizer.sgd_momentum": 0.0, "logging.log_interval": 0}
+            "logging.log_interval": 0}
 DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
 # Keys of the JSON for options that have none of their own.
-KEYS = {"optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
+KEYS = {"optimizer.optimizer": "optimizer.type", "optimizer.adam_eps": "optimizer.params.eps",
+        "optimizer.adagrad_eps": "optimizer.params.eps",
+        "optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
         "optimizer.loss_scale": "fp16.loss_scale",
         "optimizer.initial_loss_scale": "fp16.initial_scale_power",
         "optimizer.lr_decay_style": "scheduler.type",
@@ -99,10 +106,9 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     reading = reading_of(name, block)
     settings = reading.settings_or_error()
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)
-               and not (s.path.startswith("logging.") and s.value == all_options()[s.path].default)]
+               and not (s.path.startswith(QUIET) and s.value == all_options()[s.path].default)]
     reject([*_autos(name, block), *(
-        f"{s.source} is refused here: it is for pretrain_gpt.py, which has its own loop and log. Remove it."
-        for s in strange)])
+        f"{s.source} is refused here: {ADVICE.get(s.path, SCRIPTED)}" for s in strange)])
     needs_no_lr = client_lr is not None or "optimizer" not in block
     defaults = DEFAULTS | ({"optimizer.lr": client_lr or 1.0} if needs_no_lr else {})
     scripted = [Setting(path, value, Source("script", "default")) for path, value in defaults.items()]
@@ -158,7 +164,7 @@ def _missing(config: RunConfig) -> Iterator[str]:
 def _broken(config: RunConfig) -> Iterator[str]:
     """Problems by the rules of training scripts, except for the length of training, which is the user's."""
     config = config.with_values({"train.train_iters": 1}, Source("script", "default"))
-    rules = (batch, learning_rate, number_format, *LAYOUT_RULES)
+    rules = (batch, learning_rate, optimizer_options, number_format, *LAYOUT_RULES)
     yield from map(in_words_of_json, problems_of(rules, config))
 
 

@@ -3,6 +3,8 @@
     p2p         keys and values travel around the context-parallel ranks (`context_parallel.block_exchange`)
     all_gather  they are gathered at once
     a2a         each rank attends with some of the heads over all tokens (`context_parallel.head_exchange`)
+    a2a+p2p     ranks of a run, as on one node, exchange tokens for heads; keys and values travel around the
+                ranks of equal position in all runs
 
 A core takes q [s/c, b, n/t, d], k and v [s/c, b, g/t, d] and a batch with `Batch.whole`, and returns
 [s/c, b, n/t * d]. Calls are collective over cp, forward and backward. Letters: c context-parallel ranks; the
@@ -21,6 +23,7 @@ from ..context_parallel.head_exchange import spread_groups, to_heads, to_tokens
 from ..context_parallel.shared_keys import SharedKeys
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext, SequenceSlice
+from ..mpu.group import solo
 from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
 from ..ops.dropout import KeepMask, sample_keys
@@ -37,35 +40,44 @@ def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
 
 
 class SharedKeysAttention(nn.Module):
-    """Attention of the rank's tokens with all heads; keys and values of other ranks pass by."""
+    """Attention of the rank's tokens; keys and values of other ranks pass by.
+
+    exchanges_heads  first exchange tokens for heads with the ranks of a run
+    """
 
     def __init__(self, exchange: BlockExchange, config: ModelConfig, name: str, ctx: ParallelContext, *,
-                 pattern: AttentionPattern = CAUSAL):
+                 pattern: AttentionPattern = CAUSAL, exchanges_heads: bool = False):
         super().__init__()
         self.exchange, self.site, self.ctx = exchange, name, ctx
         self.dropout, self.pattern = config.attention_dropout, pattern
+        self.run, self.ring = ctx.split_cp if exchanges_heads else (solo("cp-inner"), ctx.cp)
         self.sink = Sink(config, name, ctx)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the note above."""
-        whole, p = batch.whole, self.dropout if batch.training else 0.0
+        ranks = self.run.size
+        if ranks > 1:
+            q, k, v = to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
+        first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
+        heads, whole = range(first, first + q.shape[2]), batch.whole
         pattern, mask = seen_keys(self.pattern, whole)
-        seen = Seen(pattern, whole.document_ids, mask, self._keep(q, p, whole) if p else None)
-        positions = _positions(self.ctx.slice, whole.seq_length)
-        first = self.ctx.tp.rank * q.shape[2]
-        sink = self.sink(range(first, first + q.shape[2]))
-        return SharedKeys(self.ctx.cp, self.exchange, positions)(q, k, v, seen, sink=sink)
+        p = self.dropout if batch.training else 0.0
+        seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None)
+        positions = _positions(self.ctx.slice, whole.seq_length, ranks)
+        out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads))
+        if ranks > 1:
+            out = to_tokens(out.unflatten(2, (len(heads), -1)), self.run).flatten(2)
+        return out
 
-    def _keep(self, q: torch.Tensor, p: float, whole: Batch) -> Keep:
+    def _keep(self, heads: range, p: float, whole: Batch) -> Keep:
         """Draws what is kept of a tile, from the tables of the whole sequences."""
-        heads, device = q.shape[2], q.device
-        first = self.ctx.tp.rank * heads
+        device = whole.tokens.device
         keys = sample_keys(self.ctx.seed, self.site, whole.sample_ids)
         rows, picked = whole.positions()
-        table = KeepMask(p, keys, range(first, first + heads), rows, len(rows), picked, device)
+        table = KeepMask(p, keys, heads, rows, len(rows), picked, device)
         if picked is not None:
             return partial(_slice_of, table.mask, keep_scale(p))
-        return partial(_draw, table.of_heads, p, len(rows), (len(keys), heads), device)
+        return partial(_draw, table.of_heads, p, len(rows), (len(keys), len(heads)), device)
 
 
 def _slice_of(mask: torch.Tensor, scale: float, tile: Tile) -> tuple[torch.Tensor, float]:
@@ -99,13 +111,15 @@ class HeadsAttention(nn.Module):
 
 
 @lru_cache(maxsize=8)
-def _positions(part: SequenceSlice, length: int) -> tuple[Runs, ...]:
-    """Of the tokens of each context-parallel rank."""
-    return tuple(Runs(part.runs(length, rank)) for rank in range(part.context.size))
+def _positions(part: SequenceSlice, length: int, ranks: int) -> tuple[Runs, ...]:
+    """Of the tokens of each run of so many context-parallel ranks, one rank after another."""
+    return tuple(Runs(sum((part.runs(length, rank) for rank in range(first, first + ranks)), ()))
+                 for first in range(0, part.context.size, ranks))
 
 
 COMM_TYPES: dict[str, Callable[..., nn.Module]] = {
     "p2p": partial(SharedKeysAttention, Ring()),
     "all_gather": partial(SharedKeysAttention, Gather()),
     "a2a": HeadsAttention,
+    "a2a+p2p": partial(SharedKeysAttention, Ring(), exchanges_heads=True),
 }

@@ -124,6 +124,9 @@ class GroupSource(Protocol):
     def group(self, *axes: str) -> Group:
         """The group of this rank over these axes. The first call for them is collective over the world."""
 
+    def split(self, size: int, *axes: str) -> tuple[Group, Group]:
+        """(inner, outer) groups of that group: runs of `size` ranks, and ranks of equal position in them."""
+
 
 @dataclass(frozen=True)
 class Recompute:
@@ -162,6 +165,7 @@ class ParallelContext:
                        head returns logits
     zigzag             of `SequenceSlice`
     cp_comm_type       how context-parallel ranks share attention: of all layers, or of each
+    cp_heads           context-parallel ranks that exchange tokens for heads, of layers with "a2a+p2p"
     """
 
     groups: GroupSource | None = None
@@ -173,6 +177,7 @@ class ParallelContext:
     logit_chunks: int = 1
     zigzag: bool = True
     cp_comm_type: tuple[str, ...] = ("p2p",)
+    cp_heads: int = 1
 
     def comm_type(self, layer: int) -> str:
         """How context-parallel ranks share the attention of a layer."""
@@ -191,6 +196,12 @@ class ParallelContext:
     def cp(self) -> Group:
         """The context-parallel group."""
         return self.group("cp")
+
+    @cached_property
+    def split_cp(self) -> tuple[Group, Group]:
+        """(ranks that exchange tokens for heads, ranks of equal position) of the context-parallel group.
+        Collective over the world when it is first used."""
+        return self.groups.split(self.cp_heads, "cp")
 
     @cached_property
     def slice(self) -> SequenceSlice:

@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch
 
 from ..errors import NotInitializedError
-from .grid import DEFAULT_ORDER, Grid
+from .grid import DEFAULT_ORDER, Grid, cut_groups
 from .group import Group, Traffic, Transport
 
 Connect = Callable[[str, list[tuple[int, ...]], int], Transport | None]
@@ -47,7 +47,7 @@ class Mesh:
         self._coordinates = grid.coordinates(rank)
         self._connect, self._transports = connect, {}
         self._groups: dict[str, Group] = {}
-        self._split: dict[int, tuple[Group, Group]] = {}
+        self._split: dict[tuple[str, int], tuple[Group, Group]] = {}
         self.placement = tuple(range(grid.pp))
 
     def group(self, *axes: str) -> Group:
@@ -81,12 +81,18 @@ class Mesh:
         """(inner, outer): the run of `size` ranks of `reduction` that holds this one, and the ranks of equal
         position in all runs. Collective over the world when first asked for. Raises ConfigError.
         """
-        if size not in self._split:
-            inner, outer = self.grid.split_data(size)
-            data = self.reduction
-            self._split[size] = (data if size == data.size else self._make_group("dp-cp-inner", inner),
-                                 self._make_group("dp-cp-outer", outer))
-        return self._split[size]
+        return self.split(size, *_REDUCTION)
+
+    def split(self, size: int, *axes: str) -> tuple[Group, Group]:
+        """(inner, outer): the run of `size` ranks of the group over these axes that holds this one, and the
+        ranks of equal position in all runs. Collective over the world when first asked for. Raises
+        ConfigError."""
+        name, whole = _name_of(axes), self.group(*axes)
+        if (name, size) not in self._split:
+            inner, outer = cut_groups(self.grid.groups(*axes), size)
+            run = whole if size == whole.size else self._make_group(f"{name}-inner", inner)
+            self._split[name, size] = run, self._make_group(f"{name}-outer", outer)
+        return self._split[name, size]
 
     @property
     def coordinates(self) -> dict[str, tuple[int, int]]:
@@ -156,7 +162,8 @@ def _name_of(axes: Sequence[str]) -> str:
 
 # Groups that a getter of `getters.py` may return on some ranks only, so they are connected on all ranks
 # before.
-GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "pp"),
+GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "cp"),
+                 ("tp", "pp"),
                  ("world",), ("embd",))
 
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)

@@ -53,7 +53,7 @@ class AdamStep:
     @property
     def grad_scale(self) -> float:
         """1 / divisor. The host waits for it if it is on a GPU."""
-        return 1.0 / _fp32(float(self.divisor))
+        return 1.0 / fp32(float(self.divisor))
 
 
 @Operation
@@ -97,19 +97,19 @@ def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, 
     """Update each row with gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2."""
     for r in rows:
         beta1, beta2 = betas
-        g = r.grad.float() * _fp32(grad_scale)
-        r.m.add_((g - r.m) * _fp32(1 - beta1))
-        r.v.mul_(_fp32(beta2)).add_(g * g * _fp32(1 - beta2))
+        g = r.grad.float() * fp32(grad_scale)
+        r.m.add_((g - r.m) * fp32(1 - beta1))
+        r.v.mul_(fp32(beta2)).add_(g * g * fp32(1 - beta2))
         # In double: torch's root of a long fp32 tensor may be MKL's, which is not rounded to nearest.
         root = r.v.double().sqrt().float()
-        denominator = root * _fp32((1 - beta2**r.step) ** -0.5) + _fp32(eps)
-        r.p.mul_(_fp32(1 - lr * weight_decay)).sub_(r.m / denominator * _fp32(lr / (1 - beta1**r.step)))
+        denominator = root * fp32((1 - beta2**r.step) ** -0.5) + fp32(eps)
+        r.p.mul_(fp32(1 - lr * weight_decay)).sub_(r.m / denominator * fp32(lr / (1 - beta1**r.step)))
         if r.low is not None:
             r.low.copy_(r.p)
 
 
-def _fp32(x: float) -> float:
-    """Rounded to fp32: torch would use a Python number in double for some operations."""
+def fp32(x: float) -> float:
+    """x rounded to fp32: torch would use a Python number in double for some operations."""
     return float(np.float32(x))
 
 

@@ -24,7 +24,7 @@ ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous positions, in ascending order, that a tensor holds one after another."""
+    """Contiguous positions that a tensor holds one after another."""
 
     ranges: tuple[range, ...]
 

@@ -9,6 +9,8 @@ By default an entry must treat elements one by one: its tensors are flat and may
 entry that needs whole matrices has the attribute `needs_whole_tensors = True`; one that needs norms of whole
 parameters has `needs_norms = True`; one that chooses its parameter groups has `param_groups`, a function from
 the optimizer's section of the configuration to groups. A new optimizer with groups is therefore one file.
+Those of this package have a file each beside this one, and a row in `config/optimizer_facts.py` with their
+options, names and state.
 
 A run has a list of `ParamGroup`s. A parameter belongs to the first group whose filter accepts its spec.
 Groups may use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without
@@ -29,38 +31,14 @@ from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
-from .row_adamw import RowAdamW, has_kernel
-from .variant_adam import VariantAdam
 
 logger = logging.getLogger(__name__)
-
 OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer")
 
 
-@OPTIMIZERS.register("adam", "adamw")
-def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Megatron's "adam": decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
-
-    fp32 masters are updated by a kernel of this package where the device has one, else by torch's fused one.
-    """
-    options = dict(lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
-    corrects = getattr(settings, "adam_bias_correction", True)
-    decoupled = getattr(settings, "decoupled_weight_decay", True)
-    if not (corrects and decoupled):
-        return VariantAdam(groups, **options, bias_correction=corrects, decoupled=decoupled)
-    if has_kernel(groups):
-        return RowAdamW(groups, **options)
-    return _fused(torch.optim.AdamW, groups, **options)
-
-
-@OPTIMIZERS.register("sgd")
-def sgd(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Momentum 0.9 unless `settings.sgd_momentum` gives another; weight decay is added to the gradient."""
-    return _fused(torch.optim.SGD, groups, lr=0.0, momentum=getattr(settings, "sgd_momentum", 0.9))
-
-
-def _fused(kind: type, groups: list[dict], **options) -> torch.optim.Optimizer:
-    """One kernel over all tensors; torch's multi-tensor implementation if the device has no fused one."""
+def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimizer:
+    """An optimizer of torch with one kernel over all tensors; its multi-tensor implementation, with a line in
+    the log, if the device has no fused one."""
     try:
         return kind(groups, fused=True, **options)
     except RuntimeError as reason:

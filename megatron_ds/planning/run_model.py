@@ -21,11 +21,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
-    """What the layers of a run need in addition to the sizes of the model."""
+    """What the layers of a run need in addition to the sizes of the model. Collective over the world."""
     train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
-    return ParallelContext(mesh, config.parallel.sequence_parallel, precision, mesh.device, train.seed,
-                           Recompute(train.recompute_granularity, train.recompute_num_layers),
-                           train.cross_entropy_chunks, config.is_zigzag, config.parallel.cp_comm_type)
+    parallel = config.parallel
+    ctx = ParallelContext(mesh, parallel.sequence_parallel, precision, mesh.device, train.seed,
+                          Recompute(train.recompute_granularity, train.recompute_num_layers),
+                          train.cross_entropy_chunks, config.is_zigzag, parallel.cp_comm_type,
+                          parallel.hierarchical_context_parallel_sizes[0])
+    # Layers of some pipeline stages alone may ask for these groups, so all ranks connect them here.
+    _ = ctx.sequence_ranks
+    if "a2a+p2p" in parallel.cp_comm_type:
+        _ = ctx.split_cp
+    return ctx
 
 
 def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:

@@ -38,8 +38,9 @@ from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 YAML_FLAG = "--yaml-cfg"
 OPEN_IN_JSON = (re.compile(rf'"[^"\n]*{OPEN}[^{CLOSE}]*{CLOSE}[^"\n]*"'),
                 re.compile(rf"{OPEN}[^{CLOSE}]*{CLOSE}"))
-# A name in capitals that sed replaces: of a template that is read by itself.
-TEMPLATE_NAME = re.compile(r'(?<=[:\s\[,])(?!true|false|null)[A-Z][A-Z0-9_a-z]*(?=\s*[,}\]\n])')
+# A name in capitals that sed replaces, or a variable: of a template that is read by itself.
+TEMPLATE_NAME = re.compile(
+    r'(?<=[:\s\[,])(?:(?!true|false|null)[A-Z][A-Z0-9_a-z]*|\$\{\w+\})(?=\s*[,}\]\n])')
 
 
 class Kind(Enum):

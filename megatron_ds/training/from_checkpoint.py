@@ -68,6 +68,7 @@ def with_saved_schedule(config: RunConfig, run: Mapping, folder: str | None) -> 
     saved = saved_config(run, folder)
     old = saved.optimizer
     values = {f"optimizer.{name}": getattr(old, name) for name in SCHEDULE}
+    values |= {f"cycle.{name}": value for name, value in vars(saved.cycle).items()}
     if not (old.lr_decay_iters or old.lr_decay_samples or old.lr_decay_tokens):
         if counts_tokens(saved):
             values["optimizer.lr_decay_tokens"] = saved.train.train_tokens

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from ..config import RunConfig
 from ..ramps import Progress
+from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
 from .sink import Sink, Tolerant, check_folder
@@ -156,6 +157,8 @@ def check_log(config: RunConfig) -> None:
         check_metrics_file(path)
     if folder := config.logging.tensorboard_dir:
         check_folder("--tensorboard-dir", Path(folder))
+    if folder := config.logging.csv_monitor_dir:
+        check_folder("--csv-monitor-dir", Path(folder))
     if config.logging.wandb_project:
         check_wandb()
 
@@ -171,6 +174,8 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
         sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
     if folder := config.logging.tensorboard_dir:
         sinks.append(TensorBoard(Path(folder), progress, config.logging.log_timers_to_tensorboard))
+    if folder := config.logging.csv_monitor_dir:
+        sinks.append(CsvMonitor(Path(folder)))
     if config.logging.wandb_project:
         sinks.append(WandbLog(config, run_id or secrets.token_hex(8)))
     draws = config.logging.progress_bar and _is_terminal() and os.environ.get("TERM") != "dumb"

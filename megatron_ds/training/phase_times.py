@@ -26,6 +26,9 @@ NAMES = {Op.F: "forward-compute", Op.B: "backward-compute", Op.I: "backward-comp
          Op.TIE: "embedding-grads-all-reduce", Op.GATHER: "params-all-gather"}
 
 
+PARTS = {"forward-backward", "optimizer"}              # of level 1
+
+
 class PhaseTimes:
     """Times of one rank since the last `read`. level: --timing-log-level."""
 
@@ -33,6 +36,7 @@ class PhaseTimes:
         self.level = level
         self._timeline = Timeline(device) if level else None
         self._waits = 0.0
+        self._added: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -60,12 +64,21 @@ class PhaseTimes:
         """Count a wait for data."""
         self._waits += seconds if self.level == 2 else 0.0
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Count the times of a step that another timer has taken."""
+        known = PARTS if self.level == 1 else seconds
+        for name in seconds.keys() & known if self.level else ():
+            self._added[name] = self._added.get(name, 0.0) + seconds[name]
+
     def read(self, steps: int, world: Group) -> dict[str, dict[int, float]]:
         """Phase → rank → seconds per step, of each rank that had it. Collective over the world, if the level
         is not 0; the host waits for the device."""
-        if self._timeline is None:
-            return {}
-        mine: dict[str, float] = defaultdict(float)
+        return of_ranks(self.take(), steps, world) if self._timeline is not None else {}
+
+    def take(self) -> dict[str, float]:
+        """Phase → seconds of this rank since the last call; the host waits for the device."""
+        mine: dict[str, float] = defaultdict(float, self._added)
+        self._added = {}
         for what, start, end in self._timeline.read():
             name = what if isinstance(what, str) else NAMES.get(what.op)
             if name is not None:
@@ -73,11 +86,16 @@ class PhaseTimes:
         if self._waits:
             mine["batch-generator"] = self._waits
         self._waits = 0.0
-        ranks: dict[str, dict[int, float]] = defaultdict(dict)
-        for rank, times in enumerate(all_gather_object(dict(mine), world)):
-            for name, seconds in times.items():
-                ranks[name][rank] = seconds / steps
-        return dict(ranks)
+        return dict(mine)
+
+
+def of_ranks(mine: Mapping[str, float], steps: int, world: Group) -> dict[str, dict[int, float]]:
+    """Phase → rank → seconds per step, of each rank that had it. Collective over the world."""
+    ranks: dict[str, dict[int, float]] = defaultdict(dict)
+    for rank, times in enumerate(all_gather_object(dict(mine), world)):
+        for name, seconds in times.items():
+            ranks[name][rank] = seconds / steps
+    return dict(ranks)
 
 
 def times_text(times: Mapping[str, Mapping[int, float]], option: str) -> str:

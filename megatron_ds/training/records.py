@@ -32,6 +32,7 @@ class TrainRecord:
     params_norm        of all weights; None unless it is computed
     times              phase → rank → seconds per step of each rank that had it, with --timing-log-level
     tags               values for TensorBoard alone, by tag
+    grad_noise_scale   in samples; None unless it is measured
     decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
     """
 
@@ -64,6 +65,7 @@ class TrainRecord:
     times: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     tags: Mapping[str, float] = field(default_factory=dict)
     decoupled_learning_rate: float | None = None
+    grad_noise_scale: float | None = None
 
     kind = "train"
 
@@ -88,6 +90,8 @@ class TrainRecord:
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
             *([] if self.num_zeros is None else [f"num zeros: {self.num_zeros}"]),
+            *([] if self.grad_noise_scale is None
+              else [f"gradient noise scale: {self.grad_noise_scale:.1f}"]),
             *([] if self.params_norm is None else [f"params norm: {self.params_norm:.3f}"]),
             f"number of skipped iterations: {self.skipped_steps:3d}",
             f"number of nan iterations: {self.nan_steps:3d}",
@@ -192,7 +196,7 @@ def _flat(record: Record) -> dict[str, Any]:
     """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
     fields.pop("tags", None)
-    for name in ("num_zeros", "params_norm", "decoupled_learning_rate"):
+    for name in ("num_zeros", "params_norm", "grad_noise_scale", "decoupled_learning_rate"):
         if fields.get(name, 0) is None:
             del fields[name]
     fields |= {f"{name.replace('-', '_')}_seconds": max(seconds.values())

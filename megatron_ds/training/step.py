@@ -55,10 +55,12 @@ class StepOutcome(StepReport):
 
 def train_step(engine: Engine, batch: Batch, progress: Progress, *,
                learning_rate: float | Mapping[str, float], weight_decay: float,
-               stop: bool = False, times: PhaseTimes | None = None) -> StepOutcome:
+               beta1: float | None = None, stop: bool = False,
+               times: PhaseTimes | None = None) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
     learning_rate: of all parameters, or by name as of `make_learning_rates`
+    beta1: Adam's in this step; None: that of the configuration
     stop: whether this rank asks to end the run after this step; the outcome has whether any rank did
     times: receives the times of the phases
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
@@ -88,6 +90,8 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *,
         _report_nonfinite(engine, microbatches, report, progress)
 
     rates = learning_rate if isinstance(learning_rate, Mapping) else {MAIN_RATE: learning_rate}
+    if beta1 is not None:
+        optimizer.set_beta1(beta1)
     with times.phase("optimizer"):
         result = optimizer.update(numbers[len(sums):], learning_rate, weight_decay,
                                   max(report.tokens, 1) if per_token else 1.0)

@@ -25,7 +25,8 @@ from .sink import AppendedFile
 
 TAGS = {"learning-rate": "learning_rate", "decoupled-learning-rate": "decoupled_learning_rate",
         "batch-size": "global_batch_size", "loss-scale": "loss_scale",
-        "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
+        "grad-norm": "grad_norm", "grad-noise-scale": "grad_noise_scale",
+        "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
         "batch-generator-time": "data_seconds", "num-zeros": "num_zeros", "params-norm": "params_norm",
         "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
 TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",

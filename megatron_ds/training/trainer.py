@@ -15,17 +15,21 @@ import torch
 from ..cli import StopRequest
 from ..config.training_schedule import (
     make_batch_size,
+    make_beta1,
     make_learning_rates,
     make_token_drop,
     make_weight_decay,
 )
+from ..data.batch import Batch
 from ..mpu.collectives import all_gather_object
 from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
 from ..ramps import Progress
 from .batches import BatchSource
 from .build import Engine
+from .flops_profile import FlopsProfiler, StepSize
 from .log import Log
+from .noise_scale import NoiseScale, first_square
 from .phase_times import PhaseTimes, times_text
 from .records import EvalRecord, TrainRecord
 from .replica_check import check_replicas
@@ -66,7 +70,7 @@ class Trainer:
         self.description = description
         self.config = config = engine.config
         self.learning_rates = make_learning_rates(config)
-        self.weight_decay = make_weight_decay(config)
+        self.weight_decay, self.beta1 = make_weight_decay(config), make_beta1(config)
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
         self._planned = self.length.steps_after()
@@ -78,11 +82,13 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
-        self._has_warned_of_stall = False
+        self._has_warned_of_stall = self._has_tuned = False
         self._window: list[_Done] = []
         self._vocab = config.padded_vocab_size
         dtype = engine.parameters[0].dtype if engine.parameters else torch.float32
         self._peak = peak_flops(engine.mesh.device, dtype)
+        self.noise_scale = NoiseScale()
+        self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -106,6 +112,8 @@ class Trainer:
             outcome = self._step()
             if outcome.stop:
                 return self._stop_reason()
+            if self._has_tuned:
+                return "autotuning has measured its steps"
             train, step = self.config.train, self.progress.step
             if train.eval_iters and self.loaders.valid and _due(train.eval_interval, step):
                 if self.evaluate("validation"):
@@ -141,12 +149,16 @@ class Trainer:
         size = self.batch_size(before)
         batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
+        square, measuring = self._first_square(batch)
         # Train
+        profile = self.profiler.times(before.step)
         with self.tracer.step():
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(self.engine, batch, before, learning_rate=rates,
-                                 weight_decay=self.weight_decay(before), stop=self._wants_to_stop(),
-                                 times=self.times)
+                                 weight_decay=self.weight_decay(before),
+                                 beta1=self.beta1(before) if self.beta1 else None,
+                                 stop=self._wants_to_stop(), times=profile or self.times)
+        outcome = replace(outcome, seconds=outcome.seconds + measuring)
         self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs
         rows, length = size * batch.rows_per_sample, batch.whole_length
@@ -156,8 +168,18 @@ class Trainer:
         dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
+        # Profile
+        seconds = outcome.seconds + data_seconds
+        if square is not None:
+            parts = self._microbatches(batch)
+            self.noise_scale.add(square, outcome.grad_norm**2, size / parts, size)
+        if profile is not None:
+            times = profile.take()
+            self.times.add(times)
+            self.profiler.report(times, before.step + 1, StepSize(rows, length, *dropping), seconds)
+        self._has_tuned = self.profiler.count(before.step + 1, seconds, flops)
         # Log
-        self.log.advance(self.progress.step, outcome.loss, tokens / (outcome.seconds + data_seconds))
+        self.log.advance(self.progress.step, outcome.loss, tokens / seconds)
         if _due(self.config.logging.log_interval, self.progress.step) or outcome.stop or self._is_finished():
             asked = self._asked_numbers()
             if mesh.rank == 0:
@@ -170,6 +192,18 @@ class Trainer:
             self._window.clear()
         return outcome
 
+    def _first_square(self, batch: Batch) -> tuple[float | None, float]:
+        """(squared norm of the gradient of the first micro-batches, where --grad-noise-scale asks for it now,
+        seconds that it took)"""
+        begin, wanted = time.perf_counter(), self.config.profiler
+        if not (wanted.grad_noise_scale and _due(wanted.grad_noise_scale_interval, self.progress.step + 1)
+                and self._microbatches(batch) > 1):
+            return None, 0.0
+        return first_square(self.engine, batch), time.perf_counter() - begin
+
+    def _microbatches(self, batch: Batch) -> int:
+        return batch.size // (batch.rows_per_sample * self.config.train.micro_batch_size)
+
     def _asked_numbers(self) -> dict[str, Any]:
         """Fields of the record that options ask for. Collective over the world if there are any."""
         logging, mesh, optimizer = self.config.logging, self.engine.mesh, self.engine.optimizer
@@ -177,7 +211,7 @@ class Trainer:
                                   "times": self.times.read(len(self._window), mesh.group("world"))}
         if logging.log_params_norm:
             fields["params_norm"] = params_norm(optimizer, mesh)
-        tags: dict[str, float] = {}
+        tags = self.noise_scale.tags()
         if logging.log_optimizer_states_to_tensorboard:
             tags |= optimizer_states(optimizer, mesh)
         if logging.log_memory_to_tensorboard:
@@ -209,7 +243,7 @@ class Trainer:
             tflops_per_rank=flops / 1e12, mfu=utilization(flops, self._peak),
             eta_seconds=(self._total - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
-            kept_tokens=kept_tokens, layer_tokens=p.layer_tokens,
+            kept_tokens=kept_tokens, grad_noise_scale=self.noise_scale.samples, layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
             metrics={name: statistics.fmean(o.named[name] for o in outcomes if name in o.named)
                      for name in last.named})

@@ -36,7 +36,7 @@ from ..errors import ConfigError, MegatronDSError
 from ..host.device_copies import column
 from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.group import Group
-from ..mpu.param_spec import ParamSpec
+from ..mpu.param_spec import EXPERT_DATA_AXES, ParamSpec
 from .data_groups import Axes, DataGroups
 from .layout import SlotPiece
 
@@ -141,7 +141,8 @@ def _list(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NormEntry:
-    """A logical parameter. is_split: each rank along `axes` holds a part of its optimizer state."""
+    """A logical parameter. is_split: each rank along `axes`, those that sum its gradient, holds a part of its
+    optimizer state."""
 
     spec: ParamSpec
     axes: Axes
@@ -152,9 +153,10 @@ class NormEntry:
 class ParameterNorms:
     """Norms of tensors that belong to logical parameters, such as weights or updates, over all their parts.
 
-    A parameter may be in shards of several data-parallel ranks, split over tensor-parallel ranks, and held by
-    two pipeline stages. A call makes one all-reduce for all parameters over each group that has parts, and no
-    host synchronization. It is collective; ranks without parts of any parameter call it with empty lists.
+    A parameter may be in shards of several data-parallel ranks, split over tensor-parallel ranks, over ranks
+    with other experts, and held by two pipeline stages. A call makes one all-reduce for all parameters over
+    each group that has parts, and no host synchronization. It is collective; ranks without parts of any
+    parameter call it with empty lists.
 
     entries: parameters whose optimizers ask for norms, in the same order on all ranks of the same stages
     """
@@ -167,39 +169,47 @@ class ParameterNorms:
         self._tied = self._tensor([i for _, i in tied], torch.int64)
         self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
         self._counts_here = self._tensor([groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
-        self._in_shards = {axes: self._tensor([e.is_split and e.axes == axes for e in entries])
-                           for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
+        # Over data-parallel ranks: parts in shards, and experts, which the first of the ranks that hold the
+        # same ones counts.
+        is_first = groups.rank_by_axes.get(EXPERT_DATA_AXES, 0) == 0
+        over_data = [e.is_split or e.axes == EXPERT_DATA_AXES for e in entries]
+        self._sums_over_data = any(over_data)
+        self._over_data = self._tensor(over_data, torch.bool)
+        self._part_here = self._tensor([of_data and (e.is_split or is_first)
+                                        for of_data, e in zip(over_data, entries)])
 
-    def __call__(self, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is part of.
+    def __call__(self, lists: Sequence[Sequence[torch.Tensor]],
+                 parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Norms, fp32 [len(lists), len(parameters)], of the logical parameters with the parts `parameters`.
 
-        values: for each a tensor of the same length: the part itself, its update, ...
+        lists: of tensors, one for each of `parameters`: the parts themselves, their updates, ...
         """
-        squares = torch.zeros(len(self._position), dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(lists), len(self._position), dtype=torch.float64, device=self._device)
         names = tuple(p.spec.name for p in parameters)
         if names not in self._indices:      # copied to the device once, for the same come in every step
             self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
         index = self._indices[names]
-        if values:
-            norms = torch.stack(torch._foreach_norm(list(values), 2, torch.float64))
-            squares.index_add_(0, index, norms.square())
-        return self._sum(squares)[index].sqrt().float()
+        if names:
+            values = [tensor for tensors in lists for tensor in tensors]
+            norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(len(lists), -1)
+            squares.index_add_(1, index, norms.square())
+        return self._sum(squares)[:, index].sqrt().float()
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
-        # Shards. Parameters that are whole on every data-parallel rank have their sum already.
-        for axes, mask in self._in_shards.items():
-            summed = squares * mask
-            all_reduce_(summed, self._groups.by_axes[axes])
-            squares = torch.where(mask.bool(), summed, squares)
+        # Parameters that are whole on every data-parallel rank have their sum already.
+        if self._sums_over_data:
+            summed = squares * self._part_here
+            all_reduce_(summed, self._groups.data)
+            squares = torch.where(self._over_data, summed, squares)
         # Tensor-parallel parts; the first rank's of parameters that all these ranks hold.
         if self._groups.tp.size > 1:
             squares = squares * self._counts_here
             all_reduce_(squares, self._groups.tp)
         # Pipeline stages: all holders use the sum of the first, so that their copies stay equal to the bit.
         if len(self._tied):
-            of_first = squares[self._tied] * self._is_first_holder
+            of_first = squares[:, self._tied] * self._is_first_holder
             all_reduce_(of_first, self._groups.tied)
-            squares = squares.index_copy(0, self._tied, of_first)
+            squares = squares.index_copy(1, self._tied, of_first)
         return squares
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:

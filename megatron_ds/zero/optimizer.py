@@ -240,6 +240,11 @@ class ZeroOptimizer:
             self._refresh()
         return StepResult(norm, skipped, scale)
 
+    def set_beta1(self, beta1: float) -> None:
+        """Adam's beta1 in the following updates, where a schedule changes it."""
+        for optimizer in (self.resident, *(group.optimizer for group in self.offloaded.groups)):
+            optimizer.set_beta1(beta1)
+
     def _received(self) -> dict[str, bool]:
         """Whether each parameter received a gradient. Not of experts: one that no token chose has none."""
         return {h.parameter.spec.name: got for s in self.trained if s.plan.reduced_over == DATA_AXES

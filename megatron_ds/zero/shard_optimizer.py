@@ -140,6 +140,12 @@ class ShardOptimizer:
                 self._set_divisor(optimizer, divisor)
                 optimizer.step()
 
+    def set_beta1(self, beta1: float) -> None:
+        """beta1 of the following updates, of optimizers that have betas."""
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            if "betas" in group:
+                group["betas"] = (beta1, *group["betas"][1:])
+
     def writes_low(self, leaf: Leaf) -> bool:
         """Whether the update writes the model's 16-bit weight too."""
         return getattr(self._of[id(leaf.tensor)], "writes_low", False)

@@ -1,19 +1,30 @@
 """What ZeRO asks of every registered optimizer."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.optim import OPTIMIZERS, default_groups
+from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
+from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
+from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.layout import SlotPiece
+from megatron_ds.zero.norm import NormEntry, ParameterNorms
 from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
+from tests.harness.plain_optimizers import PlainLamb, PlainLion
 
-SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+SETTINGS = OptimizerConfig(adam_beta2=0.95)
 SIZE, CUTS = 320, (0, 64, 192, 320)
+# By torch, or by the formula in double precision.
+PLAIN = {"adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False),
+         "sgd": partial(torch.optim.SGD, lr=0.01, weight_decay=0.1, momentum=0.9, foreach=False),
+         "adagrad": partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1, foreach=False),
+         "lion": partial(PlainLion, lr=0.01, weight_decay=0.1, betas=(0.95, 0.98)),
+         "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))}
 
 
 def noise(seed):
@@ -22,13 +33,21 @@ def noise(seed):
     return values
 
 
+def shard_optimizer(name, leaves, make=None):
+    """The registered optimizer on leaves, all parts of whose parameters are here."""
+    specs = {leaf.spec.name: leaf.spec for leaf in leaves}
+    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False) for spec in specs.values()],
+                           DataGroups({DATA_AXES: solo()}), torch.device("cpu"))
+    return ShardOptimizer(default_groups(make or RegisteredOptimizer(name, SETTINGS)), leaves, norms)
+
+
 def run(name, cuts, divisor=1.0):
     """Three steps on one tensor, given to the optimizer cut at `cuts`. The values and the optimizer."""
     spec = ParamSpec("w", (SIZE,), Init("normal", 1.0))
     values, grad = noise(0), torch.zeros(SIZE)
     leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b])
               for a, b in zip(cuts, cuts[1:])]
-    inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), leaves)
+    inner = shard_optimizer(name, leaves)
     assert torch.equal(values, noise(0)), "creating state must not move the parameters"
     for step in range(1, 4):
         grad.copy_(noise(step) * divisor)
@@ -38,10 +57,8 @@ def run(name, cuts, divisor=1.0):
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_three_steps_equal_those_of_the_plain_torch_optimizer(name):
-    kind, options = {"adam": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
-                     "sgd": (torch.optim.SGD, {"momentum": 0.9})}[name]
     p = nn.Parameter(noise(0))
-    plain = kind([p], lr=0.01, weight_decay=0.1, foreach=False, **options)
+    plain = PLAIN[name]([p])
     for step in range(1, 4):
         p.grad = noise(step)
         plain.step()
@@ -68,14 +85,16 @@ def test_a_divisor_gives_the_same_as_gradients_divided_beforehand(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(name):
-    def make(groups):
-        optimizer = OPTIMIZERS[name](groups, SETTINGS)
+    def make(groups, **options):
+        optimizer = OPTIMIZERS[name](groups, SETTINGS, **options)
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
+    make.needs_norms = RegisteredOptimizer(name, SETTINGS).needs_norms
+
     spec, grad = ParamSpec("w", (64,), Init("ones")), torch.zeros(64)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)
-    inner = ShardOptimizer(default_groups(make), [leaf])
+    inner = shard_optimizer(name, [leaf], make)
     grad.fill_(6.0)
     inner.step(0.01, 0.0, 3.0)
     assert torch.allclose(leaf.tensor.grad, torch.full((64,), 2.0))
@@ -87,7 +106,7 @@ def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(nam
     spec, grad, updated = ParamSpec("w", (64,), Init("ones")), noise(1)[:64].to(dtype), []
     for given in (grad.clone(), grad.float()):
         leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given)
-        inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), [leaf])
+        inner = shard_optimizer(name, [leaf])
         inner.step(0.01, 0.1, 3.0)
         updated.append(leaf.tensor.detach())
         assert (leaf.tensor.grad is None) == (given.dtype == dtype)
@@ -99,7 +118,7 @@ def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(nam
 def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
     spec, low = ParamSpec("w", (64,), Init("ones")), torch.zeros(64, dtype=dtype)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
-    inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), [leaf])
+    inner = shard_optimizer(name, [leaf])
     inner.step(0.01, 0.1, 3.0)
     assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low(leaf)
                        else torch.zeros(64, dtype=dtype))
@@ -109,9 +128,12 @@ def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
 def test_groups_that_do_not_decay_get_no_weight_decay(name):
     leaves = [make_leaf(ParamSpec(n, (64,), Init("ones"), decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
                         torch.ones(64), torch.zeros(64)) for n in ("decays", "stays")]
-    inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), leaves)
+    inner = shard_optimizer(name, leaves)
     inner.step(0.5, 0.1, 1.0)
-    torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), 0.95))
+    # Decay in the gradient is a step of lr with Adagrad, and of the largest trust ratio with LAMB.
+    lamb = 1 - 0.5 * 10 * 0.1 * (1 - 0.95)**0.5 / (1 - 0.9)
+    expected = {"adagrad": 0.5, "lamb": lamb}.get(name, 0.95)
+    torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), expected))
     assert torch.equal(leaves[1].tensor.detach(), torch.ones(64))
 
 

@@ -38,7 +38,7 @@ FILES = {
     "small.yaml": "model:\n  hidden_size: 512\nlog_interval: 0\n",
     "ds.json": '{"train_batch_size": "many", "gradient_cliping": 1.0, "fp16": true, "zero_optimization": '
                '{"stage": 1, "contigous_gradients": true, "offload_optimizer": {"device": "cpu"}}}',
-    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, '
+    "types.json": '{"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "WarmupCosinLR"}, '
                   '"wandb": {"enabled": false}}',
     "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], '
                    '"momentum": 0.9}}, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}, '

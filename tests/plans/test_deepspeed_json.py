@@ -150,7 +150,7 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
      '"optimizer.params.betas" does not apply'),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2}}, "gradient_clipping": 1},
      "files do not override each other"),
-    ({"scheduler": {"type": "OneCycle"}}, "'OneCycle', which is not available"),
+    ({"scheduler": {"type": "OneCycel"}}, "'OneCycel', which is not available; did you mean 'OneCycle'?"),
     ({"train_batch_size": 0}, "at least 1"), ({"gradient_clipping": "much"}, "is not a number"),
     ({"zero_optimization": {"stage": 4}}, "not one of 0, 1, 2, 3"),
     ({"fp16": {"enabled": 1}}, "not true or false"),
@@ -259,6 +259,6 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
     words = (*LENGTHS, "--curriculum-min-length", "9", "--curriculum-length-step")
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     found = problem_of(read, {}, *RUN, *layout, *words, "1", ranks=2)
-    assert "the length 415, which is not a multiple of the tensor-parallel size 2" in found
+    assert "the length 415, which is not a multiple of 2: ranks of --tensor-model-parallel-size 2" in found
     assert read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step == 2
     assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1

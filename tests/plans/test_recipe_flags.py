@@ -134,7 +134,7 @@ def test_values_that_ask_for_nothing_are_silent_and_others_are_listed():
         "wandb": {"enabled": False, "project": "x"}, "cuda_visible_devices": 0,
         "activation_checkpointing": {"partition_activations": True, "profile": False},
         "zero_optimization": {"contiguous_gradients": True, "round_robin_gradients": False}})
-    assert settings == {"logging.timing_log_level": 0}
+    assert settings == {"logging.timing_log_level": 0, "profiler.autotuning": False}
     assert [name.partition(" ")[2] for name in listed] == [
         "activation_checkpointing.partition_activations", "zero_optimization.contiguous_gradients"]
 

@@ -40,7 +40,7 @@ MEGATRON = re.compile(
 def logging_to(tmp_path, **where):
     """The parts of a config that the log reads."""
     logging = {"metrics_path": None, "tensorboard_dir": None, "progress_bar": True,
-               "log_timers_to_tensorboard": False, "wandb_project": None} | where
+               "log_timers_to_tensorboard": False, "wandb_project": None, "csv_monitor_dir": None} | where
     return SimpleNamespace(logging=SimpleNamespace(**logging),
                            checkpoint=SimpleNamespace(save=str(tmp_path / "save")))
 
@@ -210,7 +210,8 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_
     train, validation = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     start, now = train.pop("start"), train.pop("time")
     assert before - 0.01 <= start <= now <= time.time() + 0.01 and validation["start"] == start
-    not_asked_for = ("num_zeros", "params_norm", "decoupled_learning_rate", "times", "tags")
+    not_asked_for = ("num_zeros", "params_norm", "decoupled_learning_rate", "grad_noise_scale", "times",
+                     "tags")
     fields = {name: value for name, value in vars(RECORD).items() if name not in ("metrics", *not_asked_for)}
     assert train == {"kind": "train", "run": "5f0c", **fields, "loss": None}
     assert validation["kind"] == "validation" and validation["perplexity"] == pytest.approx(math.exp(2.5))

@@ -2,6 +2,7 @@
 takes from a checkpoint. Each is compared with a computation of its own."""
 
 import contextlib
+import json
 import math
 from pathlib import Path
 
@@ -159,3 +160,27 @@ def test_deterministic_mode_restricts_torch_during_the_run():
     assert ended.out.count("deterministic: True") == 3
     ended, = train(1, words, spoil=saying_what_is_deterministic)
     assert ended.out.count("deterministic: False") == 3
+
+
+def test_a_profile_is_of_its_step_and_an_autotuners_run_ends_after_its_own(tmp_path):
+    ended = train(2, [*MOCK, "--train-iters", "30", "--pipeline-model-parallel-size", "2",
+                      "--flops-profiler", "--flops-profiler-step", "2", "--flops-profiler-output-file",
+                      tmp_path / "a" / "profile", "--autotuning", "--autotuning-metric-path",
+                      tmp_path / "metric.json",
+                      "--csv-monitor-dir", tmp_path / "csv", "--timing-log-level", "1"])
+    lines = (tmp_path / "a" / "profile").read_text().splitlines()
+    assert lines[0] == "FLOPs profile of step 3: 4 samples of 16 tokens on 2 ranks"
+    words = {line.split()[0]: line.split() for line in lines[1:]}
+    forward = 4 * (2 * (24 * 16 * 32**2 + 2 * 16**2 * 32) + 2 * 16 * 32 * 62)
+    # 3 digits are printed
+    assert float(words["all"][5]) == pytest.approx(forward / 1e6, rel=5e-3) and words["all"][6] == "M"
+    assert float(words["decoder.layers.0"][2]) == pytest.approx((12 * 32**2 + 13 * 32) / 1e3, rel=5e-3)
+    assert 0 < float(words["forward"][3]) <= float(words["forward"][1]) < float(words["step"][1])
+    metric = json.loads((tmp_path / "metric.json").read_text())
+    assert metric["throughput"] == pytest.approx(4 / metric["latency"] * 1e3)
+    assert metric["FLOPS_per_gpu"] == pytest.approx(3 * forward / metric["latency"] * 1e3 / 2)
+    assert "autotuning has measured its steps; 6 step(s)" in ended[0].out
+    rates = (tmp_path / "csv" / "Train_Samples_lr.csv").read_text().splitlines()
+    assert rates[0] == "step,lr"
+    assert [row.split(",")[0] for row in rates[1:]] == ["4", "8", "12", "16", "20", "24"]
+    assert ended[0].out.count("forward-backward ") == 6

@@ -20,8 +20,10 @@ FEATURES = {
     "padded experts": f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
                       "--moe-token-drop-policy position",
     "ltd": "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 6 --random-ltd-tokens-per-step 8",
-    "per token": "--calculate-per-token-loss", "heads": "--qk-layernorm --add-qkv-bias"}
-COMM_TYPES = {"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a", "mixed": "p2p a2a all_gather"}
+    "per token": "--calculate-per-token-loss", "heads": "--qk-layernorm --add-qkv-bias",
+    "window": "--window-size 5,3", "sinks": "--softmax-type learnable"}
+COMM_TYPES = {"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a", "mixed": "p2p a2a all_gather",
+              "levels": "a2a+p2p"}
 GRID = {"style": ("gpt2", "llama", "bert"), "cp": (2, 4), "comm": tuple(COMM_TYPES), "tp": (1, 2),
         "sp": (0, 1), "pp": (1, 2), "schedule": ("1f1b", "interleaved", "zb-h1", "zb-v"), "dp": (1, 2),
         "zero": (0, 1, 2, 3), "recompute": ("none", "selective", "full"), "dropout": (0.0, 0.1),
@@ -38,7 +40,8 @@ def is_legal(case) -> bool:
     return (ranks(case) <= MOST_RANKS and (not case["sp"] or case["tp"] > 1)
             and (case["pp"] > 1 or case["schedule"] == "1f1b")
             and (case["style"] != "bert" or case["documents"] == "joined" and case["features"] != "ltd")
-            and (case["comm"] not in ("a2a", "mixed") or heads % case["cp"] == 0))
+            and (case["comm"] not in ("a2a", "mixed") or heads % case["cp"] == 0)
+            and (case["comm"] != "levels" or case["cp"] == 4))
 
 
 @cache
@@ -63,7 +66,8 @@ def layout_of(case) -> str:
     keys = ["cp", "tp", "sp", "pp", "dp", "zero", "recompute", "schedule"]
     chunks = ",chunks=2" * (case["schedule"] in ("interleaved", "zb-v"))
     experts = f",ep={2 * case['dp']}" * ("experts" in case["features"])
-    return ",".join(f"{key}={case[key]}" for key in keys) + chunks + experts
+    levels = ",hcp=2 2" * (case["comm"] == "levels")
+    return ",".join(f"{key}={case[key]}" for key in keys) + chunks + experts + levels
 
 
 @pytest.mark.parametrize("case", cases(), ids=name_of)
@@ -74,9 +78,9 @@ def test_ranks_that_share_sequences_train_like_one_process(case):
     held = SEQ_LENGTH // case["cp"] // (case["tp"] if case["sp"] else 1)
     shapes = set.union(*(s.block_inputs for s in run.seen))
     assert max(shapes)[0] == held
-    calls = {operation for s in run.seen for operation, axes, _ in s.traffic.calls if axes == "cp"}
+    calls = {operation for s in run.seen for operation, axes, _ in s.traffic.calls if axes.startswith("cp")}
     wanted = {"p2p": {"send"}, "all_gather": {"all_gather"}, "a2a": {"all_to_all"},
-              "mixed": {"send", "all_to_all"}}[case["comm"]]
+              "mixed": {"send", "all_to_all"}, "levels": {"send", "all_to_all"}}[case["comm"]]
     assert wanted <= calls and ("send" in calls) == ("send" in wanted)
 
 

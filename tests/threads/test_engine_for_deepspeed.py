@@ -374,10 +374,12 @@ def test_a_disk_that_fails_below_tensorboard_does_not_end_the_program(tmp_path, 
     assert engine.global_steps == 2 and caplog.text.count("cannot write to") == 1
 
 
-def test_tensorboard_gets_deepspeeds_curves_over_samples(tmp_path):
+def test_tensorboard_and_csv_files_get_deepspeeds_curves_over_samples(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = CONFIG | {"fp16": {"enabled": True, "loss_scale": 8}, "gradient_accumulation_steps": 2,
-                       "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}}
+                       "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"},
+                       "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
+                       "flops_profiler": {"enabled": False}, "autotuning": {"enabled": False}}
     engine = one(config=config)
     losses = []
     for _ in range(4):
@@ -392,3 +394,5 @@ def test_tensorboard_gets_deepspeeds_curves_over_samples(tmp_path):
     assert points("Train/Samples/train_loss") == list(zip((4, 8), means)) and points("mine") == [(8, 2.0)]
     assert (points("Train/Samples/lr") == [(4, 0.01), (8, 0.01)]
             and points("Train/Samples/loss_scale") == [(4, 8), (8, 8)])
+    assert (tmp_path / "csv" / "Train_Samples_lr.csv").read_text() == "step,lr\n4,0.01\n8,0.01\n"
+    assert (tmp_path / "csv" / "mine.csv").read_text() == "step,mine\n8,2.0\n"

@@ -14,6 +14,7 @@ from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.engine_runs import STEPS, Stack, batches, config_of, loss_of, make, weights
+from tests.harness.plain_optimizers import PlainLamb, PlainLion
 from tests.harness.threads import run_ranks
 
 PARTS = [(0, 1), (0, 2), (1, 2), (2, 2), (3, 1), (3, 2)]            # stages and ranks
@@ -227,6 +228,23 @@ def test_groups_of_parameters_for_the_optimizer_of_the_json(stage, ranks):
                                                                weight_decay=0.1))
     assert_trained_as(on_ranks(ranks, train, config_of(stage, ranks), model_parameters=two_groups), expected,
                       rates)
+
+
+OF_JSON = {
+    "Lion": (PlainLion, {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.2}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}),
+    "Lamb": (PlainLamb, {"lr": 0.01, "betas": [0.8, 0.9], "eps": 1e-4, "weight_decay": 0.1})}
+
+
+@pytest.mark.parametrize("kind, stage, ranks", [("Lion", 2, 2), ("Adagrad", 3, 2), ("Lamb", 1, 2),
+                                                ("Lamb", 3, 3)])
+def test_other_optimizers_of_the_json_train_as_their_formulas(kind, stage, ranks):
+    """LAMB's bounds are those of its parameter groups."""
+    plain, params = OF_JSON[kind]
+    keys, numbers = ({"max_coeff": 2.0}, {"bounds": (0.01, 2.0)}) if kind == "Lamb" else ({}, {})
+    expected, rates = plainly(lambda module: plain(two_groups(module), **params, **numbers), ranks=ranks)
+    config = config_of(stage, ranks) | {"optimizer": {"type": kind, "params": params | keys}}
+    assert_trained_as(on_ranks(ranks, train, config, model_parameters=two_groups), expected, rates)
 
 
 def test_parameters_that_are_not_given_are_not_trained():

@@ -7,9 +7,10 @@ from torch import nn
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec, Split
+from megatron_ds.mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec, Split
 from megatron_ds.optim import ParamGroup, default_groups
 from megatron_ds.zero.data_groups import DataGroups
+from megatron_ds.zero.norm import NormEntry, ParameterNorms
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
@@ -28,8 +29,7 @@ class TrustRatio(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         parameters = [p for group in self.param_groups for p in group["params"]]
-        weights = self.reduce_norms(parameters, parameters)
-        grads = self.reduce_norms([p.grad for p in parameters], parameters)
+        weights, grads = self.reduce_norms([parameters, [p.grad for p in parameters]], parameters)
         self.seen = {p.spec.name: (w, g) for p, w, g in zip(parameters, weights, grads)}
         lr = self.param_groups[0]["lr"]
         for p, w, g in zip(parameters, weights, grads):
@@ -92,7 +92,7 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
 
     results = run_ranks(8, main)
     for seen, weights, calls, t in results:
-        assert calls == 2                                   # one for all parameters, at each of the two calls
+        assert calls == 1                                   # for all parameters and both norms
         for name, (weight, grad) in seen.items():
             # Squares are added in float64; the norms are rounded to fp32 once, the gradient's parts before
             # that.
@@ -105,6 +105,26 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
     assert {name for seen, *_ in results for name in seen} == set(WHOLE)
     copies = [weights["embedding"] for _, weights, _, _ in results]
     assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_experts_count_once_however_many_ranks_hold_them(is_split):
+    """Ranks 0 and 2 hold the first half of the experts, or a quarter each, 1 and 3 the others."""
+    experts, dense = value((4, 6), 7), value((5,), 8)
+
+    def main(rank, world):
+        groups = DataGroups({DATA_AXES: world.group("dp-cp", range(4), rank),
+                             EXPERT_DATA_AXES: world.group("edp", (rank % 2, rank % 2 + 2), rank)},
+                            solo("tp"), solo("tp-pp"), solo("embd"))
+        mine = experts.chunk(2)[rank % 2]
+        parts = [parameter("experts", mine.chunk(2)[rank // 2] if is_split else mine), parameter("w", dense)]
+        norms = ParameterNorms([NormEntry(parts[0].spec, EXPERT_DATA_AXES, is_split, False),
+                                NormEntry(parts[1].spec, DATA_AXES, False, False)], groups, dense.device)
+        return norms([parts, [3 * p for p in parts]], parts)
+
+    expected = torch.stack([experts.norm(), dense.norm()])
+    for got in run_ranks(4, main):
+        torch.testing.assert_close(got, torch.stack([expected, 3 * expected]))
 
 
 def test_groups_use_different_optimizers_learning_rates_and_decay():

@@ -1,12 +1,12 @@
 """ZeroOptimizer on threaded ranks against plain AdamW in one process, and its stages against each other."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import MegatronDSError
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
@@ -18,7 +18,7 @@ from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
-SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+SETTINGS = OptimizerConfig(adam_beta2=0.95)
 LR, DECAY, STEPS, SAMPLES = 0.01, 0.1, 4, 12
 SHAPES = {"fc1.weight": (37, 11), "fc1.bias": (37,), "fc2.weight": (5, 37), "fc2.bias": (5,), "unused": (7,)}
 

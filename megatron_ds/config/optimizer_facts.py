@@ -1,0 +1,104 @@
+"""What is known of each optimizer before it is made: its names, its options, its state. Pure.
+
+Rules, DeepSpeed's JSON and the parameter groups of an engine read it; `megatron_ds/optim` has a file of the
+same optimizer's mathematics, and tests compare the two. An optimizer that is registered without a row here
+takes the options of the whole section.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .messages import flag, given
+from .run import RunConfig
+from .training_options import OptimizerConfig
+
+# What the update of an element depends on, besides that element.
+ELEMENT, NORMS, MATRIX = "nothing else", "norms of whole parameters", "the whole matrix"
+COMMON = {"lr": ("lr",), "weight_decay": ("weight_decay",), "max_grad_norm": ("clip_grad",)}
+GROUP_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """One optimizer.
+
+    types     what DeepSpeed's `optimizer.type` may be, in any case
+    params    key of DeepSpeed's `optimizer.params` → fields of `OptimizerConfig`, in addition to COMMON
+    fields    further fields of `OptimizerConfig` that it reads, without a key
+    defaults  field → DeepSpeed's default, where it is not the flag's
+    state     names of the tensors that it keeps for each parameter, fp32, of the parameter's size
+    depends   what the update of an element depends on, besides that element
+    """
+
+    name: str
+    types: tuple[str, ...]
+    params: Mapping[str, tuple[str, ...]]
+    state: tuple[str, ...]
+    fields: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    depends: str = ELEMENT
+
+    @property
+    def all_params(self) -> dict[str, tuple[str, ...]]:
+        """All keys of `optimizer.params` that it has."""
+        return {**COMMON, **self.params}
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """Fields of `OptimizerConfig` that it reads and not every optimizer reads."""
+        return (*(name for names in self.params.values() for name in names), *self.fields)
+
+    def numbers(self, settings: OptimizerConfig) -> dict[str, Any]:
+        """The hyper-parameters of a parameter group, under torch's names."""
+        values = {key: tuple(getattr(settings, name) for name in names)
+                  for key, names in self.all_params.items() if key in GROUP_NUMBERS}
+        return {key: value if key == "betas" else value[0] for key, value in values.items()}
+
+
+MOMENTS = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",),
+           "bias_correction": ("adam_bias_correction",)}
+FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
+    OptimizerFacts(
+        "adam", ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"),
+        MOMENTS | {"adam_w_mode": ("decoupled_weight_decay",), "amsgrad": ("adam_amsgrad",)},
+        ("exp_avg", "exp_avg_sq")),
+    OptimizerFacts("sgd", ("SGD",), {"momentum": ("sgd_momentum",)}, ("momentum_buffer",),
+                   defaults={"sgd_momentum": 0.0}),
+    OptimizerFacts(
+        "lion", ("Lion", "FusedLion", "DeepSpeedCPULion"), {"betas": ("lion_beta1", "lion_beta2")},
+        ("exp_avg",), defaults={"lion_beta1": 0.9, "lion_beta2": 0.999}),
+    OptimizerFacts("adagrad", ("Adagrad", "DeepSpeedCPUAdagrad"), {"eps": ("adagrad_eps",)}, ("sum",)),
+    OptimizerFacts(
+        "lamb", ("Lamb", "FusedLamb"),
+        MOMENTS | {"eps_inside_sqrt": ("lamb_eps_inside_sqrt",), "max_coeff": ("lamb_max_coeff",),
+                   "min_coeff": ("lamb_min_coeff",)},
+        ("exp_avg", "exp_avg_sq"), ("lamb_form",), depends=NORMS))}
+
+SYNONYMS = {"adamw": "adam"}
+
+
+def facts_of(name: str) -> OptimizerFacts | None:
+    """The facts of an optimizer by the name of its flag; None of one that has no row."""
+    return FACTS.get(SYNONYMS.get(name, name))
+
+
+def optimizer_options(config: RunConfig) -> Iterator[str]:
+    """Options of one optimizer have no effect on another one."""
+    facts = facts_of(config.optimizer.optimizer)
+    if facts is None:
+        return
+    own = [f"optimizer.{name}" for name in facts.own_fields]
+    others = dict.fromkeys(f"optimizer.{name}" for other in FACTS.values() for name in other.own_fields
+                           if name not in facts.own_fields)
+    yield from given(config, others, "is not an option of [optimizer], which has "
+                                     f"{', '.join(map(flag, own))}. Remove it.")
+    yield from _adam_variants(config) if facts.name == "adam" else ()
+    if config.optimizer.lamb_min_coeff > config.optimizer.lamb_max_coeff:
+        yield "[lamb_min_coeff] is above [lamb_max_coeff]: no trust ratio is between them. Lower the minimum."
+
+
+def _adam_variants(config: RunConfig) -> Iterator[str]:
+    if config.optimizer.adam_amsgrad and not config.optimizer.adam_bias_correction:
+        yield ("[adam_amsgrad] is torch's, which corrects its moments, but [adam_bias_correction]. Remove "
+               "one of them.")

@@ -1,0 +1,131 @@
+"""The optimizer "lamb": Adam whose step is scaled, for each parameter, by the norm of the weight over that of
+the update (You et al. 2019, arXiv:1904.00962, algorithm 2).
+
+    m ← β₁ m + (1 - β₁) g            v ← β₂ v + (1 - β₂) g²
+    u = m / (√v + eps) + wd p        with the moments corrected first in the form "paper"
+    r = ‖p‖ / ‖u‖, 1 if one of them is 0, at least min_coeff, at most max_coeff
+    p ← p - lr c r u
+
+    form         c
+    "paper"      1
+    "deepspeed"  √(1 - β₂ᵗ) / (1 - β₁ᵗ): the correction multiplies the step. As r normalizes u, the first
+                 steps are smaller by c: 0.32, 0.15, 0.31, 0.80 at t = 1, 10, 100, 1000 with default betas
+
+The norms are those of the logical parameter, over all its parts. A packed weight, such as that of queries,
+keys and values, is one parameter with one r.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import OptimizerConfig
+from .optimizers import OPTIMIZERS
+
+Norms = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor]
+
+
+NUMBERS = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_coeff=10.0, min_coeff=0.01)
+
+
+@dataclass(frozen=True)
+class LambRule:
+    """What all groups have in common. bias_correction: off, c is 1 and moments are used as they are.
+
+    eps_inside_sqrt: √(v + eps) in place of √v + eps
+    """
+
+    form: str = "deepspeed"
+    bias_correction: bool = True
+    eps_inside_sqrt: bool = False
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB on contiguous fp32 parts of parameters; a step has one collective call of `reduce_norms`.
+
+    numbers: of all groups that have no others; the defaults are NUMBERS
+    reduce_norms(lists, parameters) → [lists, parameters]: norms of the logical parameters that `parameters`
+    are parts of, from the tensors of each list. None: each parameter is whole.
+    """
+
+    def __init__(self, params: Iterable, rule: LambRule = LambRule(), reduce_norms: Norms | None = None,
+                 **numbers: Any):
+        super().__init__(params, NUMBERS | numbers)
+        self.rule, self._reduce_norms = rule, reduce_norms or _norms_of_whole
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Update the parameters; returns the loss of `closure`. Collective, see `reduce_norms`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        parameters = [p for _, members in groups for p in members]
+        updates = [self._updates(group, members) if members else ([], 1.0) for group, members in groups]
+        of_weights, of_updates = self._reduce_norms([parameters, [u for us, _ in updates for u in us]],
+                                                    parameters)
+        # r, one number for each part of a parameter, on the device.
+        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+        for (group, members), (us, factor), of_group in zip(groups, updates,
+                                                            ratios.split([len(m) for _, m in groups])):
+            if members:
+                rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (-group["lr"] * factor)
+                torch._foreach_mul_(us, list(rates.unbind()))
+                torch._foreach_add_(members, us)
+        return loss
+
+    def _updates(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> tuple[list, float]:
+        """(u of each parameter, c), after the moments of a parameter group are updated."""
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        states = [self._state(p) for p in parameters]
+        for state in states:
+            state["step"] = int(state["step"]) + 1
+        step, grads = states[0]["step"], [p.grad for p in parameters]
+        m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(m, grads, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+        first, second = (1 - beta1**step, 1 - beta2**step) if self.rule.bias_correction else (1.0, 1.0)
+        factor = 1.0
+        if self.rule.form == "deepspeed":
+            factor, first, second = second**0.5 / first, 1.0, 1.0
+        # m̂ / (√v̂ + eps), in one buffer beside the state.
+        us = list(torch._foreach_mul(v, 1 / second))
+        if self.rule.eps_inside_sqrt:
+            torch._foreach_add_(us, eps)
+        torch._foreach_sqrt_(us)
+        if not self.rule.eps_inside_sqrt:
+            torch._foreach_add_(us, eps)
+        torch._foreach_reciprocal_(us)
+        torch._foreach_mul_(us, m)
+        torch._foreach_mul_(us, 1 / first)
+        if group["weight_decay"]:
+            torch._foreach_add_(us, list(parameters), alpha=group["weight_decay"])
+        return us, factor
+
+    def _state(self, p: torch.Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        return state
+
+
+def _norms_of_whole(lists: Sequence[Sequence[torch.Tensor]],
+                    parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    norms = [torch._foreach_norm(list(tensors), 2, torch.float64) for tensors in lists]
+    return torch.stack([torch.stack(list(of_list)).float() for of_list in norms])
+
+
+@OPTIMIZERS.register("lamb")
+def make_lamb(groups: list[dict], settings: OptimizerConfig, *,
+              reduce_norms: Norms | None = None) -> torch.optim.Optimizer:
+    """DeepSpeed's "Lamb", or the paper's with `settings.lamb_form`."""
+    rule = LambRule(settings.lamb_form, settings.adam_bias_correction, settings.lamb_eps_inside_sqrt)
+    return Lamb(groups, rule, reduce_norms, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2),
+                eps=settings.adam_eps, max_coeff=settings.lamb_max_coeff, min_coeff=settings.lamb_min_coeff)
+
+
+make_lamb.needs_norms = True

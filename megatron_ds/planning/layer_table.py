@@ -1,0 +1,77 @@
+"""A table of the layers of a model: parameters, and FLOPs of the forward of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config import RunConfig
+from ..models import MODELS, Layer
+from ..mpu.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """Layers that cost alike, over all ranks.
+
+    name        of the layer, or of the kind
+    count       number of layers
+    parameters  of all of them; tied weights count where they are first used
+    forward     FLOPs of their forward in one step; a backward has twice as many
+    again       FLOPs of recomputation in one step; None if it is of some blocks of each stage only
+    """
+
+    name: str
+    count: int
+    parameters: int
+    forward: float
+    again: float | None
+
+
+def layer_rows(config: RunConfig, samples: int, length: int, dropping: Sequence[int] = (), kept: int = 0, *,
+               each: bool = False) -> list[LayerRow]:
+    """The rows for a step over `samples` sequences of `length` tokens, in the order of the model.
+
+    dropping: numbers of the blocks that see only `kept` tokens of each sequence
+    each: a row for each layer; else for each kind
+    """
+    model, vocab = config.model, config.padded_vocab_size
+    layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
+    rows: dict[str, LayerRow] = {}
+    blocks = 0
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        drops = layer.is_block and blocks in dropping
+        blocks += layer.is_block
+        if layer.kind not in sizes:
+            sizes[layer.kind] = _parameters(layer)
+        flops = layer.flops(kept if drops else length, vocab)
+        again = _recomputed(config, layer, flops.total / 3, flops.scores / 3, layer is layers[-1])
+        name = layer.name if each else f"{layer.noun or layer.kind}{' (drops tokens)' if drops else ''}"
+        row = LayerRow(name, 1, sizes[layer.kind], samples * flops.total / 3,
+                       None if again is None else samples * again)
+        rows[name] = _joined(rows[name], row) if name in rows else row
+    return list(rows.values())
+
+
+def _parameters(layer: Layer) -> int:
+    return sum(p.spec.numel for p in layer.make().parameters() if not p.spec.tied_copy)
+
+
+def _recomputed(config: RunConfig, layer: Layer, forward: float, scores: float,
+                is_head: bool) -> float | None:
+    """FLOPs that the backward of a layer computes a second time, for one sequence; None if unknown."""
+    train = config.train
+    if is_head:
+        return forward if train.cross_entropy_chunks > 1 else 0.0
+    if not layer.is_block or train.recompute_granularity is None:
+        return 0.0
+    if train.recompute_num_layers is not None:
+        return None
+    return forward if train.recompute_granularity == "full" else scores
+
+
+def _joined(a: LayerRow, b: LayerRow) -> LayerRow:
+    again = None if a.again is None or b.again is None else a.again + b.again
+    return replace(a, count=a.count + b.count, parameters=a.parameters + b.parameters,
+                   forward=a.forward + b.forward, again=again)

@@ -1,0 +1,56 @@
+"""Lion and LAMB of whole parameters, from the formulas of their papers, in double precision."""
+
+import torch
+
+
+class Plain(torch.optim.Optimizer):
+    """Updates each parameter in double precision by `formula`, which returns the new p."""
+
+    def __init__(self, params, lr, betas, weight_decay=0.0, **more):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, **more))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("t", 0)
+                    state["t"] += 1
+                    p.copy_(self.formula(state.setdefault("p", p.double()), p.grad.double(), state, group))
+
+    def formula(self, p, g, state, group):
+        raise NotImplementedError
+
+
+class PlainLion(Plain):
+    """Chen et al. 2023, algorithm 2."""
+
+    def formula(self, p, g, state, group):
+        beta1, beta2 = group["betas"]
+        m = state.get("m", torch.zeros_like(p))
+        sign = torch.sign(beta1 * m + (1 - beta1) * g)
+        state["m"] = beta2 * m + (1 - beta2) * g
+        state["p"] = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * sign
+        return state["p"]
+
+
+class PlainLamb(Plain):
+    """You et al. 2019, algorithm 2 (paper=True), or as DeepSpeed has it; the ratio is in state["r"]."""
+
+    def __init__(self, params, lr, betas, weight_decay=0.0, eps=1e-8, paper=False, bounds=(0.01, 10.0)):
+        super().__init__(params, lr, betas, weight_decay, eps=eps, paper=paper, bounds=bounds)
+
+    def formula(self, p, g, state, group):
+        (beta1, beta2), t = group["betas"], state["t"]
+        state["m"] = m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
+        state["v"] = v = beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * g * g
+        if group["paper"]:
+            u, factor = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"]), 1.0
+        else:
+            u, factor = m / (v.sqrt() + group["eps"]), (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+        u = u + group["weight_decay"] * p
+        low, high = group["bounds"]
+        state["r"] = min(max(float(p.norm() / u.norm()) if p.norm() and u.norm() else 1.0, low), high)
+        state["p"] = p - group["lr"] * factor * state["r"] * u
+        return state["p"]

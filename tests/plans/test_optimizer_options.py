@@ -1,0 +1,100 @@
+"""Options of optimizers: which optimizer has which, what DeepSpeed's JSON gives, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ds.config import OptimizerConfig, parse
+from megatron_ds.config.optimizer_facts import COMMON, FACTS, NORMS
+from megatron_ds.errors import ConfigError
+from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer
+from megatron_ds.planning.rank_plan import _state_tensors
+
+MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
+         "--train-iters 10 --mock-data --micro-batch-size 1 --lr 1e-3").split()
+
+
+@pytest.fixture
+def read(tmp_path):
+    def configured(kind, *words, **params):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"optimizer": {"type": kind, "params": params}}))
+        return parse([*MODEL, "--deepspeed_config", str(path), *words], 1).optimizer
+    return configured
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_facts_are_those_of_the_optimizer(name):
+    """State, hyper-parameters of a group, and whether it asks for norms."""
+    settings, p = OptimizerConfig(), torch.nn.Parameter(torch.ones(64))
+    p.grad = torch.ones(64)
+    optimizer = OPTIMIZERS[name]([{"params": [p]}], settings)
+    optimizer.step()
+    assert {key for key, value in optimizer.state[p].items() if key != "step"} == set(FACTS[name].state)
+    numbers = FACTS[name].numbers(settings) | {"lr": 0.0, "weight_decay": 0.0}
+    group = optimizer.param_groups[0] | {"weight_decay": 0.0}
+    assert {key: group[key] for key in numbers} == numbers
+    assert _state_tensors(RegisteredOptimizer(name, settings)) == len(FACTS[name].state)       # of plans
+    assert getattr(OPTIMIZERS[name], "needs_norms", False) == (FACTS[name].depends == NORMS)
+    assert set(FACTS) == set(OPTIMIZERS.names())
+
+
+def test_names_of_deepspeed_choose_the_optimizer(read):
+    for facts in FACTS.values():
+        for kind in (*facts.types, facts.types[0].upper()):
+            assert read(kind).optimizer == facts.name
+    for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
+        with pytest.raises(ConfigError, match=f"'{kind}', which is not available: its gradients would be"):
+            read(kind)
+    with pytest.raises(ConfigError, match="'Sophia', which is not available. Available: Adam"):
+        read("Sophia")
+
+
+def test_keys_reach_the_options_of_their_optimizer(read):
+    lion = read("Lion", betas=[0.8, 0.7], weight_decay=0.3)
+    assert (lion.lion_beta1, lion.lion_beta2, lion.adam_beta1) == (0.8, 0.7, 0.9)
+    assert (read("Lion").lion_beta1, read("Lion").lion_beta2) == (0.9, 0.999)            # DeepSpeed's
+    assert read("Lion", "--lion-beta2", "0.5").lion_beta2 == 0.5
+    assert (read("Adagrad", eps=1e-3).adagrad_eps, read("Adagrad").adagrad_eps) == (1e-3, 1e-10)
+    assert read("Adam", eps=1e-3).adam_eps == 1e-3
+    lamb = read("Lamb", max_coeff=0.3, min_coeff=0.1, eps=1e-6, eps_inside_sqrt=True, betas=[0.8, 0.9])
+    assert (lamb.lamb_max_coeff, lamb.lamb_min_coeff, lamb.adam_eps, lamb.lamb_eps_inside_sqrt,
+            lamb.adam_beta1, lamb.adam_beta2) == (0.3, 0.1, 1e-6, True, 0.8, 0.9)
+    assert read("SGD").sgd_momentum == 0.0 and read("SGD", momentum=0.3).sgd_momentum == 0.3
+    assert read("Adam", amsgrad=True).adam_amsgrad
+
+
+@pytest.mark.parametrize("kind, params, says", [
+    ("Adam", {"max_coeff": 1}, '"optimizer.params.max_coeff" does not apply to the optimizer Adam, which has '
+                               "adam_w_mode, amsgrad, betas"),
+    ("Lamb", {"adam_w_mode": True}, "does not apply to the optimizer Lamb, which has betas, bias_c"),
+    ("Lion", {"eps": 1e-8}, "does not apply to the optimizer Lion, which has betas, lr, max_grad_norm"),
+    ("Lamb", {"freeze_step": 100}, "is of 1-bit optimizers"),
+    ("Lamb", {"max_coeff": 0.1, "min_coeff": 0.2}, "no trust ratio is between them"),
+    ("Adagrad", {"eps": 0}, "must be above 0"),
+    ("Adam", {"amsgrad": True, "bias_correction": False}, "which corrects its moments")])
+def test_keys_of_another_optimizer_are_refused_with_the_legal_ones(read, kind, params, says):
+    with pytest.raises(ConfigError) as error:
+        read(kind, **params)
+    assert says in str(error.value)
+
+
+def test_flags_of_another_optimizer_are_refused_with_the_legal_ones():
+    with pytest.raises(ConfigError) as error:
+        parse([*MODEL, "--optimizer", "lion", "--adam-beta2", "0.95"], 1)
+    assert str(error.value) == ("--adam-beta2 0.95 is not an option of --optimizer lion, which has "
+                                "--lion-beta1, --lion-beta2. Remove it.")
+    parse([*MODEL, "--optimizer", "lamb", "--adam-beta2", "0.95"], 1)
+    parse([*MODEL, "--optimizer", "adamw", "--adam-beta2", "0.95", "--amsgrad"], 1)
+    assert all(hasattr(OptimizerConfig, name) for facts in FACTS.values() for name in facts.own_fields)
+    assert all(name in COMMON for name in ("lr", "weight_decay"))
+
+
+def test_the_page_has_a_row_for_each_optimizer():
+    page = Path(__file__).parents[2].joinpath("docs/optimizers.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| `")}
+    for facts in FACTS.values():
+        assert f"| {4 * len(facts.state)} |" in rows[f"`{facts.name}`"]
+        assert all(f"`{kind}`" in rows[f"`{facts.name}`"] for kind in facts.types)
