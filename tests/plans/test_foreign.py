@@ -93,8 +93,7 @@ def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off)
 
 
 @pytest.mark.parametrize("key, value", [
-    ("optimizer.params.amsgrad", True),
-    ("gradient_allreduce_op", "sum"), ("autotuning", {"enabled": True}),
+    ("gradient_allreduce_op", "sum"), ("progressive_layer_drop", {"enabled": True}),
     ("activation_checkpointing.profile", True),
     ("zero_optimization.zero_quantized_weights", True),
     ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False),
