@@ -171,7 +171,8 @@ def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
         "--global-batch-size", str(w.global_batch), "--train-iters", "1000", "--lr", str(LEARNING_RATE),
         "--lr-decay-style", "constant", "--weight-decay", str(WEIGHT_DECAY), "--adam-beta1", str(BETAS[0]),
         "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS), "--clip-grad", str(CLIP), "--mock-data",
-        "--tokenizer-type", "NullTokenizer", *(["--bf16"] if dtype == "bf16" else []), *layout]
+        "--tokenizer-type", "NullTokenizer", *(["--bf16"] if dtype == "bf16" else []),
+        *(["--position-embedding-type", "rope"] if w.rotary else []), *layout]
 
 
 def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: ExitStack) -> Step:
@@ -188,11 +189,10 @@ def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: Ex
     engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))
     _load(engine, initial_weights(w), w)
     loader = Loader(Samples(w), GPTCollator(w.seq), micro_batch_size=w.micro_batch)
-    data = engine.mesh.group("dp", "cp")
 
     def step(i: int) -> float:
         progress = Progress(step=i, samples=i * w.global_batch)
-        batch = loader.batch(progress.samples, w.global_batch, data.rank, data.size)
+        batch = engine.batches.training(loader, progress, w.global_batch)
         return train_step(engine, batch, progress, learning_rate=LEARNING_RATE,
                           weight_decay=WEIGHT_DECAY).loss
 

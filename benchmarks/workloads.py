@@ -2,7 +2,8 @@
 losses must agree.
 
 S is a small GPT (14 M parameters), SV the same with GPT-2's vocabulary, M a GPT-2-small-like one (111 M), T a
-tiny one, to see whether a contestant runs. Tokens follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on
+tiny one, to see whether a contestant runs. L8K, L16K and L32K are S with one long sequence, a vocabulary of
+4,096 and rotary positions; of ours alone. Tokens follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on
 matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
 """
 
@@ -24,6 +25,7 @@ class Workload:
     micro_batch: int
     warmup: int          # steps before the clock starts
     steps: int           # measured steps
+    rotary: bool = False  # rotary positions in place of learned ones
 
 
 WORKLOADS = {w.name: w for w in (
@@ -35,6 +37,9 @@ WORKLOADS = {w.name: w for w in (
              warmup=1, steps=4),
     Workload("M", layers=12, hidden=768, heads=12, seq=512, vocab=32768, global_batch=8, micro_batch=2,
              warmup=1, steps=3),
+    *(Workload(f"L{thousands}K", layers=6, hidden=384, heads=6, seq=1024 * thousands, vocab=4096,
+               global_batch=1, micro_batch=1, warmup=1, steps=steps, rotary=True)
+      for thousands, steps in ((8, 4), (16, 2), (32, 1))),
 )}
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 SEED, NUM_BATCHES = 1234, 4

@@ -9,19 +9,22 @@ tensor-parallel ranks.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as of_torch
 
 from .errors import ConfigError
+from .host.waiting_tensors import WaitingTensor, WaitingTensors
 
 # Argument that is not supported → why it is not needed.
 REFUSED = {"partition_activations": "activations are not split over tensor-parallel ranks",
            "contiguous_checkpointing": "torch's allocator places activations",
-           "checkpoint_in_cpu": "activations stay on the device",
            "synchronize": "no step of recomputation needs it", "profile": "use torch.profiler"}
-_state = {"configured": False}
+_state: dict[str, bool] = {"configured": False, "in_cpu": False}
+_waiting = WaitingTensors()
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None,
@@ -31,6 +34,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
     """Check DeepSpeed's arguments. Raises ConfigError for those that are set and not supported.
 
     mpu_, num_checkpoints: have no effect
+    checkpoint_in_cpu: tensors of a GPU that are arguments of `checkpoint` wait in host memory
     deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments
     """
     block = dict(deepspeed_config.get("activation_checkpointing", {})) if isinstance(deepspeed_config,
@@ -46,7 +50,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
     if wrong := [key for key, value in requested.items() if value and key in REFUSED]:
         raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}"
                                     for key in wrong) + ". Remove it.")
-    _state["configured"] = True
+    _state.update(configured=True, in_cpu=bool(requested.get("checkpoint_in_cpu")))
 
 
 def is_configured() -> bool:
@@ -63,7 +67,19 @@ def checkpoint(function: Callable, *args: Any) -> Any:
 
     Does not re-enter autograd: parameters receive gradients also if no argument requires one.
     """
-    return of_torch.checkpoint(function, *args, use_reentrant=False)
+    with saved_tensors_hooks(_away, _back) if _state["in_cpu"] else nullcontext():
+        return of_torch.checkpoint(function, *args, use_reentrant=False)
+
+
+def _away(x: torch.Tensor) -> torch.Tensor | tuple[WaitingTensor, bool]:
+    return x if x.device.type == "cpu" else (_waiting.put(x, _waiting), x.requires_grad)
+
+
+def _back(kept: torch.Tensor | tuple[WaitingTensor, bool]) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    waiting, requires_grad = kept
+    return _waiting.take(waiting).requires_grad_(requires_grad)
 
 
 class CheckpointFunction:

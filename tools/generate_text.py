@@ -55,12 +55,16 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--merge-file", metavar="FILE", help="the same, for GPT2BPETokenizer")
     add("--ignore-eod", action="store_true", help="continue after the end-of-document token")
     add("--tensor-model-parallel-size", type=int, default=None, help="default: the number of processes")
+    add("--context-parallel-size", type=int, default=1, help="only 1: each rank holds whole sequences")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace, launch) -> int:
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number.")
+    if args.context_parallel_size != 1:
+        raise ConfigError(f"--context-parallel-size {args.context_parallel_size}: a key-value cache holds "
+                          "whole sequences on each rank. Use 1; checkpoints of every size load.")
     tp_size = args.tensor_model_parallel_size or launch.world_size
     if tp_size != launch.world_size:
         raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): "

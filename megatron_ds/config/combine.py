@@ -154,6 +154,12 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = replace(config, train=replace(train, recompute_num_layers=None))
     if train.recompute_granularity is None and train.recompute_num_layers == 1:    # Megatron's default
         config = _without(config, ("train.recompute_num_layers",), "nothing is recomputed")
+    config = _with_kept_inputs(config)
+    hidden, length = config.model.hidden_size, config.model.seq_length
+    if train.tiled_mlp == 0 and hidden and length and length <= hidden:
+        config = _without(config, ("train.tiled_mlp",),
+                          f"a tile has as many tokens as the hidden size, {hidden:,}, and a sequence has "
+                          f"{length:,}")
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype != "fp16":
         config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
@@ -175,6 +181,21 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir or --wandb-project")
     if config.checkpoint.save is None:
         config = _without(config, SAVING, "no checkpoint is written without --save DIR")
+    return config
+
+
+def _with_kept_inputs(config: RunConfig) -> RunConfig:
+    """How recomputed layers keep their inputs: a DeepSpeed JSON may have it without
+    recomputation."""
+    paths = ("train.checkpoint_in_cpu", "train.distribute_saved_activations")
+    if config.train.recompute_granularity != "full":
+        config = _without(config, _of_deepspeed(config, paths),
+                          "it does not turn recomputation on (--recompute-granularity full does)")
+    if config.parallel.sequence_parallel:
+        return _without(config, paths[1:], "with --sequence-parallel every rank keeps a slice of each "
+                                           "activation")
+    if config.parallel.tensor_model_parallel_size == 1:
+        return _without(config, paths[1:], "there is one tensor-parallel rank")
     return config
 
 

@@ -68,7 +68,8 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     document = JsonDocument(path, known_keys())
     _collect(document, "", block)
     for translate in (_declared, _fp16, translate_optimizer, translate_scheduler, _offload, _model_parallel,
-                      _tensorboard, _csv_monitor, translate_curriculum, translate_random_ltd):
+                      _tensorboard, _csv_monitor, _sparse_attention, translate_curriculum,
+                      translate_random_ltd):
         translate(document)
     return document
 
@@ -158,6 +159,13 @@ def _offload(document: JsonDocument) -> None:
         if document.take(f"zero_optimization.{key}"):
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
+
+
+def _sparse_attention(document: JsonDocument) -> None:
+    """A block without a mode has DeepSpeed's default."""
+    keys = [key for key in document.values if key.startswith("sparse_attention.")]
+    if keys and "sparse_attention.mode" not in keys:
+        document.give("model.sparse_attention", "fixed", "sparse_attention, as DeepSpeed's default")
 
 
 def _model_parallel(document: JsonDocument) -> None:

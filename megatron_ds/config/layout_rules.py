@@ -75,7 +75,7 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
     elif len(sizes) != 2 or sizes[0] * sizes[1] != c:
         yield ("[hierarchical_context_parallel_sizes] are not two numbers whose product is "
                "[context_parallel_size]: ranks that exchange tokens for heads × ranks that pass keys on. "
-               f"Use --hierarchical-context-parallel-sizes {either(f'{d} {c // d}' for d in divisors(c))}.")
+               f"Use --hierarchical-context-parallel-sizes {either([f'{d} {c // d}' for d in divisors(c)])}.")
     heads = model.num_attention_heads
     if not heads or heads % t:
         return

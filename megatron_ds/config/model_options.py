@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from .attention_options import AttentionOptions
 from .moe_options import MoEOptions
 from .option import option
+from .sparse_options import SparseOptions
 
 
 @dataclass(frozen=True)
-class ModelConfig(AttentionOptions, MoEOptions):
+class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")

@@ -29,6 +29,7 @@ from .messages import Rule, either, flag, problems_of, written
 from .moe_rules import MOE_RULES
 from .reading import Reading, Setting, attempt, reject
 from .run import RunConfig, Source, all_options
+from .sparse_rules import SPARSE_RULES
 from .training_rules import TRAINING_RULES
 
 
@@ -124,7 +125,7 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    own = (*LAYOUT_RULES, *ATTENTION_RULES, *MOE_RULES, *TRAINING_RULES, *DATA_RULES)
+    own = (*LAYOUT_RULES, *ATTENTION_RULES, *SPARSE_RULES, *MOE_RULES, *TRAINING_RULES, *DATA_RULES)
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []

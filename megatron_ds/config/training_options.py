@@ -205,11 +205,28 @@ class TrainConfig:
     recompute_num_layers: int | None = option(
         None, at_least=1, flags=["--activations-checkpoint-num-layers"],
         help="Layers of each stage that are recomputed. Default: all.")
-    cross_entropy_chunks: int = option(1, at_least=1,
+    checkpoint_in_cpu: bool = option(False, json="activation_checkpointing.cpu_checkpointing",
+        help="Inputs of fully recomputed layers wait in host memory for their backward. The copies run "
+             "beside the model. On a CPU they are there already.",
+        avoid="A layer must compute longer than its input is copied: s·b·h elements each way.")
+    distribute_saved_activations: bool = option(
+        False, switches={"--distribute-checkpointed-activations": True, "--partition-activations": True},
+        json="activation_checkpointing.partition_activations",
+        help="Each tensor-parallel rank keeps its part of the inputs of fully recomputed layers, which are "
+             "gathered in backward. With --sequence-parallel they are divided in any case.",
+        avoid="--sequence-parallel divides more activations, for fewer bytes sent.")
+    cross_entropy_chunks: int = option(1, at_least=0, switches={"--tiled-logits": 0},
         help="Compute the output head and the loss for this many parts of a micro-batch, one after another, "
-             "so that the logits of all its tokens never exist at once.",
+             "so that the logits of all its tokens never exist at once. 0 (--tiled-logits): as many that the "
+             "logits of a part are not larger than the hidden states that the head reads.",
         avoid="The head's forward runs twice; use it where the logits, tokens × vocabulary, decide the "
               "memory.")
+    tiled_mlp: int = option(1, at_least=0, alone=0, switches={"--no-tiled-mlp": 1}, unit="tiles",
+        help="Apply the feed-forward of each block to this many tiles of the sequence, one after another; "
+             "backward computes each tile again. Without a number: tiles of as many tokens as the hidden "
+             "size. What the feed-forward keeps then exists for one tile at a time.",
+        avoid="The feed-forward's forward runs twice; use it for sequences much longer than the hidden "
+              "size.")
     label_smoothing: float = option(0.0, at_least=0, below=1,
         help="Share of the target that is spread evenly over the rest of the vocabulary.")
     check_for_nan: str = option(

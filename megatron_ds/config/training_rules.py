@@ -287,8 +287,9 @@ def planning(config: RunConfig) -> Iterator[str]:
 def recomputation(config: RunConfig) -> Iterator[str]:
     """The choice of layers applies to full recomputation."""
     train = config.train
-    for path in ("train.recompute_method", "train.recompute_num_layers"):
-        if config.get(path) is not None and train.recompute_granularity != "full":
+    for path in ("train.recompute_method", "train.recompute_num_layers", "train.checkpoint_in_cpu",
+                 "train.distribute_saved_activations"):
+        if not config.is_default(path) and train.recompute_granularity != "full":
             yield (f"[{path}] has no effect without --recompute-granularity full. Add it, or remove "
                    f"{flag(path)}.")
     if train.recompute_method == "uniform" and (train.recompute_num_layers or 1) > 1:
@@ -296,6 +297,13 @@ def recomputation(config: RunConfig) -> Iterator[str]:
                "Use 1, or --recompute-method block, which recomputes that many layers of each stage.")
     if train.recompute_method == "block" and train.recompute_num_layers is None:
         yield "--recompute-method block needs the number of layers. Add --recompute-num-layers N."
+
+
+def tiles(config: RunConfig) -> Iterator[str]:
+    """Tiles of the feed-forward are of dense ones."""
+    if config.train.tiled_mlp != 1 and config.model.num_experts is not None:
+        yield ("[tiled_mlp] applies to dense feed-forwards, but [num_experts] gives layers experts, which "
+               "compute the rows of all tokens of an expert at once. Remove --tiled-mlp, or --num-experts.")
 
 
 def traces(config: RunConfig) -> Iterator[str]:
@@ -326,4 +334,5 @@ def profiles(config: RunConfig) -> Iterator[str]:
 
 
 TRAINING_RULES = (batch, evaluation_batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay,
-                  optimizer_options, number_format, checkpoints, recomputation, traces, profiles, planning)
+                  optimizer_options, number_format, checkpoints, recomputation, tiles, traces, profiles,
+                  planning)

@@ -92,7 +92,7 @@ KEYS = table(
         "it does not turn recomputation on (--recompute-granularity does), and how recomputed layers keep "
         "their input changes no number":
             "activation_checkpointing.contiguous_memory_optimization "
-            "activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations "
+            "activation_checkpointing.number_checkpoints "
             "activation_checkpointing.synchronize_checkpoint_boundary",
         "it is known how the layers of a model are split": "tensor_parallel.preset_model",
         "the tensor-parallel all-reduce always overlaps with the weight gradient":
@@ -147,12 +147,10 @@ KEYS = table(
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     },
     refused={
-        "activations stay on the device. Write --recompute-granularity full if they do not fit.":
-            "activation_checkpointing.cpu_checkpointing",
         "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
             "comms_logger compression_training eigenvalue elasticity memory_breakdown "
-            "progressive_layer_drop quantize_training sparse_attention "
+            "progressive_layer_drop quantize_training "
             "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
             "zero_optimization.zero_quantized_nontrainable_weights "
             "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",

@@ -33,8 +33,6 @@ MEGATRON_FLAGS = table(
         "recomputation has one implementation; --checkpoint-activations or --recompute-granularity turns it "
         "on":
             "--deepspeed-activation-checkpointing",
-        "with --sequence-parallel every rank keeps a slice of each activation":
-            "--distribute-checkpointed-activations --distribute-saved-activations",
         "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
         "weights are drawn where they are kept": "--init-model-with-meta-device",
         "gradients are averaged over the ranks": "--ddp-average-in-collective",
@@ -51,8 +49,6 @@ MEGATRON_FLAGS = table(
         "attention is not divided into chunks of a sequence. Remove it.":
             "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
             "--ds-sequence-parallel-fpdt-offloading",
-        "ranks that split a sequence are one group. Write --cp-comm-type p2p or a2a, and remove it.":
-            "--hierarchical-context-parallel-sizes",
         "multi-latent attention is not available. Remove it.":
             "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
             "--qk-pos-emb-head-dim --v-head-dim",
@@ -77,9 +73,9 @@ MEGATRON_FLAGS = table(
         "errors are not injected. Remove it.": "--error-injection-type",
         "torch's default decides how matrix products of bf16 are summed. Remove it.":
             "--disable-bf16-reduced-precision-matmul",
-        "activations stay on the device. Write --recompute-granularity full if they do not fit.":
-            "--checkpoint-in-cpu --cpu-offloading-num-layers --fine-grained-activation-offloading "
-            "--offload-modules",
+        "activations that are not recomputed stay on the device. Write --recompute-granularity full if they "
+        "do not fit, with --checkpoint-in-cpu if inputs of layers do not fit either.":
+            "--cpu-offloading-num-layers --fine-grained-activation-offloading --offload-modules",
         "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.":
             "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
         "write --finetune, which loads weights only and starts at the first step.":

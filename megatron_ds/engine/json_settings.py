@@ -41,7 +41,9 @@ from ..errors import ConfigError
 
 # Accepted options in addition to those of SECTIONS.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-         "logging.log_interval", "logging.tensorboard_dir", "logging.csv_monitor_dir")
+         "logging.log_interval", "logging.tensorboard_dir", "logging.csv_monitor_dir",
+         # of megatron_ds.checkpointing.configure, which takes the same JSON
+         "train.checkpoint_in_cpu", "train.distribute_saved_activations")
 QUIET = ("logging.", "profiler.", "parallel.")           # sections whose defaults ask for nothing
 SCRIPTED = "it is for pretrain_gpt.py, which has its own loop and log. Remove it."
 ADVICE = dict.fromkeys(("parallel.tensor_model_parallel_size", "parallel.context_parallel_size",

@@ -179,6 +179,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
         self.head_dim, self.rotary, self.recompute_core = d, rotary, False
+        self.context_ranks = ctx.cp.size
         self.num_heads = check_divides("num_attention_heads", n, ctx.tp, "each rank holds whole heads")
         self.num_groups = check_divides("num_query_groups", g, ctx.tp,
                                         "each rank holds whole groups of heads")
@@ -218,7 +219,10 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache for the rank's keys and values."""
+        """An empty cache for the rank's keys and values. Raises ConfigError under context parallelism."""
+        if self.context_ranks > 1:
+            raise ConfigError(f"generation with context_parallel_size={self.context_ranks}: a key-value "
+                              "cache holds whole sequences on each rank. Build the model with 1.")
         weight = self.linear_qkv.weight
         return KVCache(max_length, batch_size, self.num_groups, self.head_dim, dtype=weight.dtype,
                        device=weight.device)
@@ -266,7 +270,7 @@ class CoreAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
-        pattern, mask = seen_keys(self.pattern, batch)
+        pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
         return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None,
                          scoring=Scoring(sink=self.sink(self.heads(q)),

@@ -8,6 +8,7 @@ Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) 
 attention fills one of them.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,11 +21,15 @@ from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from ..ops.block_layout import BlockLayout
+from ..ops.sparse_layouts import block_layout, has_random_blocks
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import KVCache, Rotary, SelfAttention
 from .context_attention import make_core
+from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
+from .sequence_tiles import in_tiles, number_of_tiles
 
 
 class Block(nn.Module):
@@ -41,6 +46,7 @@ class Block(nn.Module):
         self.parallel_residual = config.use_parallel_residual
         self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
+        self.keep_input = input_keeper(ctx)
         self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
@@ -51,7 +57,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         """A cache excludes recomputation of the block, which would append to it twice."""
         if self.granularity == "full" and cache is None:
-            return recompute(self._forward, x, batch)
+            return recompute(self._forward, x, batch, keep=self.keep_input)
         return self._forward(x, batch, cache)
 
     def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
@@ -74,12 +80,14 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
     blocks = []
     for i, (experts, pattern) in enumerate(zip(config.experts, patterns(config, causal), strict=True)):
         name = f"{prefix}.{i}"
+        if config.sparse_attention is not None:
+            pattern = replace(pattern, layout=sparse_layout(config, name, ctx.seed, causal))
         blocks.append(Layer(
             name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern,
                     comm_type=ctx.comm_type(i)),
-            _kind(config, experts, pattern), is_block=True, recompute=ctx.recompute,
+            _kind(config, experts, pattern, ctx, i), is_block=True, recompute=ctx.recompute,
             noun="block with experts" if experts else "",
-            flops=partial(block_flops, config, experts, pattern=pattern)))
+            flops=partial(block_flops, config, experts, pattern=pattern, tiles=ctx.mlp_tiles)))
     return blocks
 
 
@@ -91,11 +99,23 @@ def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:
     return [window if has_window else whole for has_window in config.windowed]
 
 
-def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern) -> str:
-    """Layers of one kind cost the same: where numbers of experts differ, they are part of the name."""
+def sparse_layout(config: ModelConfig, name: str, seed: int, causal: bool) -> BlockLayout:
+    """Blocks that the heads of a layer see, of the longest sequence; shorter ones have its first blocks."""
+    key = (seed, name) if has_random_blocks(config) else ()
+    return block_layout(config, config.positions, config.num_attention_heads, causal, *key)
+
+
+def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern, ctx: ParallelContext,
+          layer: int) -> str:
+    """Layers of one kind cost the same: where numbers of experts differ, they are part of the name, and so
+    is how context-parallel ranks share attention."""
     is_pyramid = len({number for number in config.experts if number}) > 1
     kind = "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
-    return kind if pattern.is_plain else f"windowed_{kind}"
+    if pattern.layout is not None:
+        kind = f"sparse_{kind}"
+    elif not pattern.is_plain:
+        kind = f"windowed_{kind}"
+    return kind if len(set(ctx.cp_comm_type)) == 1 else f"{kind}_{ctx.comm_type(layer)}"
 
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
@@ -155,9 +175,15 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(width, config.hidden_size, ctx,
                                             name=f"{name}.linear_fc2",
                                             init_std=output_std, bias=config.add_bias_linear)
+        self.tiles, self.ranks = ctx.mlp_tiles, ctx.slice.tensor.size
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [s(/t), b, h] → the same shape. `batch` is not used."""
+        """x [s(/t), b, h] → the same shape, in `ctx.mlp_tiles` tiles. `batch` is not used."""
+        tiles = number_of_tiles(self.tiles, len(x) * self.ranks, x.shape[-1])
+        return in_tiles(self.of_tile, x, list(self.parameters()), min(tiles, len(x)))
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        """Some tokens: x [.., b, h] → the same shape."""
         return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
 
 
@@ -167,11 +193,12 @@ def output_std(config: ModelConfig) -> float:
 
 
 def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
-                pattern: AttentionPattern = CAUSAL) -> LayerFlops:
+                pattern: AttentionPattern = CAUSAL, tiles: int = 1) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
     window the scores within it.
 
-    A block with experts counts the k experts of a token, its dense part, and the router.
+    A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
+    feed-forward, as in `ParallelContext.mlp_tiles`
     """
     s, h = seq_length, config.hidden_size
     queries = config.num_attention_heads * config.head_dim
@@ -181,4 +208,5 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
              else config.ffn_size)
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * pattern.pairs(s) * queries
-    return LayerFlops(float(s * (projections + feed_forward)), scores)
+    again = s * feed_forward / 3 if number_of_tiles(tiles, s, h) > 1 else 0.0
+    return LayerFlops(float(s * (projections + feed_forward)), scores, again)

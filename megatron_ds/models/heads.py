@@ -21,7 +21,7 @@ from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
-from ..tensor_parallel.logits_in_chunks import LogitsInChunks
+from ..tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
 from .attention import KVCache
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
 from .layer import LayerFlops
@@ -66,8 +66,10 @@ def head_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
                 ctx: ParallelContext) -> HeadLogits:
     """x [s(/t), b, h], weight [Vp/t, h] → logits [s, b, Vp/t]; with `ctx.logit_chunks` their factors, which
     the loss multiplies."""
-    if ctx.logit_chunks > 1:
-        return LogitsInChunks(x, weight, bias, ctx.tp, ctx.sequence_parallel, ctx.logit_chunks)
+    rows = x.shape[0] * x.shape[1] * (ctx.tp.size if ctx.sequence_parallel else 1)
+    chunks = ctx.logit_chunks or suitable_chunks(rows, *reversed(weight.shape))
+    if chunks > 1:
+        return LogitsInChunks(x, weight, bias, ctx.tp, ctx.sequence_parallel, chunks)
     return column_linear(x, weight, bias, ctx.tp, ctx.sequence_parallel)
 
 

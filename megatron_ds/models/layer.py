@@ -34,10 +34,13 @@ class LayerFlops:
 
     weights  products with weights, whose backward has an input half and a weight half of equal cost
     scores   products without weights, such as attention scores and the sums that they weigh
+    again    of the forward, what the backward of the layer computes once more in any case, as for tiles of
+             the sequence; its products with weights then belong to the input half
     """
 
     weights: float = 0.0
     scores: float = 0.0
+    again: float = 0.0
 
     @property
     def total(self) -> float:
@@ -110,8 +113,12 @@ class HiddenDropout:
                 "picked": picked}
 
 
-def recompute(function: Callable, *args: object) -> torch.Tensor:
+def recompute(function: Callable, *args: object,
+              keep: Callable[..., Callable[[], torch.Tensor]] | None = None) -> torch.Tensor:
     """`function(*args)`, saving only `args` for backward, which calls `function` again.
+
+    keep: function of `args` that keeps the first of them; it returns a function that returns it again
+
 
     Full recomputation wraps a block and keeps its input [s, b, h]; selective wraps core attention, whose
     scores grow with s² and cost little to compute again (Korthikanti et al. 2022, arXiv:2205.05198, section
@@ -120,7 +127,12 @@ def recompute(function: Callable, *args: object) -> torch.Tensor:
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    if keep is None:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    again, (x, *others) = keep(*args), args
+    given = [x]
+    run = lambda: function(given.pop() if given else again(), *others)
+    return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
 
 def check_divides(what: str, number: int, tp: Group, reason: str) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config.model_options import ModelConfig
+from ..config.sparse_options import SPARSE_FIELDS
 from .architecture import MODELS
 from .attention import scaled_rotary_base
 
@@ -21,7 +22,7 @@ FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim",
                   "yarn_correction_range_round_to_int",
                   "apply_layernorm_1p", "use_parallel_residual", "window_size", "window_attn_skip_freq",
-                  "softmax_type")
+                  "softmax_type", *SPARSE_FIELDS)
 
 # The same, of positions that are in no weight: a model with such positions can be lengthened.
 POSITION_FIELDS = ("position_embedding_type", "positions", "rotary_base",

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, LayoutError
+from ..host.waiting_tensors import WaitingTensors
 from .group import Group, solo
 from .param_spec import ParamSpec
 from .sequence_ranks import SequenceRanks
@@ -134,10 +135,14 @@ class Recompute:
 
     granularity  None; "selective": core attention; "full": whole blocks
     num_layers   blocks of each pipeline stage that recompute, from its first; None for all
+    offload      inputs of recomputed blocks wait in host memory
+    partition    each tensor-parallel rank keeps a part of them, unless sequence parallelism divides them
     """
 
     granularity: str | None = None
     num_layers: int | None = None
+    offload: bool = False
+    partition: bool = False
 
     def __post_init__(self):
         if self.granularity not in GRANULARITIES:
@@ -162,7 +167,9 @@ class ParallelContext:
     seed               of dropout masks and token selection; initial weights have theirs in
                        `tensor_parallel.init`
     logit_chunks       parts of a micro-batch for which the head and the loss are computed one by one; 1: the
-                       head returns logits
+                       head returns logits; 0: as many as `tensor_parallel.logits_in_chunks` finds suitable
+    mlp_tiles          tiles of a sequence to which a dense feed-forward is applied one by one; 0: one for as
+                       many tokens as the hidden size
     zigzag             of `SequenceSlice`
     cp_comm_type       how context-parallel ranks share attention: of all layers, or of each
     cp_heads           context-parallel ranks that exchange tokens for heads, of layers with "a2a+p2p"
@@ -178,6 +185,7 @@ class ParallelContext:
     zigzag: bool = True
     cp_comm_type: tuple[str, ...] = ("p2p",)
     cp_heads: int = 1
+    mlp_tiles: int = 1
 
     def comm_type(self, layer: int) -> str:
         """How context-parallel ranks share the attention of a layer."""
@@ -209,6 +217,11 @@ class ParallelContext:
         tp, cp = self.tp, self.cp
         return SequenceSlice.of(tp=(tp.rank, tp.size), sequence_parallel=self.sequence_parallel,
                                 cp=(cp.rank, cp.size), zigzag=self.zigzag)
+
+    @cached_property
+    def waiting(self) -> WaitingTensors:
+        """Tensors of this rank that wait in host memory for their backward."""
+        return WaitingTensors()
 
     @property
     def sequence_group(self) -> Group | None:

@@ -9,7 +9,8 @@ Attention asks three questions of it, all answered from positions alone, without
 A layout of blocks may hide more, of each head other keys; then `mask` has all that is hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -40,6 +41,10 @@ class AttentionPattern:
     def is_plain(self) -> bool:
         """Whether there is no window and no layout: the pattern is causal, or hides nothing."""
         return self.layout is None and self.left is None and (self.causal or self.right is None)
+
+    def of_heads(self, heads: range) -> "AttentionPattern":
+        """That of some of the heads of the layout; the same object for the same heads."""
+        return self if self.layout is None or self.layout.is_alike else _of_heads(self, heads)
 
     def pairs(self, s: int) -> float:
         """Pairs of a query and a key that it sees, among s positions; a causal pattern has half of them, as
@@ -89,6 +94,11 @@ class AttentionPattern:
             closed = self.layout.hidden(queries, keys)
             hidden = closed if hidden is None else closed | hidden
         return hidden if hidden is None or hidden.dim() == 4 else hidden[None]
+
+
+@lru_cache(maxsize=1024)
+def _of_heads(pattern: AttentionPattern, heads: range) -> AttentionPattern:
+    return replace(pattern, layout=pattern.layout.of_heads(heads))
 
 
 CAUSAL, FULL = AttentionPattern(), AttentionPattern(causal=False)

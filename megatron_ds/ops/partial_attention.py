@@ -40,7 +40,8 @@ class PartialAttention:
                  sink: torch.Tensor | None = None):
         self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
         q, b, n, d = queries.shape
-        self.out = queries.new_zeros(b, q, n, d, dtype=torch.float32).transpose(1, 2)          # [b, n, q, d]
+        # In the memory order of the result, which is then no copy.
+        self.out = _heads(queries.new_zeros(q, b, n, d, dtype=torch.float32))                  # [b, n, q, d]
         self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
         if sink is not None:
             self.sums.copy_(sink[:, None])                  # a key of that score, whose value is zero
@@ -219,10 +220,10 @@ def _with_empty_rows(sums: torch.Tensor, bias: torch.Tensor | None) -> torch.Ten
 
 def _merge_(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
     """Merge another part into `out` and its log-sum-exp, in place. A part without keys has -inf."""
-    both = torch.logaddexp(sums, more_sums)
-    finite = _finite(both)
-    out.mul_((sums - finite).exp().unsqueeze(-1)).add_(more * (more_sums - finite).exp().unsqueeze(-1))
-    sums.copy_(both)
+    # exp(more_sums - both), exactly 1 for the first part
+    weight = torch.sigmoid(more_sums - sums).masked_fill_(more_sums == -math.inf, 0.0)
+    out.lerp_(more.float(), weight.unsqueeze(-1))
+    torch.logaddexp(sums, more_sums, out=sums)
 
 
 def _finite(sums: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,11 @@ from ..mpu.grid import Grid, ranks_in_short
 from ..mpu.group import RING_FACTOR
 from ..mpu.launch import Launch
 from ..pipeline.picture import draw
+from .context_text import context_text
 from .expert_text import expert_rows, experts_text, has_experts
 from .flops import model_flops, token_drop_savings
 from .keep_gathered import is_automatic
+from .plan_tables import in_bytes, in_large, in_short, table
 from .rank_plan import RankPlan
 from .run_model import boundary_shape, last_step
 from .run_plan import order
@@ -73,9 +75,9 @@ def _unchecked(config: RunConfig) -> Iterator[str]:
 
 def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
     """The whole text. unchecked: what a launch checks and the plan did not."""
-    experts = experts_text(plan, plan.rank_plan(plan.rank))
+    experts, context = experts_text(plan, plan.rank_plan(plan.rank)), context_text(plan)
     parts = (grid_text(plan.grid, plan.rank, is_tied(plan), has_experts(plan.config)), stages_text(plan),
-             experts, schedule_text(plan), memory_text(plan), traffic_text(plan), flops_text(plan),
+             context, experts, schedule_text(plan), memory_text(plan), traffic_text(plan), flops_text(plan),
              proof_text(plan), ["not checked:", *(f"  {line}" for line in unchecked)])
     return "\n\n".join(filter(None, ("\n".join(part) for part in parts)))
 
@@ -93,10 +95,15 @@ def grid_text(grid: Grid, rank: int, tied: bool, experts: bool = False) -> Itera
     tied: whether the embedding has a group. experts: whether the model has any
     """
     at = grid.coordinates(rank)
-    where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "pp", "dp"))
-    yield (f"grid: {grid.world_size:,} rank{'s' * (grid.world_size > 1)} = tensor {grid.tp} × pipeline "
-           f"{grid.pp} × data {grid.dp}, order {grid.order}; rank {rank} is {where}")
-    names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
+    axes = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
+    if grid.cp == 1:
+        del axes["cp"]
+    where = ", ".join(f"{axis} {at[axis]}" for axis in axes)
+    sizes = " × ".join(f"{name} {grid.size(axis)}" for axis, name in axes.items())
+    yield (f"grid: {grid.world_size:,} rank{'s' * (grid.world_size > 1)} = {sizes}, order {grid.order}; rank "
+           f"{rank} is {where}")
+    names = {axis: f"{axes[axis]} ({axis})" for axis in axes if axis != "dp"}
+    names |= {"dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
     names |= {"ep": "expert (ep)", "edp": "expert data (edp)"} if experts else {}
     names |= {"embd": "tied embedding (embd)"} if tied else {}
     rows = [["group", "size", "groups", f"of rank {rank}"]]
@@ -106,24 +113,28 @@ def grid_text(grid: Grid, rank: int, tied: bool, experts: bool = False) -> Itera
         count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
         rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
     yield from table(rows, last_left=True)
-    if grid.pp * grid.dp > 1:
+    if grid.pp * grid.dp * grid.cp > 1:
         yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
         yield from _picture(grid, at)
 
 
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
-    """The tensor groups: a row for each pipeline rank, a column for each data-parallel rank."""
-    columns = _some(grid.dp, at["dp"], 5)
-    rows = [["", *("…" if d is None else f"dp {d}" for d in columns)]]
+    """The tensor groups: a row for each pipeline rank, a column for each data- and context-parallel rank."""
+    columns = _some(grid.dp * grid.cp, at["dp"] * grid.cp + at["cp"], 5)
+    places = {i: dict(zip(("dp", "cp"), divmod(i, grid.cp))) for i in columns if i is not None}
+    names = [axis for axis in ("dp", "cp") if axis == "dp" or grid.cp > 1]
+    rows = [["", *("…" if i is None else " ".join(f"{axis} {places[i][axis]}" for axis in names)
+                   for i in columns)]]
     for pp in _some(grid.pp, at["pp"], 5):
         if pp is None:
             rows.append(["…"])
             continue
         row = [f"pp {pp}"]
-        for dp in columns:
-            ranks = () if dp is None else grid.group_of(grid.rank_of(pp=pp, dp=dp), "tp")
+        for i in columns:
+            ranks = () if i is None else grid.group_of(grid.rank_of(pp=pp, **places[i]), "tp")
             text = ranks_in_short(ranks) if ranks else "…"
-            row.append(f"[{text}]" if (pp, dp) == (at["pp"], at["dp"]) else f" {text} ")
+            here = i is not None and {"pp": pp, **places[i]}.items() <= at.items()
+            row.append(f"[{text}]" if here else f" {text} ")
         rows.append(row)
     return table(rows, indent="    ")
 
@@ -215,6 +226,8 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
         rows.append([name, *(value(p) for p in plans)])
         if name == "activations" and plan.device == "cuda":
             rows.append(["  in allocator segments", *(in_bytes(p.reserved) for p in plans)])
+        if name == "  of one micro-batch" and any(p.in_host for p in plans):
+            rows.append(["activations in host memory", *(in_bytes(p.in_host) for p in plans)])
         if name == "parameters" and has_experts(plan.config):
             rows.append(["  of these of experts", *(f"{p.of_experts:,}" for p in plans)])
         if name == "optimizer":
@@ -292,46 +305,3 @@ def proof_text(plan: WorldPlan) -> Iterator[str]:
     if others:
         yield (f"  also checked, one stage of each other kind: {', '.join(others)}. Stages send {shape}, "
                f"{plan.config.optimizer.params_dtype}")
-
-
-# ------------------------------------------------------------------ tables and numbers
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-LARGE = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ",
-          last_left: bool = False) -> list[str]:
-    """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
-    columns = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    is_left = lambda i: i < left or last_left and i == columns - 1
-    align = lambda i, cell: cell.ljust(widths[i]) if is_left(i) else cell.rjust(widths[i])
-    return [(indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip() for row in rows]
-
-
-def in_bytes(count: float) -> str:
-    """Four digits and a unit: 1.234 MiB, 12.34 MiB, 123.4 MiB."""
-    unit = 0
-    while count >= 1023.95 and unit < len(UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{_four_digits(count) if unit else f'{count:,.0f}'} {UNITS[unit]}"
-
-
-def in_large(count: float, unit: str = "") -> str:
-    """Four digits and a prefix of powers of 1000: 1.008 T, 12.30 G."""
-    for size, letter in LARGE:
-        if count >= size:
-            return f"{_four_digits(count / size)} {letter}{unit}"
-    return f"{count:,.0f} {unit}".rstrip()
-
-
-def _four_digits(number: float) -> str:
-    return f"{number:.{max(4 - len(str(int(number))), 0)}f}"
-
-
-def in_short(lines: Sequence[str], most: int) -> list[str]:
-    """About `most` lines at most: a line of dots stands for those in the middle."""
-    if len(lines) <= most + 1:
-        return list(lines)
-    head = (most + 1) // 2
-    return [*lines[:head], "  …", *lines[len(lines) - most + head:]]

@@ -1,6 +1,7 @@
 """The part of a dry run's text about layers with experts: parameters of a token, rows, all-to-all."""
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from ..config import RunConfig
 from ..models import Layer
@@ -31,18 +32,23 @@ def expert_rows(config: RunConfig) -> list[tuple[int, int, int | None]]:
     """(experts, planned rows, most rows) of a micro-batch on a rank, for layers of each number of experts.
 
     The most is None where the data do not change the number. Dropless: all tokens of all expert-parallel
-    ranks may choose experts of one rank, each as many as it has or as a token chooses.
+    ranks may choose experts of one rank, each as many as it has or as a token chooses. With a capacity these
+    ranks hold all of some sequences, or, fewer than context-parallel ranks, a part of them.
     """
-    model, ep = config.model, config.parallel.expert_model_parallel_size
-    tokens = config.train.micro_batch_size * model.seq_length                  # of an expert-parallel rank
+    model, ep, cp = config.model, config.parallel.expert_model_parallel_size, config.grid().cp
+    whole = config.train.micro_batch_size * model.seq_length
+    tokens = whole // cp                                                       # of an expert-parallel rank
     found = []
     for experts in sorted({number for number in model.experts if number}):
         capacity, local = Capacity.of(model, experts, training=True), experts // ep
         planned, most = tokens * model.moe_router_topk, ep * tokens * min(model.moe_router_topk, local)
         if capacity.factor is not None:
             sets = capacity.sets(config.train.micro_batch_size)
-            planned, most = (capacity.planned(sets, tokens // sets),
-                             experts * sets * capacity.rows(tokens // sets))
+            rows, seen = capacity.rows(whole // sets), min(ep, cp)
+            planned = capacity.planned(sets, whole // sets) // cp
+            most = local * ceil(ep / cp) * sets * min(rows, seen * tokens // sets)
+            if capacity.padded:
+                most = experts * sets * min(rows, tokens // sets)
         found.append((experts, most, None) if capacity.padded else (experts, planned, most))
     return found
 
@@ -52,7 +58,7 @@ def flops_of_rank(plan: WorldPlan, layers: Sequence[Layer]) -> float:
     config = plan.config
     samples = plan.microbatches * config.train.micro_batch_size
     per_sample = sum(layer.flops(config.model.seq_length, config.padded_vocab_size).total for layer in layers)
-    return samples * per_sample / plan.grid.tp
+    return samples * per_sample / plan.grid.size("tp", "cp")
 
 
 def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:

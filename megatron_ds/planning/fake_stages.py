@@ -37,6 +37,7 @@ from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import LayoutError
 from ..models import Layer, Loss, build_stage, build_stages, count_uses
+from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
 from ..mpu.mesh import Mesh
@@ -57,6 +58,7 @@ class StageRun:
     reserved   what torch's CUDA allocator reserves for `kept` alone (cuda_segments.py)
     traffic    forward and backward
     metrics    names that the layers add to the ledger
+    in_host    bytes that wait in host memory, beside `kept`
     """
 
     kept: int
@@ -65,6 +67,7 @@ class StageRun:
     reserved: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     metrics: frozenset[str] = frozenset()
+    in_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,22 +189,24 @@ class StageRunner:
             for microbatch in (1, 0):                           # 0 is the second: measured, and run backward
                 self.mesh.traffic.clear()
                 batches.append(planned_batch(self.config, self.device))
-                before = live.now()
+                before, waiting = live.now(), bytes_in_host(modules)
                 older = live.sizes()
                 losses.append(self._forward(stage, batches[-1], microbatch))
-            kept = live.now() - before
+            kept, waiting = live.now() - before, bytes_in_host(modules) - waiting
             newer = [nbytes for key, nbytes in live.sizes().items() if key not in older]
         if self.only_forward:
-            return StageRun(kept)
+            return StageRun(kept, in_host=waiting)
         del stage.live[1]
         self._backward(stage)
         traffic = Traffic()
         traffic.add_all(self.mesh.traffic)
         metrics = frozenset(entry.name for entry in stage.entries)
-        return StageRun(kept, *self._at_work(index, layers), reserved(newer), traffic, metrics)
+        return StageRun(kept, *self._at_work(index, layers), reserved(newer), traffic, metrics,
+                        waiting)
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
-        """(at_work, the workspace in it), on one layer of each sort: more layers only add to `kept`."""
+        """(at_work, the workspace in it), on one layer of each sort: more layers only add to `kept`. Of
+        recomputing blocks whose inputs wait in host memory two: one comes back while the other is at work."""
         modules = build_stage(self._one_of_each_sort(layers))
         stage, gradients = self._stage(index, modules), DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
@@ -219,13 +224,17 @@ class StageRunner:
             return live.peak - before - kept + held, held
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Recomputing blocks and the others are different sorts."""
+        """Recomputing blocks and the others are different sorts; two blocks whose inputs wait in host memory.
+        """
         chosen, blocks = {}, 0
         for layer in layers:
             most = layer.recompute.num_layers
             recomputes = layer.is_block and (most is None or blocks < most)
             blocks += layer.is_block
-            chosen.setdefault((layer.sort, recomputes), replace(
+            place = layer.sort, recomputes
+            if place in chosen and recomputes and layer.recompute.offload:
+                place = *place, "another"
+            chosen.setdefault(place, replace(
                 layer, recompute=replace(layer.recompute, num_layers=None if recomputes else 0)))
         return list(chosen.values())
 

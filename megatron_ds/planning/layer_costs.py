@@ -94,22 +94,24 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
     for kind, layer in layers.items():
         flops = layer.flops(model.seq_length, vocab)
         third, scores = flops.total / 3, flops.scores / 3                      # scores have no weight half
-        cost = LayerCost(third, third + scores, third - scores)
+        # What backward computes again by itself has the gradients of its weights in the same loop.
+        cost = LayerCost(third, third + scores + 2 * flops.again, third - scores - flops.again)
         # With recompute_num_layers only the first blocks of each stage recompute; before the cut they are
         # unknown.
         if layer.is_block and train.recompute_granularity and train.recompute_num_layers is None:
-            again = cost.forward if train.recompute_granularity == "full" else scores
+            again = cost.forward - flops.again if train.recompute_granularity == "full" else scores
             cost = replace(cost, input_grad=cost.input_grad + again)
-        if kind == head and train.cross_entropy_chunks > 1:      # the product again; one loop for gradients
+        if kind == head and train.cross_entropy_chunks != 1:     # the product again; one loop for gradients
             cost = LayerCost(cost.forward, cost.forward + cost.input_grad + cost.weight_grad, 0.0)
         costs[kind] = cost
     return costs
 
 
 def _by_parameters(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    whole = _by_kind(MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta"))))
-    count = lambda kind: float(sum(p.numel() for p in whole[kind].make().parameters()))
-    return {kind: LayerCost(*[count(kind)] * 3) for kind in layers}
+    on_one_rank = MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta")))
+    whole = {layer.name: layer for layer in on_one_rank}
+    count = lambda layer: float(sum(p.numel() for p in whole[layer.name].make().parameters()))
+    return {kind: LayerCost(*[count(layer)] * 3) for kind, layer in layers.items()}
 
 
 def _uniform(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
@@ -268,7 +270,8 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
                         m.moe_pad_expert_input_to_capacity, dense_width(m), config.grid().ep],
             "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
             "recompute": train.recompute_granularity, "cross_entropy_chunks": train.cross_entropy_chunks,
-            "tensor_parallel": parallel.tensor_model_parallel_size,
+            "mlp_tiles": train.tiled_mlp, "tensor_parallel": parallel.tensor_model_parallel_size,
             "pipeline_parallel": parallel.pipeline_model_parallel_size,
+            "context_parallel": [parallel.context_parallel_size, *parallel.cp_comm_type],
             "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
             "device": chip}

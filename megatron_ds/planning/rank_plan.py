@@ -5,7 +5,7 @@ The same functions compute the layout of the state (`zero.set_plan`) and its byt
 real run; here they are called for any rank of a world of any size. Activations come from `fake_stages`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +16,7 @@ from ..config import RunConfig
 from ..moe.balance import balances_of
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
-from ..mpu.group import Traffic, solo
+from ..mpu.group import Group, Traffic, solo
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import SENDS, Program
@@ -35,7 +35,7 @@ from ..zero.prediction import (
     predict_sets,
     predict_traffic,
 )
-from ..zero.set_plan import ParameterUse, SetPlan, is_tied, plan_parameters
+from ..zero.set_plan import ParameterUse, SetPlan, is_tied, norm_entries, plan_parameters
 from ..zero.settings import ZeroSettings
 from ..zero.shard_optimizer import ShardOptimizer, make_leaf
 from .fake_stages import FakeStage, most_kept
@@ -55,6 +55,7 @@ class RankPlan:
     kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
     reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
+    in_host     activations in host memory, at the maximum; not in `kept` and not in `peak`
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankPlan:
     traffic: Traffic
     of_experts: int = 0
     reserved: int = 0
+    in_host: int = 0
 
     @property
     def peak(self) -> int:
@@ -106,13 +108,16 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     dtype = DTYPES[config.optimizer.params_dtype]
     specs = {p.spec.name: p.spec for p in parameters}
     sizes = ElementBytes(dtype.itemsize, settings.grad_dtype.itemsize,
-                         lambda name: _state_tensors(group_of(specs[name], settings.param_groups).optimizer))
+                         lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0])
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
     # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
     # `training.step_metrics`: fp64, four numbers and two for each name), of the routers' memories (int64, a
     # number for each expert), of the layers and between stages.
     traffic = _state_traffic(config, settings, groups, plans, parameters, gathers, microbatches)
+    for group, num_bytes in _norms_sent(plans, parameters, settings, groups):
+        if group.size > 1:
+            traffic.add("all_reduce", group.axes, group.size, num_bytes)
     remembered = sum(balance.num_experts for balance in balances_of(stage.modules for stage in stages))
     for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
                                   ("dp-cp", groups.data.size, 8 * remembered),
@@ -138,18 +143,28 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
         {where: count for where, count in places.items() if where != "device"}, buffers,
         most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
         sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES),
-        most_kept(program, {stage.index: stage.run.reserved for stage in stages}))
+        most_kept(program, {stage.index: stage.run.reserved for stage in stages}),
+        most_kept(program, {stage.index: stage.run.in_host for stage in stages}))
 
 
 @cache
-def _state_tensors(optimizer: MakeOptimizer) -> int:
-    """Number of fp32 tensors that an optimizer keeps for each weight, counted on a small weight."""
+def _tried(optimizer: MakeOptimizer) -> tuple[int, int]:
+    """Of an optimizer, on a small weight: (fp32 tensors that it keeps for each weight, norms of each that it
+    asks for in a step)."""
     spec = ParamSpec("w", (8, 8), Init("zeros"))
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64), shape=spec.shape)
     group = ParamGroup("all", lambda spec: True, optimizer)
     norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], DataGroups({DATA_AXES: solo()}),
                            torch.device("cpu"))
-    return len(list(ShardOptimizer([group], [leaf], norms).state_of(leaf)))
+    return len(list(ShardOptimizer([group], [leaf], norms).state_of(leaf))), norms.lists
+
+
+def _norms_sent(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,
+                groups: DataGroups) -> Iterator[tuple[Group, int]]:
+    """(group, bytes) of the all-reduces of a step with which optimizers get norms of parameters."""
+    norms = ParameterNorms(norm_entries(plans, parameters, settings, groups), groups, torch.device("cpu"))
+    for optimizer in dict.fromkeys(g.optimizer for g in settings.param_groups if g.needs_norms):
+        yield from norms.sent(_tried(optimizer)[1])
 
 
 def _gathers(config: RunConfig, plans: Sequence[SetPlan], use: ParameterUse,

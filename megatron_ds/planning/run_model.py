@@ -25,9 +25,10 @@ def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
     parallel = config.parallel
     ctx = ParallelContext(mesh, parallel.sequence_parallel, precision, mesh.device, train.seed,
-                          Recompute(train.recompute_granularity, train.recompute_num_layers),
+                          Recompute(train.recompute_granularity, train.recompute_num_layers,
+                                    train.checkpoint_in_cpu, train.distribute_saved_activations),
                           train.cross_entropy_chunks, config.is_zigzag, parallel.cp_comm_type,
-                          parallel.hierarchical_context_parallel_sizes[0])
+                          parallel.hierarchical_context_parallel_sizes[0], train.tiled_mlp)
     # Layers of some pipeline stages alone may ask for these groups, so all ranks connect them here.
     _ = ctx.sequence_ranks
     if "a2a+p2p" in parallel.cp_comm_type:

@@ -143,9 +143,10 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
     train, length, drop = config.train, config.model.seq_length, make_token_drop(config)
     kept = drop.kept_at(last_step(config), length) if drop else 0
     blocks = [layer.flops(kept if layer.drops_tokens else length, 0) for layer in layers if layer.is_block]
-    again = {None: lambda flops: 0.0, "full": lambda flops: flops.total / 3,
-             "selective": lambda flops: flops.scores / 3}[train.recompute_granularity]
-    return sum(again(flops) for flops in blocks[:train.recompute_num_layers])
+    again = {None: lambda flops: flops.again, "full": lambda flops: flops.total / 3,
+             "selective": lambda flops: flops.scores / 3 + flops.again}[train.recompute_granularity]
+    most = len(blocks) if train.recompute_num_layers is None else train.recompute_num_layers
+    return sum(map(again, blocks[:most])) + sum(flops.again for flops in blocks[most:])
 
 
 def wire_bytes(plan: RankPlan) -> float:

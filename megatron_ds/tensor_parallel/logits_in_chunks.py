@@ -5,10 +5,20 @@
     backward, each chunk            logits again           dlogits over them     dx     dW, db summed up
 
 It keeps x and two numbers per token in place of [s b, V'/t] logits, and works in the memory of one chunk. The
-price is a second product with the weight: a third more time in the head. (A single pass would need the
-gradient of the loss in forward, before the scale of the loss and the turn of the weight's gradient are
-known.) The idea is that of recomputation within a layer; Wijmans et al. 2024 (arXiv:2411.09009) have the same
-for one kernel.
+price is a second product with the weight: a third more time in the head. The idea is that of recomputation
+within a layer; Wijmans et al. 2024 (arXiv:2411.09009) have the same for one kernel.
+
+The other way is one pass: each chunk's dlogits, dx and share of dW in forward, before the next chunk (Hsu et
+al. 2024, arXiv:2410.10989; Bekman et al. 2025, arXiv:2506.13996, section 3.1). It saves the second product,
+but
+
+    memory   dW waits for the backward of the loss in a buffer of its own, 4 V'/t h bytes for each
+             micro-batch that is alive; here the products are added to the main gradient
+    fp16     dlogits are rounded before the scale of the loss, and small ones become 0
+    order    the weight half of a split backward would run in forward, and evaluation would compute gradients
+
+Note: sums. The loss of each token is returned, and the caller weighs all tokens at once: a mean of means over
+chunks would give the tokens of a chunk with few counted ones more weight.
 """
 
 from collections.abc import Iterator
@@ -23,6 +33,16 @@ from ..ops.logits import cross_entropy_facts, cross_entropy_gradient_
 from ..ops.product import affine_into, product_into
 from .cross_entropy import own_columns, target_weights, token_losses
 from .weight_grad import GradientSum
+
+# Rows of a suitable chunk: fewer leave the processors of a GPU or a CPU idle, more only take memory.
+FEWEST_ROWS, MOST_ROWS = 256, 4096
+
+
+def suitable_chunks(rows: int, hidden: int, columns: int) -> int:
+    """Number of chunks of which the logits [.., columns] are not larger than x [rows, hidden], or have
+    FEWEST_ROWS rows."""
+    each = min(max(rows * hidden // columns, FEWEST_ROWS), MOST_ROWS)
+    return max(1, -(-rows // each))
 
 
 @dataclass(frozen=True)

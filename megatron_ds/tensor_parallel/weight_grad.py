@@ -17,7 +17,8 @@ begin() returned, which computes: the same functions on the same tensors as in a
 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -33,7 +34,7 @@ def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
     The returned function gives what autograd receives as the gradient.
     """
     queue = getattr(weight, "grad_queue", None)
-    if queue is None:
+    if queue is None or hasattr(weight, "grad_sums"):
         return begin()
     queue.append((weight, begin))
     return nothing
@@ -44,7 +45,13 @@ def nothing() -> None:
 
 
 def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
-    """Add dyᵀ x to the weight's main gradient and return None; without one, return the product."""
+    """Add dyᵀ x to the weight's main gradient and return None; without one, return the product.
+
+    Inside `gradient_sums` it is added to the sum.
+    """
+    if hasattr(weight, "grad_sums"):
+        weight.grad_sums.add_product(weight, x, dy)
+        return None
     main_grad = _main_grad_of(weight)
     if main_grad is None:
         return product(dy.t(), x)
@@ -87,6 +94,48 @@ class GradientSum:
         main_grad.add_(self._sum)
         self.weight.grad_ready()
         return None
+
+
+class GradientSums:
+    """Gradients of parameters that are computed part by part: each is one contribution in the end."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self._parameters = parameters
+        self._products: dict[torch.Tensor, GradientSum] = {}
+        self._others: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add_product(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+        """Add dyᵀ x to the sum of a weight, for x [n, in] and dy [n, out]."""
+        if weight not in self._products:
+            self._products[weight] = GradientSum(weight)
+        self._products[weight].add(x, dy)
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients that autograd returned for the parameters, None for products; in fp32."""
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and self._others[i] is None:
+                self._others[i] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            elif gradient is not None:
+                self._others[i].add_(gradient)
+
+    def deliver(self) -> list[torch.Tensor | None]:
+        """Once, at the end: what autograd receives as the gradients of the parameters."""
+        return [self._products[p].deliver() if p in self._products else other if other is None else
+                other.to(p.dtype) for p, other in zip(self._parameters, self._others)]
+
+
+@contextmanager
+def gradient_sums(parameters: Sequence[torch.Tensor]) -> Iterator[GradientSums]:
+    """Inside, linear layers add the gradients of these weights to the sums, which are to be delivered after
+    it. In a split backward the products are computed in the input half, and added in the weight half."""
+    sums = GradientSums(parameters)
+    for p in parameters:
+        p.grad_sums = sums
+    try:
+        yield sums
+    finally:
+        for p in parameters:
+            del p.grad_sums
 
 
 def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,

@@ -43,7 +43,8 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
         kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype],
-                     used_operations(config, mesh.device.type)), _zero(engine), _memory(engine), "",
+                     used_operations(config, mesh.device.type)), _zero(engine), _memory(engine),
+        *filter(None, (kept_inputs_text(config, mesh.device.type),)), "",
         values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))
 
 
@@ -51,6 +52,15 @@ def _memory(engine: Engine) -> str:
     counts = asdict(engine.optimizer.memory()) | _activations(engine)
     listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
     return f"memory of rank 0 (MiB): {', '.join(listed)}"
+
+
+def kept_inputs_text(config: RunConfig, device: str) -> str:
+    """Where inputs of recomputed layers wait, in one line; empty if on the device, as usual."""
+    if not config.train.checkpoint_in_cpu:
+        return ""
+    if device == "cpu":
+        return "--checkpoint-in-cpu has no effect: the memory of this device is that of the host"
+    return "inputs of recomputed layers wait in host memory"
 
 
 def _activations(engine: Engine) -> dict[str, int]:

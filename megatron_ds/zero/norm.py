@@ -26,7 +26,7 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,6 +163,7 @@ class ParameterNorms:
 
     def __init__(self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device):
         self._groups, self._device = groups, device
+        self.lists = 0          # of the last call
         self._position = {entry.spec.name: i for i, entry in enumerate(entries)}
         self._indices: dict[tuple[str, ...], torch.Tensor] = {}
         tied = sorted((entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied)
@@ -184,6 +185,7 @@ class ParameterNorms:
 
         lists: of tensors, one for each of `parameters`: the parts themselves, their updates, ...
         """
+        self.lists = len(lists)
         squares = torch.zeros(len(lists), len(self._position), dtype=torch.float64, device=self._device)
         names = tuple(p.spec.name for p in parameters)
         if names not in self._indices:      # copied to the device once, for the same come in every step
@@ -194,6 +196,16 @@ class ParameterNorms:
             norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(len(lists), -1)
             squares.index_add_(1, index, norms.square())
         return self._sum(squares)[:, index].sqrt().float()
+
+    def sent(self, lists: int) -> Iterator[tuple[Group, int]]:
+        """(group, bytes) of each all-reduce of a call with this many lists."""
+        whole = 8 * lists * len(self._position)
+        if self._sums_over_data:
+            yield self._groups.data, whole
+        if self._groups.tp.size > 1 and whole:
+            yield self._groups.tp, whole
+        if len(self._tied):
+            yield self._groups.tied, 8 * lists * len(self._tied)
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         # Parameters that are whole on every data-parallel rank have their sum already.

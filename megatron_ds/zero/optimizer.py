@@ -23,13 +23,11 @@ from torch import nn
 
 from ..mpu.collectives import barrier
 from ..mpu.param_spec import ParamSpec
-from ..optim import group_of
 from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
 from .gathering import LayerGathering
 from .norm import (
-    NormEntry,
     ParameterNorms,
     count_zeros,
     report_divergence,
@@ -40,7 +38,7 @@ from .offload import OffloadedUpdate
 from .param_store import Draw
 from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
-from .set_plan import ParameterUse, is_tied, plan_parameters
+from .set_plan import ParameterUse, norm_entries, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .tiers import DEVICE, open_tiers
@@ -110,7 +108,10 @@ class ZeroOptimizer:
                            for stage in use.layers}
         self._tied = TiedGradients(self.sets, groups)
         leaves = [leaf for s in self.trained for leaf in s.resident]
-        self.resident = ShardOptimizer(settings.param_groups, leaves, self._norms())
+        norms = None                # of parameters, for optimizers that ask for them
+        if any(group.needs_norms for group in settings.param_groups):
+            norms = ParameterNorms(norm_entries(plans, parameters, settings, groups), groups, self.device)
+        self.resident = ShardOptimizer(settings.param_groups, leaves, norms)
         self._of_offloaded = {id(leaf.tensor): group.optimizer
                               for group in self.offloaded.groups for leaf in group.leaves}
 
@@ -343,14 +344,6 @@ class ZeroOptimizer:
                                [[gathers[unit] for unit in s.store.units] for s in self.sets], self.exchange,
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize)
         return Counter({(operation, axes): count for (operation, axes, _), count in sent.bytes.items()})
-
-    def _norms(self) -> ParameterNorms | None:
-        """Handed to optimizers that ask for norms; None if none does."""
-        groups = self.settings.param_groups
-        entries = [NormEntry(p.spec, s.plan.reduced_over, s.store.sharded, is_tied(p, self.groups))
-                   for s in self.trained for p in s.parameters if group_of(p.spec, groups).needs_norms]
-        asked = any(group.needs_norms for group in groups)
-        return ParameterNorms(entries, self.groups, self.device) if asked else None
 
     def _optimizer_of(self, leaf: Leaf) -> ShardOptimizer:
         return self._of_offloaded.get(id(leaf.tensor), self.resident)

@@ -28,6 +28,7 @@ from ..mpu.param_spec import DATA_AXES
 from ..optim import group_of
 from .data_groups import Axes, DataGroups
 from .layout import Layout, plan_layout, plan_whole_layout
+from .norm import NormEntry
 from .settings import ShardPolicy, ZeroSettings
 from .tiers import DEVICE
 
@@ -136,6 +137,14 @@ def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, 
                           not p.requires_grad, *places.get(p, (None, 0)), whole))
     sizes = {axes: group.size for axes, group in groups.by_axes.items()}
     return plan_sets(facts, settings, sizes, groups.inner.size if groups.inner else None)
+
+
+def norm_entries(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,
+                 groups: DataGroups) -> list[NormEntry]:
+    """The parameters whose optimizers ask for norms. parameters: to which the indices in the plans refer."""
+    trained = [(plan, parameters[i]) for plan in plans if not plan.frozen for i in plan.members]
+    return [NormEntry(p.spec, plan.reduced_over, plan.policy.optimizer is not None, is_tied(p, groups))
+            for plan, p in trained if group_of(p.spec, settings.param_groups).needs_norms]
 
 
 def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:

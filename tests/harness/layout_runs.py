@@ -150,6 +150,7 @@ def counted_calls():
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, method in (("attention", CoreAttention, "forward"), ("mlp", MLP, "forward"),
+                                    ("tile", MLP, "of_tile"),
                                     ("read", Loader, "_make"), ("packed", PackedDataset, "__getitem__"),
                                     ("fim", FillInMiddle, "_rearranged"),
                                     ("logits in chunks", LogitsInChunks, "cross_entropy")):

@@ -13,12 +13,13 @@ import torch
 
 from megatron_ds.config.attention_options import AttentionOptions
 from megatron_ds.config.moe_options import MoEOptions
+from megatron_ds.config.sparse_options import SparseOptions
 
 PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
 
 
 @dataclass(frozen=True)
-class TinyConfig(AttentionOptions, MoEOptions):
+class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 
@@ -254,7 +255,11 @@ def plain_slopes(n):
 
 
 def _outside_window(config, layer, s):
-    """bool [s, s]: the keys that Megatron's window hides from each query of this layer."""
+    """bool [s, s]: the keys that Megatron's window, or DeepSpeed's of blocks, hides from each query of this
+    layer."""
+    if config.sparse_attention == "local":
+        block = torch.arange(s) // config.sparse_block
+        return (block - block[:, None]).abs() > config.sparse_num_sliding_window_blocks // 2
     freq = config.window_attn_skip_freq
     if config.window_size is None or freq and freq.isdigit() and (layer + 1) % int(freq) == 0:
         return torch.zeros(s, s, dtype=torch.bool)

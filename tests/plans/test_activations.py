@@ -19,7 +19,13 @@ from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.cpu.widened_products import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.fake_stages import StageRunner, without_memory
-from megatron_ds.planning.run_model import DTYPES, boundary_shape, describe_layers, loss_function
+from megatron_ds.planning.run_model import (
+    DTYPES,
+    boundary_shape,
+    describe_layers,
+    loss_function,
+    parallel_context,
+)
 from megatron_ds.planning.run_plan import PipelineShape, plan_run
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.build import build_engine
@@ -41,10 +47,11 @@ RECOMPUTE = {"kept": [], "selective": ["--recompute-granularity", "selective"],
              "some": ["--recompute-granularity", "full", "--recompute-num-layers", "1"]}
 
 
-def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[int, int, int]:
+def kept(job: list[str], ranks: int, layers: slice, apart: bool = False) -> tuple[int, int, int]:
     """(measured, by the closed form, planned) bytes of a micro-batch on a stage of these layers, on a CPU."""
-    config = parse([*JOB, *job, *(["--reset-attention-mask"] if apart else [])], world_size=tp)
-    model, train, mesh = config.model, config.train, fake_mesh(Grid.fit(tp, tp=tp), tp - 1, "cpu")
+    config = parse([*JOB, *job, *(["--reset-attention-mask"] if apart else [])], world_size=ranks)
+    model, train, mesh = config.model, config.train, fake_mesh(config.grid(), ranks - 1, "cpu")
+    part = parallel_context(config, mesh).slice
     model_layers = describe_layers(config, mesh)
     stage_layers = model_layers[layers]
     modules = build_stage(stage_layers)
@@ -60,11 +67,11 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
             batch = MODELS[model.model].data.blank(b, s).keeping(make_token_drop(config), 0)
             if apart:
                 batch = replace(batch, document_ids=torch.arange(s).expand(b, -1) // 9)
-            batches.append(batch)
+            batches.append(batch.cut(part))
             given = alive.now()
             x = (None if stage.is_first else torch.zeros(boundary_shape(config),
                                                          dtype=DTYPES[config.optimizer.params_dtype]))
-            output = stage.forward(k, batch, x, 1.0)
+            output = stage.forward(k, batches[-1], x, 1.0)
             losses += [output] if last else []
             del x, output
             measured = alive.now() - given
@@ -74,7 +81,8 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
 def workload(config, device: str, apart: bool = False) -> Workload:
     model, p, drop = config.model, config.parallel, make_token_drop(config)
     tp = p.tensor_model_parallel_size
-    return Workload(model, config.train.micro_batch_size, model.seq_length, tp, p.sequence_parallel,
+    length = model.seq_length // p.context_parallel_size
+    return Workload(model, config.train.micro_batch_size, length, tp, p.sequence_parallel,
                     DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device, apart,
                     drop and drop.kept_at(0, model.seq_length), config.train.cross_entropy_chunks == 1)
 
@@ -205,6 +213,8 @@ def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
 
 
 @pytest.mark.parametrize("style, features", [
+    ("gpt", "--sparse-attention fixed --sparse-block 8"),
+    ("gqa", "--sparse-attention local --sparse-block 8 --bf16"),
     ("gpt", "--window-size 10,0"), ("gqa", "--window-size 100,0 --window-attn-skip-freq 2"), ("llama",
      "--window-size 20,0 --softmax-type learnable"), ("bert", "--window-size 10,5 --bf16"),
     ("llama", "--softmax-type off-by-one --bf16"), ("gpt", "--window-size 6,0 --softmax-type learnable")])
@@ -231,6 +241,31 @@ def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
            "--random-ltd-layer-ids", *case["blocks"].split()]
     measured, said, planned = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
     assert measured == said == planned
+
+
+# Flags → whether attention keeps its own keys and values in a tensor of their own. The others are not in the
+# closed form, which has attention of one process.
+CLOSED = {"": 1, "--tensor-model-parallel-size 2 --sequence-parallel": 1,
+          "--position-embedding-type rope --recompute-granularity selective": 0,
+          "--recompute-granularity full": 0}
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("flags", [
+    "", "--bf16 --num-query-groups 2", "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--position-embedding-type rope --recompute-granularity selective", "--recompute-granularity full",
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --model bert"])
+def test_context_ranks_keep_what_was_planned_to_the_byte(kind, flags):
+    """Of the rank's tokens what one process keeps of them; keys and values once more, as they are sent."""
+    ranks = 4 if "tensor" in flags else 2
+    job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "64",
+           "--micro-batch-size", "2", "--context-parallel-size", "2", "--cp-comm-type", kind, *flags.split()]
+    for layers in (slice(3, 6), slice(1, 3)):
+        measured, said, planned = kept(job, ranks, layers)
+        assert measured == planned
+    if kind != "a2a" and flags in CLOSED:
+        keys_and_values = 2 * (64 // 2) * 2 * 64 * 4 // (ranks // 2)       # of 64 channels, over tp ranks
+        assert measured == said + 2 * CLOSED[flags] * keys_and_values      # in two blocks
 
 
 def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():

@@ -102,6 +102,9 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--save-interval 10 --finetune"),
     (1, "--recompute-num-layers 2"),
     (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    (1, "--checkpoint-in-cpu --distribute-saved-activations --cpu-offloading-num-layers 2 --tiled-logits 4"),
+    (2, f"{TP} 2 --partition-activations --tiled-logits --cross-entropy-chunks 3 --tiled-mlp --num-experts "
+        "4"),
     (1, "--zero-stage 2 --zero3-pin-stage --context-parallel-size 2"),
     (1, "--rank-order tp-dp-pp"),
     (1, "--config gpt.yaml"),

@@ -262,3 +262,45 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
     assert "the length 415, which is not a multiple of 2: ranks of --tensor-model-parallel-size 2" in found
     assert read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step == 2
     assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1
+
+
+SPARSE = {"mode": "variable", "block": 32, "different_layout_per_head": True, "num_random_blocks": 1,
+          "local_window_blocks": [2, 3], "global_block_indices": [0, 4], "global_block_end_indices": None,
+          "attention": "unidirectional", "horizontal_global_attention": False}
+
+
+def test_sparse_attention_reaches_the_model(read):
+    batch = {"train_batch_size": 4}
+    configured = lambda block: read({**batch, "sparse_attention": block}, "--lr", "1e-3").model
+    model = configured(SPARSE)
+    assert (model.sparse_attention, model.sparse_block) == ("variable", 32) and model.sparse_layout_per_head
+    assert (model.sparse_local_window_blocks, model.sparse_global_block_indices) == ((2, 3), (0, 4))
+    assert (model.sparse_num_random_blocks, model.sparse_global_block_end_indices) == (1, None)
+    assert configured({"block": 64}).sparse_attention == "fixed"
+    assert read(batch, "--lr", "1e-3").model.sparse_attention is None
+
+
+@pytest.mark.parametrize("block, says", [
+    ({"mode": "strided"}, "'strided' is not one of dense, fixed"), ({"block": 100}, "1000 or 1100"),
+    ({"block": 100}, "--sparse-block"), ({"attention": "bidirectional"}, "sees no later tokens"),
+    ({"mode": "fixed", "num_local_blocks": 4, "num_global_blocks": 3}, "--sparse-num-global-blocks 1, 2"),
+    ({"mode": "fixed", "num_different_global_patterns": 2}, "Add --sparse-layout-per-head"),
+    ({"mode": "fixed", "num_different_global_patterns": 5, "different_layout_per_head": True}, "Use 1, 2, 3"),
+    ({"mode": "fixed", "horizontal_global_attention": True}, "later tokens to global blocks"),
+    ({"mode": "fixed", "num_sliding_window_blocks": 5}, "no effect"),
+    ({"mode": "variable", "global_block_indices": [0, 4], "global_block_end_indices": [1]}, "1 ends for"),
+    ({"mode": "variable", "global_block_indices": [4], "global_block_end_indices": [4]}, "at or before"),
+    ({"mode": "bslongformer", "global_block_indices": [64]}, "0 to 63"), ({"num_blocks": 3}, "unknown key")],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value))
+def test_sparse_attention_that_cannot_be_is_refused_by_name(read, block, says):
+    problem = problem_of(read, {"sparse_attention": block, "train_batch_size": 4})
+    assert says in problem
+
+
+@pytest.mark.parametrize("words, says", [
+    ("--window-size 8,0 --sparse-attention local", "both choose the keys"),
+    ("--sparse-num-local-blocks 8", "no mode is chosen"),
+    ("--sparse-attention local --context-parallel-size 2", "--cp-comm-type a2a"),
+    ("--model bert --sparse-attention local --sparse-direction unidirectional", "earlier and later ones")])
+def test_sparse_flags_that_do_not_fit_are_refused(read, words, says):
+    assert says in problem_of(read, {"train_batch_size": 4}, *words.split(), ranks=2)

@@ -10,7 +10,7 @@ from megatron_ds.config import OptimizerConfig, parse
 from megatron_ds.config.optimizer_facts import COMMON, FACTS, NORMS
 from megatron_ds.errors import ConfigError
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer
-from megatron_ds.planning.rank_plan import _state_tensors
+from megatron_ds.planning.rank_plan import _tried
 
 MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
          "--train-iters 10 --mock-data --micro-batch-size 1 --lr 1e-3").split()
@@ -36,7 +36,7 @@ def test_the_facts_are_those_of_the_optimizer(name):
     numbers = FACTS[name].numbers(settings) | {"lr": 0.0, "weight_decay": 0.0}
     group = optimizer.param_groups[0] | {"weight_decay": 0.0}
     assert {key: group[key] for key in numbers} == numbers
-    assert _state_tensors(RegisteredOptimizer(name, settings)) == len(FACTS[name].state)       # of plans
+    assert _tried(RegisteredOptimizer(name, settings))[0] == len(FACTS[name].state)              # of plans
     assert getattr(OPTIMIZERS[name], "needs_norms", False) == (FACTS[name].depends == NORMS)
     assert set(FACTS) == set(OPTIMIZERS.names())
 

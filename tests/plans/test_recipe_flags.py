@@ -132,11 +132,11 @@ def test_values_that_ask_for_nothing_are_silent_and_others_are_listed():
     settings, listed = settings_of({
         "wall_clock_breakdown": False, "autotuning": {"enabled": False, "fast": True},
         "wandb": {"enabled": False, "project": "x"}, "cuda_visible_devices": 0,
-        "activation_checkpointing": {"partition_activations": True, "profile": False},
+        "activation_checkpointing": {"number_checkpoints": 4, "profile": False},
         "zero_optimization": {"contiguous_gradients": True, "round_robin_gradients": False}})
     assert settings == {"logging.timing_log_level": 0, "profiler.autotuning": False}
     assert [name.partition(" ")[2] for name in listed] == [
-        "activation_checkpointing.partition_activations", "zero_optimization.contiguous_gradients"]
+        "activation_checkpointing.number_checkpoints", "zero_optimization.contiguous_gradients"]
 
 
 def test_the_type_adamw_is_decoupled_whatever_the_mode_says():
@@ -145,12 +145,6 @@ def test_the_type_adamw_is_decoupled_whatever_the_mode_says():
         assert settings.get("optimizer.decoupled_weight_decay") is value
         assert [name.partition(" ")[2] for name in listed] == [
             "optimizer.params.adam_w_mode"] * (kind == "AdamW")
-
-
-def test_activations_of_a_json_stay_on_the_device():
-    for value, problems in ((False, 0), (True, 1)):
-        reading = reading_of("ds.json", {"activation_checkpointing": {"cpu_checkpointing": value}})
-        assert ["stay on the device" in problem for problem in reading.problems] == [True] * problems
 
 
 def test_a_block_inside_a_block_that_is_off_is_off():

@@ -194,6 +194,29 @@ def test_the_recipe_with_experts_in_small_continues_with_other_sizes_and_ends_wi
     assert text.strip().startswith("If the file") and len(text) > 80
 
 
+def test_the_recipe_of_long_sequences_in_small_continues_on_one_rank(tmp_path):
+    (tmp_path / "out").mkdir()
+    words = [" ".join(f"word{i * k % 997}" for i in range(1, 300)) for k in range(1, 60)]
+    (tmp_path / "out" / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in words))
+    done = subprocess.run(["bash", str(ROOT / "examples" / "long_context_cpu.sh"), "out"], cwd=tmp_path,
+                          env=warm_environment(environment()) | {"STEPS": "4", "LENGTH": "512",
+                                                                 "COMM": "p2p"},
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    planned, first, second = re.split("== [34]. .*", done.stdout)
+    assert "context: each of 4 ranks holds 128 of the 512 tokens of a sequence, in two chunks" in planned
+    assert "a2a cannot divide" not in planned and "grid: 4 ranks = tp 1 × cp 4 × pp 1 × dp 1" in first
+    assert "grid: 1 rank = tp 1 × pp 1 × dp 1" in second and "loaded out/checkpoints, iteration 2" in second
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    trained = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in trained] == [1, 2, 3, 4] and trained[-1]["loss"] < trained[0]["loss"]
+    assert [r["tokens"] for r in trained] == [512, 1024, 1536, 2048]         # ranks share them
+    flops = [r["tflops_per_rank"] * ranks * r["step_seconds"] for r, ranks in zip(trained, (4, 4, 1, 1))]
+    assert flops == pytest.approx([flops[0]] * 4, rel=1e-3)
+    assert {r["step"] for r in records if r["kind"] == "validation"} >= {2, 4}
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+
+
 def test_the_recipe_of_llama_fine_tunes_a_folder_of_hugging_face_and_writes_one(tmp_path):
     texts = [{"text": f"the theory of the thing number {i} and its other words"} for i in range(400)]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))

@@ -22,7 +22,7 @@ FEATURES = {
     "ltd": "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 6 --random-ltd-tokens-per-step 8",
     "per token": "--calculate-per-token-loss",
     "heads": "--qk-layernorm --add-qkv-bias --position-embedding-type alibi",
-    "window": "--window-size 5,3", "sinks": "--softmax-type learnable"}
+    "window": "--window-size", "sinks": "--softmax-type learnable"}
 COMM_TYPES = {"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a", "mixed": "p2p a2a all_gather",
               "levels": "a2a+p2p"}
 GRID = {"style": ("gpt2", "llama", "bert"), "cp": (2, 4), "comm": tuple(COMM_TYPES), "tp": (1, 2),
@@ -59,7 +59,8 @@ def job_of(case) -> list[str]:
     comm = COMM_TYPES[case["comm"]].split()
     job = tiny_job(case["style"], "fp32", case["style"] == "llama", case["dropout"], layers, GLOBAL_BATCH,
                    JOB_STEPS, case["documents"])
-    return [*job, *FEATURES[case["features"]].split(), "--cp-comm-type",
+    window = ["5,3" if case["style"] == "bert" else "5,0"] * (case["features"] == "window")
+    return [*job, *FEATURES[case["features"]].split(), *window, "--cp-comm-type",
             *(comm * layers)[:layers if len(comm) > 1 else 1]]
 
 

@@ -18,6 +18,7 @@ from megatron_ds.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from tests.harness.engine_runs import Odd, Stack, config_of, make, on_ranks, train
+from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tools import zero_to_fp32
 
 BF16 = {"bf16": {"enabled": True}}
@@ -188,9 +189,23 @@ def test_recomputation_has_the_same_gradients_and_masks():
     assert megatron_ds.checkpointing.is_configured()
     with pytest.raises(ConfigError, match="partition_activations is not supported"):
         megatron_ds.checkpointing.configure(None, partition_activations=True)
-    with pytest.raises(ConfigError, match="checkpoint_in_cpu is not supported"):
-        megatron_ds.checkpointing.configure(
-            None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+
+
+def test_inputs_of_recomputation_wait_in_host_memory():
+    layer = make(Stack).blocks[0]
+    with fake_cuda(), FakeGpu() as gpu:
+        layer, found, most = layer.to("cuda"), [], []
+        for away in (False, True):
+            megatron_ds.checkpointing.configure(
+                None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": away}})
+            x = torch.ones(4, 14, device="cuda", requires_grad=True)
+            y = megatron_ds.checkpointing.checkpoint(layer, megatron_ds.checkpointing.checkpoint(layer, x))
+            most.append(megatron_ds.checkpointing._waiting.nbytes)
+            gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+            found.append([gradient.cpu() for gradient in gradients])
+    megatron_ds.checkpointing.configure(None)
+    assert most == [0, 2 * 4 * 14 * 4] and not gpu.order.problems
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_a_program_of_one_process_needs_no_process_group(monkeypatch):

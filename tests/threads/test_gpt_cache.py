@@ -19,6 +19,7 @@ MORE = {
     "yarn": TinyConfig(**LLAMA | dict(position_embedding_type="yarn"), original_max_position_embeddings=40,
                        yarn_factor=3.0, yarn_beta_fast=4.0),
     "windows": TinyConfig(**LLAMA, window_size=(3, 0), window_attn_skip_freq="2"),
+    "blocks": TinyConfig(**LLAMA, sparse_attention="local", sparse_block=2),
     "sinks": TinyConfig(window_size=(4, 0), softmax_type="learnable")}
 
 

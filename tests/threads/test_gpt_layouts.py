@@ -40,6 +40,8 @@ MIXTURES = {
     "normalized heads, rope, biases": TinyConfig(qk_layernorm=True, position_embedding_type="rope"),
     "windows": TinyConfig(window_size=(2, 0), window_attn_skip_freq="2"),
     "windows and sinks": TinyConfig(**LLAMA, window_size=(3, 0), softmax_type="learnable"),
+    "windows of blocks": TinyConfig(**LLAMA, sparse_attention="local", sparse_block=2,
+                                    sparse_num_sliding_window_blocks=4),
     "attention to nothing": TinyConfig(softmax_type="off-by-one"),
 }
 LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]

@@ -1,14 +1,17 @@
 """The head and the loss by chunks of rows, against the whole head with whole logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_ds.data.batch import Batch
 from megatron_ds.models import gpt_loss
+from megatron_ds.models.heads import head_logits
 from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ds.tensor_parallel.linear import column_linear, new_shard
-from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
+from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
 from megatron_ds.tensor_parallel.vocabulary import vocabulary_spec
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.model_runs import context_of
@@ -142,3 +145,36 @@ def test_evaluation_keeps_nothing_and_the_loss_is_the_whole_heads():
                   for logits in (LogitsInChunks(X, weight, None, solo("tp"), False, 3),
                                  column_linear(X, weight, None, solo("tp")))]
     torch.testing.assert_close(losses[0].objective, losses[1].objective, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_masks_that_leave_chunks_few_tokens_or_none_do_not_move_the_loss(per_token):
+    """Of three chunks of 6 tokens, 1, 0 and 5 count."""
+    mask = torch.zeros(S * B)
+    mask[torch.tensor([3, 12, 13, 14, 16, 17])] = 1.0
+    batch = Batch(LABELS.t(), LABELS.t(), mask.view(S, B).t(), torch.arange(S).expand(B, S),
+                  sample_ids=tuple(range(B)))
+    results = []
+    for chunks in (None, 3):
+        weight, x = make_weight(solo("tp"), 24, torch.float32), X.clone().requires_grad_()
+        logits = (column_linear(x, weight, None, solo("tp")) if chunks is None else
+                  LogitsInChunks(x, weight, None, solo("tp"), False, chunks))
+        loss = gpt_loss(logits, batch, tp=solo("tp"), vocab_size=V, per_token=per_token)
+        loss.objective.backward()
+        results.append((loss.objective.detach(), loss.total, loss.tokens, x.grad, weight.grad))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    counted = vocab_parallel_cross_entropy(column_linear(X, weight, None, solo("tp")), LABELS, solo("tp"), V)
+    parts = [(loss * m).sum() / m.sum().clamp(min=1) for loss, m in zip(counted.view(3, 6), mask.view(3, 6))]
+    assert abs(torch.stack(parts).mean() - results[0][0]) > 1e-2        # what a mean of means would give
+
+
+def test_suitable_chunks_have_logits_of_the_size_of_the_hidden_states():
+    assert suitable_chunks(rows=65536, hidden=4096, columns=128256) == 32            # of 2,092 rows
+    assert suitable_chunks(65536, 384, 8192) == 22                                   # 3,072
+    assert suitable_chunks(1 << 20, 4096, 8192) == 256                               # 4,096, the most
+    assert suitable_chunks(1024, 64, 128256) == 4                                    # 256, the fewest
+    assert suitable_chunks(200, 64, 128256) == 1 and suitable_chunks(0, 64, 8) == 1
+    x, weight, ctx = torch.zeros(300, 2, 8), torch.zeros(64, 8), replace(context_of(), logit_chunks=0)
+    assert head_logits(x, weight, None, ctx).chunks == 3                             # of 256 rows
+    assert isinstance(head_logits(x[:128], weight, None, ctx), torch.Tensor)

@@ -7,12 +7,16 @@ from tools.compare_layouts import TOLERANCE, tiny_job
 
 STEPS = 3
 WINDOWS = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable".split()
+SPARSE = ("--sparse-attention bigbird --sparse-block 2 --sparse-num-random-blocks 1 --sparse-layout-per-head "
+          "--sparse-num-sliding-window-blocks 3").split()
 
 
 @pytest.mark.parametrize("style, features, layout", [
+    ("gpt2", SPARSE, "tp=2,pp=2,dp=2,zero=2,recompute=selective"),
+    ("llama", SPARSE, "cp=2,tp=2,comm_type=a2a"),
     ("llama", WINDOWS, "cp=2"), ("gpt2", WINDOWS, "cp=2,comm_type=a2a"),
     ("llama", WINDOWS, "cp=2,tp=2,sp=1,comm_type=all_gather,recompute=full")])
-def test_ranks_that_split_sequences_train_like_one_process(style, features, layout):
+def test_ranks_train_like_one_process(style, features, layout):
     job = [*tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS, "apart"), *features]
     difference, run = stray(job, layout, STEPS)
     assert difference.is_within(TOLERANCE["fp32"]), difference

@@ -9,7 +9,7 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+from tools.compare_layouts import VOCAB, tiny_job
 from tools.layout_comparison import parse_layout, random_samples, train_layout
 
 LAYERS, BATCH, STEPS = 4, 12, 2
@@ -22,6 +22,8 @@ LAYOUTS = [
     "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
     "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L",
     "dp=2,zero=1,grads=bf16",
+    "cp=2,dp=2,zero=2", "cp=2,comm_type=a2a,tp=2,sp=1,recompute=selective",
+    "cp=2,comm_type=all_gather,pp=2,zero=3", "cp=3,recompute=full,mbs=2", "cp=4,comm_type=a2a,zero=1",
 ]
 
 
@@ -37,7 +39,7 @@ def parsed(job: list[str], layout: str):
 def run(config):
     """Per rank what its mesh counted, and its engine."""
     grid = config.grid()
-    samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
+    samples = random_samples(4 * config.train.global_batch_size, config.model.seq_length, VOCAB, seed=1)
 
     def main(rank, world):
         mesh, engines = Mesh(grid, rank, world.connect, torch.device("cpu")), []
@@ -54,10 +56,10 @@ def run(config):
 
 def check(job: list[str], layout: str) -> None:
     config = parsed(job, layout)
-    tp = config.parallel.tensor_model_parallel_size                     # whose ranks are neighbours
-    worlds = [plan_world(config, rank, "cpu") for rank in range(tp)]
+    stages = config.grid().size("tp", "cp")                     # ranks that hold the same stage in all plans
+    worlds = [plan_world(config, rank, "cpu") for rank in range(stages)]
     for rank, (traffic, engine) in enumerate(run(config)):
-        plan = worlds[rank % tp].rank_plan(rank)
+        plan = worlds[rank % stages].rank_plan(rank)
         assert {key: STEPS * count for key, count in plan.traffic.bytes.items()} == dict(traffic.bytes)
         assert {key: STEPS * count for key, count in plan.traffic.calls.items()} == dict(traffic.calls)
         assert plan.state == engine.optimizer.memory()
@@ -71,16 +73,22 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
     check(tiny_job(*style, LAYERS, BATCH, STEPS), layout)
 
 
+DROP = ["--random-ltd", "--random-ltd-min-tokens", "12", "--random-ltd-max-tokens", "12",
+        "--random-ltd-steps", "1"]
+
+
+def test_context_ranks_that_drop_tokens_send_what_was_planned():
+    check([*tiny_job("llama", "fp32", True, 0.1, LAYERS, BATCH, STEPS), *DROP], "cp=2,recompute=full")
+
+
 @pytest.mark.parametrize("layout", ["tp=2,sp=1,pp=2", "tp=2,sp=1,recompute=full", "tp=2,pp=2,schedule=zb-h1"])
 def test_blocks_that_drop_tokens_send_what_was_planned(layout):
     """With the same kept tokens at each step; the plan is for the last one."""
-    drop = ["--random-ltd", "--random-ltd-min-tokens", "10", "--random-ltd-max-tokens", "10",
-            "--random-ltd-steps", "1"]
     job, request = tiny_job("llama", "fp32", True, 0.1, LAYERS, BATCH, STEPS), parse_layout(layout, mbs="1")
-    check([*job, *drop], layout)
+    check([*job, *DROP], layout)
     sent = [plan_world(parse([*job, *flags, *request.flags], world_size=request.world_size), 0,
                        "cpu").rank_plan(0).traffic
-            for flags in ([], drop)]
+            for flags in ([], DROP)]
     assert sum(sent[0].bytes.values()) > sum(sent[1].bytes.values())
 
 
@@ -90,3 +98,8 @@ def test_so_it_does_under_every_schedule(schedule, zero):
     ranks = "tp=2,sp=1,pp=2" if zero == 0 else "dp=2,pp=2"
     check(tiny_job("gpt2", "fp32", False, 0.0, LAYERS, BATCH, STEPS),
           f"{ranks},zero={zero},schedule={schedule}")
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0"])
+def test_norms_that_an_optimizer_asks_for_are_planned(layout):
+    check([*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--optimizer", "lamb"], layout)

@@ -16,20 +16,21 @@ The same formulas without b hold without a sink: a sink is a key of the score b 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..alibi import add_alibi_
 from ..attention_pattern import AttentionPattern
 from ..product import has_memory
 from ..scoring import PLAIN, Scoring
-from .head_views import heads_first, key_view, query_view, rows_first, samples_of
-from .query_tiles import QueryTile, tiles_of
+from .head_views import heads_first, key_view, query_view, rows_first
+from .query_tiles import BlockTiles, RangeTile, block_tiles, range_tiles
 
-SCORES = 1 << 18                 # worked on at once: 1 MiB, two of them in backward
+SCORES = 1 << 18                 # of a tile, worked on at once: 1 MiB, two of them in backward
+STACKED = 1 << 19                # of stacked tiles
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Visible:
     pattern    by position, or by blocks that are alike for all heads
     documents  as in `attention`
     padding    bool [b, s], True where no query sees a key
-    slopes     fp32 [n], of ALiBi, by which the scores fall with the distance; None: they do not
+    slopes     fp32 [n], of ALiBi, by which the scores fall with the distance, for a part of the heads [h, r];
+               None: they do not fall
     """
 
     pattern: AttentionPattern
@@ -47,49 +49,30 @@ class Visible:
     padding: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
 
-    def tiles(self, positions: int, is_real: bool) -> tuple[QueryTile, ...]:
-        """The tiles of a sequence; without memory one of the largest, of a range of keys."""
-        tiles = tiles_of(self.pattern, positions)
-        if is_real:
-            return tiles
-        largest = max(tiles, key=lambda tile: len(tile.rows) * len(tile.keys))
-        return (QueryTile(largest.rows, range(len(largest.keys))),)
+    def close(self, scores: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor,
+              owner: torch.Tensor) -> None:
+        """-inf in scores [heads, .., r, R, K] where documents or padding hide a key, after ALiBi; in place.
 
-    def close(self, scores: torch.Tensor, tile: QueryTile, heads: slice, total: int) -> None:
-        """-inf in scores [heads, r, rows, keys] where a query does not see a key, after ALiBi. total: number
-        of heads
+        rows: int64 [.., R] and keys: int64 [.., K], positions; owner: the sample of each head
         """
-        if not has_memory(scores):
-            return
         if self.slopes is not None:
-            slopes = self.slopes.view(-1, scores.shape[1])                          # [g, r]
-            owner = torch.arange(heads.start, heads.stop) % len(slopes)
-            rows, keys = (torch.as_tensor(np.asarray(run)) for run in (tile.rows, tile.keys))
-            add_alibi_(scores, slopes[owner], rows, keys)
-        block = self.pattern.layout.block if self.pattern.layout is not None else 1
-        for columns in tile.partly_hidden(self.pattern, block):
-            hidden = torch.from_numpy(tile.hidden(self.pattern, block, columns))
-            scores[..., columns].add_(torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf))
+            slopes = self.slopes.view(len(self.slopes), *[1] * (scores.dim() - 4), -1, 1, 1)
+            distance = (rows[..., None] - keys[..., None, :]).abs().float()         # [.., R, K]
+            scores.addcmul_(slopes, distance.unsqueeze(-3), value=-1)
         if self.documents is not None:
-            self._close_documents(scores, tile, heads, total)
+            ids = self.documents.ids
+            closed = ids[:, rows][..., None] != ids[:, keys][..., None, :]          # [b, .., R, K]
+            if closed.any():
+                scores.masked_fill_(closed[owner].unsqueeze(-3), -math.inf)
         if self.padding is not None:
-            closed = self.padding[:, _columns(tile)]
-            scores.masked_fill_(_of_heads(closed, heads, total)[:, None, None], -math.inf)
-
-    def _close_documents(self, scores: torch.Tensor, tile: QueryTile, heads: slice, total: int) -> None:
-        ids, rows = self.documents.ids, slice(tile.rows.start, tile.rows.stop)
-        here = samples_of(heads, total, len(ids))
-        keys = ids[here][:, _columns(tile)]
-        if bool((keys == ids[here, rows.start, None]).all() & (keys == ids[here, rows.stop - 1, None]).all()):
-            return
-        closed = ids[:, rows, None] != ids[:, None, _columns(tile)]                 # [b, rows, keys]
-        scores.masked_fill_(_of_heads(closed, heads, total)[:, None], -math.inf)
+            scores.masked_fill_(self.padding[:, keys][owner][..., None, None, :], -math.inf)
 
 
 def worth_tiling(positions: int, pattern: AttentionPattern) -> bool:
     """Whether queries see at most half of the keys that they would see without window or layout."""
     if pattern.layout is not None:
-        return positions % pattern.layout.block == 0
+        has_window = pattern.left is not None or not pattern.causal and pattern.right is not None
+        return positions % pattern.layout.block == 0 and not has_window
     return 2 * pattern.pairs(positions) < AttentionPattern(pattern.causal).pairs(positions)
 
 
@@ -118,29 +101,29 @@ def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Vis
 
 
 class _TiledAttention(torch.autograd.Function):
+    # Tensors of rows are [b g, s, r, ..], of keys [b g, s, d]; those of a part [heads, r rows, ..] and
+    # [heads, keys, d].
+
     @staticmethod
     def forward(ctx, q, k, v, sink, scale, seen):
         out = q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
-        result = query_view(out.view(q.shape), k)                                   # [b g, s, r, d]
-        heads, s, r, _ = result.shape
         queries, keys, values = _wide(query_view(q, k), key_view(k), key_view(v))
-        sums = queries.new_empty(heads, r, s)                                       # logarithms of rows' sums
-        sinks = None if sink is None else sink.detach().float().view(-1, r).repeat(q.shape[1], 1)[..., None]
-        for some, tile, rows, taken in _parts(seen, heads, s, r, has_memory(q)):
-            scores = _scores(queries, keys, scale, some, rows, taken)
-            seen.close(scores, tile, some, heads)
-            most = scores.amax(-1)                                                  # [heads, r, rows]
+        result, sums = torch.empty_like(queries), queries.new_empty(*queries.shape[:3], 1)
+        sinks = None if sink is None else _of_rows(sink, sums)
+        for part in _parts(seen, queries, q.shape[1]):
+            scores = part.scores(part.rows_of(queries), part.keys_of(keys), scale)
+            most = scores.amax(-1, keepdim=True)
             if sinks is not None:
-                most = torch.maximum(most, sinks[some])
+                most = torch.maximum(most, part.rows_of(sinks))
             most.masked_fill_(most == -math.inf, 0.0)           # rows that see nothing
-            p = scores.sub_(most[..., None]).exp_()
-            total = p.sum(-1)
+            p = scores.sub_(most).exp_()
+            total = p.sum(-1, keepdim=True)
             if sinks is not None:
-                total += (sinks[some] - most).exp()
-            sums[some, :, rows] = most + torch.where(total > 0, total.log(), math.inf)
-            share = p.flatten(1, 2).bmm(taken(values, some)).unflatten(1, (r, -1))   # [heads, r, rows, d]
-            share /= total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-            result[some, rows] = share.transpose(1, 2).to(q.dtype)
+                total += (part.rows_of(sinks) - most).exp()
+            part.put_rows(sums, most + torch.where(total > 0, total.log(), math.inf))
+            share = p.bmm(part.keys_of(values))
+            part.put_rows(result, share.div_(total.clamp_min(torch.finfo(torch.float32).tiny)))
+        query_view(out.view(q.shape), k).copy_(result)
         ctx.save_for_backward(q, k, v, sink, out, sums)
         ctx.scale, ctx.seen = scale, seen
         return out
@@ -149,75 +132,167 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sink, out, sums = ctx.saved_tensors
-        dq, seen = torch.empty_like(q, memory_format=torch.contiguous_format), ctx.seen
         dresult, result = (query_view(t.view(q.shape), k) for t in (dout, out))
-        heads, s, r, d = result.shape
-        of_row = (dresult.float() * result).sum(-1).transpose(1, 2)                 # D [heads, r, s]
+        of_row = (dresult.float() * result).sum(-1, keepdim=True)                   # D [heads, s, r, 1]
         queries, keys, values, dresult = _wide(query_view(q, k), key_view(k), key_view(v), dresult)
-        dqueries, dkeys, dvalues = query_view(dq, k), torch.zeros_like(keys), torch.zeros_like(values)
-        for some, tile, rows, taken in _parts(seen, heads, s, r, has_memory(q)):
-            scores = _scores(queries, keys, ctx.scale, some, rows, taken)
-            seen.close(scores, tile, some, heads)
-            p = scores.sub_(sums[some, :, rows, None]).exp_().flatten(1, 2)         # [heads, r rows, keys]
-            q_tile, do_tile = heads_first(queries[some, rows]), heads_first(dresult[some, rows])
-            taken.add(dvalues, some, p.transpose(1, 2).bmm(do_tile))
-            ds = do_tile.bmm(taken(values, some).transpose(1, 2))                   # dp
-            ds.sub_(of_row[some, :, rows].flatten(1, 2)[..., None]).mul_(p)
-            dq_tile = rows_first(ds.bmm(taken(keys, some)), dqueries)
-            dqueries[some, rows] = dq_tile.mul_(ctx.scale).to(q.dtype)
-            taken.add(dkeys, some, ds.transpose(1, 2).bmm(q_tile))
+        dqueries, dkeys, dvalues = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        for part in _parts(ctx.seen, queries, q.shape[1]):
+            q_tile, k_tile, do_tile = part.rows_of(queries), part.keys_of(keys), part.rows_of(dresult)
+            p = part.scores(q_tile, k_tile, ctx.scale).sub_(part.rows_of(sums)).exp_()
+            part.add_keys(dvalues, p.transpose(1, 2).bmm(do_tile))
+            ds = do_tile.bmm(part.keys_of(values).transpose(1, 2))                  # dp
+            ds.sub_(part.rows_of(of_row)).mul_(p)
+            part.put_rows(dqueries, ds.bmm(k_tile).mul_(ctx.scale))
+            part.add_keys(dkeys, ds.transpose(1, 2).bmm(q_tile))
         dkeys *= ctx.scale
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        query_view(dq, k).copy_(dqueries)
         dsink = None
         if sink is not None:
-            b = sink.float().view(-1, r).repeat(q.shape[1], 1)[..., None]           # [b g, r, 1]
-            of_head = -((b - sums).exp() * of_row).sum(-1)
+            of_head = -((_of_rows(sink, sums) - sums).exp() * of_row).sum(1)        # [b g, r, 1]
             dsink = of_head.view(q.shape[1], -1).sum(0).to(sink.dtype)
         dk, dv = (_as_given(t, like) for t, like in ((dkeys, k), (dvalues, v)))
         return dq, dk, dv, dsink, None, None
 
 
-class _Taken:
-    """The keys of a tile: taken out of [heads, s, d], and added to it."""
+class _RangePart:
+    """A tile of consecutive positions, for some heads."""
 
-    def __init__(self, tile: QueryTile):
-        self.part = slice(tile.keys[0], tile.keys[-1] + 1) if tile.blocks is None else None
-        if tile.blocks is not None:
-            self.blocks, self.count = torch.from_numpy(tile.blocks), len(tile.blocks)
-            self.block = len(tile.keys) // self.count
+    def __init__(self, tile: RangeTile, seen: Visible, some: slice, owner: torch.Tensor):
+        self.tile, self.seen, self.some, self.owner = tile, seen, some, owner
+        self.rows, self.keys = slice(tile.rows.start, tile.rows.stop), slice(tile.keys.start, tile.keys.stop)
 
-    def __call__(self, t: torch.Tensor, some: slice) -> torch.Tensor:
-        if self.part is not None:
-            return t[some, self.part]
-        return self._blocks(t)[some].index_select(1, self.blocks).view(-1, self.count * self.block,
-                                                                       t.shape[2])
+    def rows_of(self, t: torch.Tensor) -> torch.Tensor:
+        return heads_first(t[self.some, self.rows])
 
-    def add(self, t: torch.Tensor, some: slice, more: torch.Tensor) -> None:
-        if self.part is not None:
-            t[some, self.part] += more
-        else:
-            self._blocks(t)[some].index_add_(1, self.blocks, more.view(len(more), self.count, -1))
+    def put_rows(self, t: torch.Tensor, tile: torch.Tensor) -> None:
+        t[self.some, self.rows] = rows_first(tile, t)
+
+    def keys_of(self, t: torch.Tensor) -> torch.Tensor:
+        return t[self.some, self.keys]
+
+    def add_keys(self, t: torch.Tensor, more: torch.Tensor) -> None:
+        t[self.some, self.keys] += more
+
+    def scores(self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
+        scores = _products(q_tile, k_tile, scale)
+        if has_memory(scores):
+            views = scores.unflatten(1, (-1, len(self.tile.rows)))                  # [heads, r, R, K]
+            for edge in self.tile.edges:
+                part = views[..., edge.columns]
+                part += _edge_bias(self.seen.pattern, len(self.tile.rows), edge.offset, part.shape[-1])
+            rows, keys = (torch.arange(span.start, span.stop) for span in (self.tile.rows, self.tile.keys))
+            self.seen.close(views, rows, keys, self.owner)
+        return scores
+
+
+class _BlockPart:
+    """Stacked tiles of blocks, for some heads: what they hold is gathered."""
+
+    def __init__(self, tiles: BlockTiles, seen: Visible, some: slice, owner: torch.Tensor):
+        self.tiles, self.seen, self.some, self.owner = tiles, seen, some, owner
+        self.rows, self.keys = (torch.from_numpy(t.reshape(-1)) for t in (tiles.rows, tiles.keys))
+
+    def rows_of(self, t: torch.Tensor) -> torch.Tensor:
+        taken = self._blocks(t).index_select(1, self.rows)
+        return heads_first(taken.view(-1, self.tiles.rows.shape[1] * self.tiles.block, *t.shape[2:]))
+
+    def put_rows(self, t: torch.Tensor, tile: torch.Tensor) -> None:
+        rows = rows_first(tile, t).reshape(-1, len(self.rows), self.tiles.block * t[0, 0].numel())
+        self._blocks(t).index_copy_(1, self.rows, rows.view(self._blocks(t).shape[0], *rows.shape[1:]))
+
+    def keys_of(self, t: torch.Tensor) -> torch.Tensor:
+        taken = self._blocks(t).index_select(1, self.keys)
+        return taken.view(-1, self.tiles.keys.shape[1] * self.tiles.block, t.shape[2])
+
+    def add_keys(self, t: torch.Tensor, more: torch.Tensor) -> None:
+        blocks = self._blocks(t)
+        blocks.index_add_(1, self.keys, more.view(blocks.shape[0], len(self.keys), -1))
+
+    def scores(self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
+        scores = _products(q_tile, k_tile, scale)
+        if has_memory(scores):
+            count, rows = self.tiles.rows.shape[0], self.tiles.rows.shape[1] * self.tiles.block
+            views = scores.view(-1, count, q_tile.shape[1] // rows, rows, scores.shape[2])
+            views += _block_bias(self.tiles, self.seen.pattern.causal)[:, None]
+            hides = (self.seen.documents, self.seen.padding, self.seen.slopes)
+            if any(each is not None for each in hides):
+                self.seen.close(views, self._positions(self.tiles.rows), self._positions(self.tiles.keys),
+                                self.owner)
+        return scores
 
     def _blocks(self, t: torch.Tensor) -> torch.Tensor:
-        return t.view(t.shape[0], -1, self.block * t.shape[2])
+        """[heads, s, ..] → [heads, blocks, ..]."""
+        return t.view(t.shape[0], t.shape[1] // self.tiles.block, -1)[self.some]
+
+    def _positions(self, blocks: np.ndarray) -> torch.Tensor:
+        """[t, blocks] → int64 [t, positions]."""
+        within = torch.arange(self.tiles.block)
+        return (torch.from_numpy(blocks)[..., None] * self.tiles.block + within).flatten(1)
 
 
-def _parts(seen: Visible, heads: int, s: int, r: int,
-           is_real: bool) -> Iterator[tuple[slice, QueryTile, slice, _Taken]]:
-    """(heads, tile, its rows, its keys) for as many heads as are worked on at once."""
-    for tile in seen.tiles(s, is_real):
-        step = max(1, SCORES // (r * len(tile.rows) * len(tile.keys)))
-        rows, taken = slice(tile.rows.start, tile.rows.stop), _Taken(tile)
+def _parts(seen: Visible, queries: torch.Tensor, samples: int) -> Iterator[_RangePart | _BlockPart]:
+    """The work of a call, in parts of some heads. Without memory one of the largest, of consecutive keys."""
+    heads, s, r, _ = queries.shape
+    if seen.pattern.layout is None:
+        tiles, kind, most = range_tiles(seen.pattern, s), _RangePart, SCORES
+    else:
+        tiles, kind, most = block_tiles(seen.pattern, s, STACKED // min(heads * r, 8)), _BlockPart, STACKED
+    if not has_memory(queries):
+        scores = min(heads * s, max(tile.scores for tile in tiles))
+        tiles, kind = [RangeTile(range(max(1, scores // s)), range(s))], _RangePart
+    for tile in tiles:
+        step = max(1, most // (r * tile.scores))
         for first in range(0, heads, step):
-            yield slice(first, min(first + step, heads)), tile, rows, taken
+            some = slice(first, min(first + step, heads))
+            here = torch.arange(some.start, some.stop)
+            yield kind(tile, _for_heads(seen, here, r), some, here * samples // heads)
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, some: slice, rows: slice,
-            taken: _Taken) -> torch.Tensor:
-    """scale * q kᵀ: [heads, r, rows, keys]."""
-    q_tile, k_tile = heads_first(queries[some, rows]), taken(keys, some)
+def _for_heads(seen: Visible, heads: torch.Tensor, r: int) -> Visible:
+    """The slopes of some key-value heads of all samples, [h, r]."""
+    if seen.slopes is None:
+        return seen
+    of_groups = seen.slopes.view(-1, r)
+    return replace(seen, slopes=of_groups[heads % len(of_groups)])
+
+
+@lru_cache(maxsize=256)
+def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) -> torch.Tensor:
+    """[rows, columns], -inf where a query does not see a key; offset: from the first query to the first key.
+    The same for all tiles but the first and the last ones of a sequence."""
+    distance = torch.arange(columns) + offset - torch.arange(rows)[:, None]
+    hidden = torch.zeros(rows, columns, dtype=torch.bool)
+    if pattern.after is not None:
+        hidden |= distance > pattern.after
+    if pattern.left is not None:
+        hidden |= distance < -pattern.left
+    return torch.zeros(rows, columns).masked_fill_(hidden, -math.inf)
+
+
+def _block_bias(tiles: BlockTiles, is_causal: bool) -> torch.Tensor:
+    """[t, rows, keys], -inf where a query does not see a key: in hidden blocks, and above the diagonal."""
+    hidden, block = torch.from_numpy(~tiles.seen), tiles.block
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+    bias = bias[:, :, None, :, None].expand(-1, -1, block, -1, block).contiguous()
+    if is_causal:
+        diagonal = (tiles.rows[:, :, None] == tiles.keys[:, None]) & tiles.seen
+        tile, row, column = map(torch.from_numpy, np.nonzero(diagonal))
+        bias[tile, row, :, column] = torch.full((block, block), -math.inf).triu(1)
+    return bias.view(len(hidden), hidden.shape[1] * block, -1)
+
+
+def _products(q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * q kᵀ."""
     scores = q_tile.new_empty(len(q_tile), q_tile.shape[1], k_tile.shape[1])
-    torch.baddbmm(scores, q_tile, k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    return scores.unflatten(1, (queries.shape[2], -1))
+    return torch.baddbmm(scores, q_tile, k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
+
+
+def _of_rows(sink: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The sink [n] of each row, [b g, s, r, 1] like the given."""
+    heads, s, r, _ = like.shape
+    of_heads = sink.detach().float().repeat(heads * r // len(sink)).view(heads, 1, r, 1)
+    return of_heads.expand(-1, s, -1, -1).contiguous()
 
 
 def _wide(*views: torch.Tensor) -> list[torch.Tensor]:
@@ -228,15 +303,3 @@ def _wide(*views: torch.Tensor) -> list[torch.Tensor]:
 def _as_given(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[b g, s, d] → [s, b, g, d] in the dtype of `like`."""
     return t.transpose(0, 1).unflatten(1, like.shape[1:3]).to(like.dtype)
-
-
-def _columns(tile: QueryTile) -> slice | torch.Tensor:
-    if tile.blocks is None:
-        return slice(tile.keys[0], tile.keys[-1] + 1)
-    return torch.from_numpy(tile.keys)
-
-
-def _of_heads(closed: torch.Tensor, heads: slice, total: int) -> torch.Tensor:
-    """[b, ..] → [heads, ..], the sample of each of these heads of all."""
-    owner = torch.arange(heads.start, heads.stop) * len(closed) // total
-    return closed[owner]

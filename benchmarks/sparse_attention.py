@@ -1,0 +1,101 @@
+"""Time of attention by blocks against the share of blocks that a layout sees.
+
+    python benchmarks/sparse_attention.py                           # 8,192 tokens, forward and backward
+    python benchmarks/sparse_attention.py --tokens 2048 --repeats 2
+
+The ideal of a layout is the time of the same kernel with the dense layout, times its density: the share of
+the scores of the dense layout that it sees. Turns alternate between the layouts; the time is the CPU time of
+the process (with OMP_NUM_THREADS=1 that of a core), the shortest of all turns, so that other processes change
+little. Beside it torch's fused attention to all tokens.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ds.config.sparse_options import SparseOptions
+from megatron_ds.ops.attention_pattern import AttentionPattern
+from megatron_ds.ops.core_attention import attention
+from megatron_ds.ops.sparse_layouts import block_layout
+
+# Name in the table → options without their prefix, for blocks of 16 tokens.
+LAYOUTS = {
+    "fixed, 64 local, 16 global": dict(mode="fixed", num_local_blocks=64, num_global_blocks=16),
+    "fixed, 16 local, 2 global": dict(mode="fixed", num_local_blocks=16, num_global_blocks=2),
+    "bigbird, 65 sliding, 1 random": dict(mode="bigbird", num_sliding_window_blocks=65, num_random_blocks=1),
+    "bslongformer, 65 sliding": dict(mode="bslongformer", num_sliding_window_blocks=65),
+    "local, 129 sliding": dict(mode="local", num_sliding_window_blocks=129),
+    "local, 33 sliding": dict(mode="local", num_sliding_window_blocks=33),
+}
+
+
+def options(mode: str, block: int, **more: int) -> SparseOptions:
+    """The options of a layout."""
+    return SparseOptions(mode, block, **{f"sparse_{name}": value for name, value in more.items()})
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--bidirectional", action="store_true")
+    args = parser.parse_args()
+    for block in args.blocks:
+        measure(args, block)
+
+
+def measure(args: argparse.Namespace, block: int) -> None:
+    """One table."""
+    causal, s = not args.bidirectional, args.tokens
+    draw = torch.Generator().manual_seed(0)
+    shape = s, 1, args.heads, args.channels
+    tensors = [torch.randn(shape, generator=draw).requires_grad_() for _ in range(3)]
+    patterns = {"dense": pattern_of(options("dense", block), s, args.heads, causal)}
+    for name, more in LAYOUTS.items():
+        chosen = {key: value if key == "mode" else max(1, value * 16 // block) for key, value in more.items()}
+        patterns[name] = pattern_of(options(block=block, **chosen), s, args.heads, causal)
+    turns: dict[str, Callable[[], torch.Tensor]] = {
+        name: lambda pattern=pattern: attention(*tensors, pattern=pattern)
+        for name, pattern in patterns.items()}
+    turns["torch"] = lambda: F.scaled_dot_product_attention(
+        *(t.permute(1, 2, 0, 3) for t in tensors), is_causal=causal)
+    best = {name: float("inf") for name in turns}
+    for _ in range(args.repeats):
+        for name, turn in turns.items():
+            best[name] = min(best[name], seconds(turn))
+    print(f"{s} tokens, blocks of {block}, {args.heads} heads of {args.channels}, "
+          f"{'causal' if causal else 'bidirectional'}, {torch.get_num_threads()} threads; "
+          f"torch's fused attention {best['torch']:.2f} s")
+    print(f"{'layout':<32}{'density':>9}{'seconds':>9}{'of dense':>10}{'of ideal':>10}")
+    for name, pattern in patterns.items():
+        density = pattern.pairs(s) / patterns["dense"].pairs(s)
+        share = best[name] / best["dense"]
+        print(f"{name:<32}{density:9.3f}{best[name]:9.3f}{share:10.3f}{density / share:10.2f}")
+
+
+def pattern_of(chosen: SparseOptions, s: int, heads: int, causal: bool) -> AttentionPattern:
+    """The pattern of a layout."""
+    return AttentionPattern(causal, layout=block_layout(chosen, s, heads, causal, 1))
+
+
+def seconds(turn: Callable[[], torch.Tensor]) -> float:
+    """CPU time of one forward and backward."""
+    start = time.process_time()
+    turn().sum().backward()
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    main()

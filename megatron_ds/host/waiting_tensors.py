@@ -1,0 +1,96 @@
+"""Tensors of a GPU that wait in host memory from a forward to its backward.
+
+    model         | block 0 | block 1 | block 2 | … | backward 2 | backward 1 | backward 0 |
+    to host       |  x 0 →  |  x 1 →  |
+    to device                                       |   ← x 1    |   ← x 0    |
+
+A copy to the host runs beside the model and has until the next tensor is put; then the stream of the model
+waits for it, and the device memory is free. So the last tensor that was put is still on the device when a
+backward starts at once. When a tensor is taken, the one put before it begins to come back. The device holds
+two tensors, whatever their number. Rajbhandari et al. 2020 (arXiv:1910.02054), section 6.1, "Pa+cpu".
+
+The meta device stands for a GPU in plans: it holds the same memory, and nothing is copied.
+"""
+
+import weakref
+
+import torch
+
+from .side_streams import Mark, side_stream
+
+
+class WaitingTensor:
+    """A tensor of which `WaitingTensors.put` made a copy in host memory.
+
+    near    the tensor on the device, while it is there
+    before  the tensor that was put before it in the same micro-batch, while that waits
+    """
+
+    def __init__(self, x: torch.Tensor, before: "WaitingTensor | None"):
+        self.near: torch.Tensor | None = x
+        self._before = None if before is None else weakref.ref(before)
+        self.shape, self.dtype, self.device, self.nbytes = x.shape, x.dtype, x.device, x.nbytes
+        self._far, self._copied = None, Mark()
+        if x.device.type != "meta":
+            self._far = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            stream = side_stream(x.device, "to host")
+            with stream.behind_current():
+                self._far.copy_(x, non_blocking=True)
+                self._copied = stream.mark()
+
+    @property
+    def before(self) -> "WaitingTensor | None":
+        return None if self._before is None else self._before()
+
+    def leave(self) -> torch.Tensor:
+        """Let go of `near`, and return it. The current stream waits for the copy that reads or writes it."""
+        self._copied.wait()
+        x, self.near = self.near, None
+        return x
+
+    def come(self) -> None:
+        """Begin to copy it to the device."""
+        # Allocated by the stream of the model, which waits for the copy: it can be freed as any other tensor.
+        self.near = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self._far is not None:
+            stream = side_stream(self.device, "to device")
+            with stream.behind_current():
+                self._copied.wait()
+                self.near.copy_(self._far, non_blocking=True)
+                self._copied = stream.mark()
+
+
+class WaitingTensors:
+    """The waiting tensors of a rank."""
+
+    def __init__(self):
+        self._last: weakref.WeakKeyDictionary[object, weakref.ref] = weakref.WeakKeyDictionary()
+        self._leaving: WaitingTensor | None = None
+        self._all: weakref.WeakSet[WaitingTensor] = weakref.WeakSet()
+
+    def put(self, x: torch.Tensor, microbatch: object) -> WaitingTensor:
+        """Begin to copy x to the host. microbatch: an object that all tensors of one have in common, which
+        come back in the reverse order."""
+        if self._leaving is not None:
+            self._leaving.leave()
+        last = self._last.get(microbatch)
+        self._leaving = waiting = WaitingTensor(x.detach(), None if last is None else last())
+        self._last[microbatch] = weakref.ref(waiting)
+        self._all.add(waiting)
+        return waiting
+
+    def take(self, waiting: WaitingTensor) -> torch.Tensor:
+        """The tensor, on the device; once. The host does not wait."""
+        if self._leaving is waiting:
+            self._leaving = None
+        if waiting.near is None:
+            waiting.come()
+        x, before = waiting.leave(), waiting.before
+        if before is not None and before.near is None:
+            before.come()
+        return x
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(waiting.nbytes for waiting in self._all)

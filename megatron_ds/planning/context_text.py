@@ -1,0 +1,117 @@
+"""The part of a dry run's text about context parallelism: the tokens of a rank, and what its attention sends
+with each way of sharing keys, values and heads (`models.context_attention.COMM_TYPES`).
+
+The core attention of each block runs alone, forward and backward, without memory and among simulated peers,
+so the bytes are those that the same code sends in a run; tests compare them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..config import RunConfig, Source
+from ..config.layout_rules import context_parallel
+from ..config.training_schedule import make_token_drop
+from ..models import MODELS, Layer
+from ..models.context_attention import COMM_TYPES, make_core
+from ..models.layer import recompute
+from ..mpu.fake_group import fake_mesh
+from .plan_tables import in_bytes
+from .run_model import DTYPES, last_step, parallel_context
+from .world_plan import WorldPlan
+
+
+def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:
+    """Bytes that attention of the planned rank sends to context-parallel ranks in a step, forward and
+    backward; an all-gather is counted as a ring.
+
+    config: with other values of --cp-comm-type than the plan; None: the plan's
+    """
+    config, sent = config or plan.config, 0.0
+    counted: Counter[tuple] = Counter()
+    for stage in plan.stages_of(plan.grid.coordinates(plan.rank)["pp"]):
+        counted.update(_blocks(config, stage.layers))
+    for (comm_type, tokens, granularity), number in counted.items():
+        sent += number * plan.microbatches * _bytes_of_core(config, plan, comm_type, tokens, granularity)
+    return sent
+
+
+def _blocks(config: RunConfig, layers: Sequence[Layer]) -> Iterator[tuple[str, int, str | None]]:
+    """(comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
+    length, drop, kinds = config.model.seq_length, make_token_drop(config), config.parallel.cp_comm_type
+    kept = drop.kept_at(last_step(config), length) if drop else length
+    for number, layer in enumerate(layer for layer in layers if layer.is_block):
+        index = int(layer.name.rpartition(".")[2]) if len(kinds) > 1 else 0
+        recomputes = layer.recompute.num_layers is None or number < layer.recompute.num_layers
+        yield (kinds[index], kept if layer.drops_tokens else length,
+               layer.recompute.granularity if recomputes else None)
+
+
+def _bytes_of_core(config: RunConfig, plan: WorldPlan, comm_type: str, tokens: int,
+                   granularity: str | None) -> float:
+    """Of one micro-batch in one block."""
+    mesh = fake_mesh(plan.grid, plan.rank)
+    ctx, model = parallel_context(config, mesh), replace(config.model, attention_dropout=0.0)
+    blank = MODELS[model.model].data.blank(config.train.micro_batch_size, tokens, "meta")
+    batch = blank.cut(ctx.slice)
+    core = make_core(model, "attention", ctx, comm_type=comm_type)          # bytes depend on no pattern
+    q, k, v = (torch.empty(batch.seq_length, batch.size, heads // plan.grid.tp, model.head_dim, device="meta",
+                           dtype=DTYPES[config.optimizer.params_dtype], requires_grad=True)
+               for heads in (model.num_attention_heads, model.query_groups, model.query_groups))
+    mesh.traffic.clear()
+    if granularity == "full":
+        with torch.no_grad():
+            core(q, k, v, batch)
+    out = (partial(recompute, core) if granularity == "selective" else core)(q, k, v, batch)
+    out.backward(torch.empty_like(out))
+    return sum(mesh.traffic.wire_bytes().values())
+
+
+def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
+    """Comm type → the configuration with it for all layers, or why there is none; without the present one."""
+    found: dict[str, RunConfig | str] = {}
+    for comm_type in COMM_TYPES:
+        if set(config.parallel.cp_comm_type) == {comm_type} or comm_type == "a2a+p2p":
+            continue                                            # it needs a division of the ranks, too
+        changed = config.with_values({"parallel.cp_comm_type": (comm_type,)}, Source("derived", "the plan"))
+        # The sizes of a2a+p2p are of no use to the others.
+        problems = [p for p in context_parallel(changed) if "[hierarchical_context_parallel_sizes]" not in p]
+        found[comm_type] = changed if not problems else (
+            "this number of heads" if comm_type == "a2a" else "sequences of this length")
+    return found
+
+
+def context_text(plan: WorldPlan) -> Iterator[str]:
+    """Lines; none for a single context-parallel rank."""
+    config, cp = plan.config, plan.grid.cp
+    if cp == 1:
+        return
+    length, chosen = config.model.seq_length, " and ".join(dict.fromkeys(config.parallel.cp_comm_type))
+    held = "two chunks" if config.is_zigzag else "one run"
+    yield (f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
+           f"{held}")
+    others = other_types(config)
+    sent = {chosen: attention_bytes(plan)} | {
+        name: attention_bytes(plan, other) for name, other in others.items() if isinstance(other, RunConfig)}
+    if not sent[chosen]:
+        return
+    listed = [f"{in_bytes(count)} by {name}{' (chosen)' * (name == chosen)}" for name, count in sent.items()]
+    listed += [f"{name} cannot divide {other}" for name, other in others.items() if isinstance(other, str)]
+    yield f"  attention of rank {plan.rank} sends in a step {', '.join(listed)}"
+    yield f"  {_least(chosen, sent)}"
+
+
+def _least(chosen: str, sent: dict[str, float]) -> str:
+    """Which way sends the fewest bytes, and by how much."""
+    least, most = (of(sent.values()) for of in (min, max))
+    if sent[chosen] > least:
+        cheaper = min(sent, key=sent.__getitem__)
+        return (f"least by --cp-comm-type {cheaper}: {in_bytes(sent[chosen] - least)} less than {chosen}, "
+                f"{1 - least / sent[chosen]:.1%}")
+    others = [count for count in sent.values() if count > least]
+    if not others:
+        return "all of them send the same"
+    return f"least by {chosen}: {in_bytes(most - least)} less than the most, {1 - least / most:.1%}"

@@ -1,0 +1,99 @@
+"""The longest sequence that fits into the memory of a rank, found on plans.
+
+A plan gives the peak of the worst rank for one length. Lengths are multiples of a unit that the layout can
+divide. The peak is assumed to grow with the length; it is nearly a straight line, so a step of the bisection
+goes to where the line between the ends of the interval meets the memory, and every third step to its middle.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import lcm
+
+from ..config import RunConfig
+from ..errors import ConfigError, LayoutError
+from ..mpu.context import SequenceSlice
+from .run_model import sequence_slice
+from .world_plan import plan_world, with_vocabulary
+
+FIRST_TOKENS, MOST_TOKENS = 1024, 1 << 30
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A length and its planned peak in bytes. beyond: the peak of the next length, which does not fit; None
+    if it was not asked for."""
+
+    length: int
+    peak: int
+    beyond: int | None
+
+
+def longest(peak_of: Callable[[int], int], memory: int, unit: int = 1, most: int = MOST_TOKENS) -> Fit | None:
+    """The largest multiple of `unit`, at most `most`, with peak_of(length) <= memory; None if there is none.
+
+    peak_of: not decreasing; called about ten times
+    """
+    peak = cache(lambda count: peak_of(count * unit))
+    low, high, last = 0, max(1, FIRST_TOKENS // unit), max(1, most // unit)
+    while peak(high) <= memory:
+        if high == last:
+            return Fit(high * unit, peak(high), None)
+        low, high = high, min(2 * high, last)
+    turn = 0
+    while high - low > 1:
+        turn += 1
+        middle = (low + high) // 2
+        if low and turn % 3 and peak(high) > peak(low):
+            aim = low + (memory - peak(low)) * (high - low) // (peak(high) - peak(low))
+            middle = min(max(aim + turn % 2, low + 1), high - 1)         # from both sides in turns
+        low, high = (middle, high) if peak(middle) <= memory else (low, middle)
+    return Fit(low * unit, peak(low), peak(high)) if low else None
+
+
+def length_unit(config: RunConfig, multiple_of: int = 1) -> int:
+    """The smallest length that the layout divides, and its multiples are those that it divides; the common
+    multiple with `multiple_of`."""
+    part, size = sequence_slice(config), 1
+    while not _divides(part, size):
+        size += 1
+    return lcm(size, multiple_of)
+
+
+def _divides(part: SequenceSlice, length: int) -> bool:
+    try:
+        part.rows(part.batch_length(length))
+    except LayoutError:
+        return False
+    return True
+
+
+def peak_by_plan(parse_length: Callable[[int], RunConfig], device: str) -> Callable[[int], int]:
+    """The function length → planned peak of the worst rank. parse_length: length → configuration."""
+    def peak_of(length: int) -> int:
+        config, _ = with_vocabulary(parse_length(length))
+        return plan_world(config, 0, device).worst.peak
+
+    return peak_of
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes such as 4GiB, 512MiB or 80e9. Raises ConfigError."""
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 1}
+    number = text.strip().rstrip("KMGTiB").strip()
+    unit = text.strip()[len(number):].strip()
+    try:
+        return int(float(number) * units[unit])
+    except (KeyError, ValueError):
+        raise ConfigError(f"{text!r} is not a size. Write a number with KiB, MiB, GiB or TiB, such as 4GiB."
+                          ) from None
+
+
+def without_length(flags: Sequence[str]) -> list[str]:
+    """The flags of a run without the length of its sequences."""
+    names, kept, skips = ("--seq-length", "--seq_length"), [], False
+    for word in flags:
+        if not skips and not word.startswith(tuple(f"{name}=" for name in names)) and word not in names:
+            kept.append(word)
+        skips = word in names
+    return kept

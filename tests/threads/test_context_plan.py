@@ -1,0 +1,118 @@
+"""Context parallelism in plans: bytes against real ranks and against closed forms, memory and FLOPs against
+those of one rank, and what a dry run says of them."""
+
+import pytest
+
+from megatron_ds.config import parse
+from megatron_ds.planning.context_text import attention_bytes, context_text
+from megatron_ds.planning.dry_run import flops_text, plan_text
+from megatron_ds.planning.expert_text import flops_of_rank
+from megatron_ds.planning.world_plan import plan_world
+from tests.threads.test_rank_plan import run
+from tools.compare_layouts import VOCAB
+
+S, B, N, D, MICROBATCHES = 32, 2, 8, 4, 2
+OF_KIND = {"p2p": ("send",), "all_gather": ("all_gather", "reduce_scatter"), "a2a": ("all_to_all",)}
+
+
+def job(*flags: object, ranks: int = 1, size: int | None = None, kinds: str = "p2p", layers: int = 3):
+    """size: context-parallel ranks; None: all."""
+    return parse(["--num-layers", str(layers), "--hidden-size", str(N * D), "--num-attention-heads", str(N),
+                  "--seq-length", str(S), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "8",
+                  "--micro-batch-size", str(B), "--global-batch-size", str(B * MICROBATCHES), "--lr", "1e-3",
+                  "--train-iters", "4", "--num-workers", "0", "--mock-data", "--hidden-dropout", "0",
+                  "--attention-dropout", "0", "--context-parallel-size", str(size or ranks), "--cp-comm-type",
+                  *kinds.split(), *map(str, flags)], world_size=ranks)
+
+
+def closed_form(kind: str, c: int, g: int, e: int) -> int:
+    """Bytes that a rank sends for one block and micro-batch: blocks of keys and values forward, the same and
+    gradients of them in fp32 backward; or q, k, v and the output, each way, of max(g, c) heads of keys."""
+    if kind == "a2a":
+        return 2 * (S // c * B * D * (2 * N + 2 * max(g, c)) * e * (c - 1) // c)
+    block = 2 * (S // c) * B * g * D
+    return (c - 1) * (2 * block * e + block * 4)
+
+
+@pytest.mark.parametrize("groups, dtype, itemsize", [(N, [], 4), (2, ["--bf16"], 2)], ids=["all", "grouped"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ring_gather_and_ulysses_send_what_the_closed_forms_and_the_plan_say(ranks, groups, dtype, itemsize):
+    """One block of each kind, so that each is told apart by its operations."""
+    kinds = list(OF_KIND)
+    config = job("--num-query-groups", groups, *dtype, ranks=ranks, kinds=" ".join(kinds))
+    plans = [plan_world(config, rank, "cpu").rank_plan(rank) for rank in (0, ranks - 1)]
+    counted = [traffic for traffic, _ in run(config)]
+    for traffic, plan in ((counted[0], plans[0]), (counted[-1], plans[1])):
+        assert dict(traffic.bytes) == {key: 2 * count for key, count in plan.traffic.bytes.items()}
+        wire = traffic.wire_bytes()
+        for kind in kinds:
+            sent = sum(wire[operation, "cp", ranks] for operation in OF_KIND[kind])
+            assert sent == 2 * MICROBATCHES * closed_form(kind, ranks, groups, itemsize), kind
+
+
+LARGE = ("--bf16", "--hidden-size", 4096, "--seq-length", 4096, "--num-attention-heads", 32,
+         "--micro-batch-size", 1, "--global-batch-size", 1)
+
+
+@pytest.mark.parametrize("kind, groups, c, forward, backward", [
+    ("p2p", 8, 8, 14_680_064, 3 * 14_680_064),
+    ("all_gather", 8, 4, 12_582_912, 3 * 12_582_912), ("a2a", 8, 2, 20_971_520, 20_971_520),
+    ("a2a", 4, 8, 9_175_040, 9_175_040)])
+def test_a_block_of_4096_tokens_sends_known_bytes(kind, groups, c, forward, backward):
+    """32 heads of 128 channels in bf16. Backward of a ring sends blocks again, and fp32 gradients of them."""
+    planned = lambda *flags: plan_world(job("--num-query-groups", groups, *LARGE, *flags, ranks=c, kinds=kind,
+                                            layers=1), 0, "cuda")
+    kept, again = planned(), planned("--recompute-granularity", "full")
+    assert attention_bytes(kept) == forward + backward
+    assert attention_bytes(again) == 2 * forward + backward
+    for plan in (kept, again):
+        wire = plan.rank_plan(0).traffic.wire_bytes()
+        assert attention_bytes(plan) == sum(wire.get((op, "cp", c), 0) for op in OF_KIND[kind])
+
+
+@pytest.mark.parametrize("flags", [[], ["--recompute-granularity", "selective"],
+                                   ["--recompute-granularity", "full", "--recompute-num-layers", 1]], ids=str)
+def test_what_attention_is_said_to_send_is_what_is_planned_between_context_ranks(flags):
+    """Two stages, whose blocks share attention in different ways."""
+    config = job(*flags, "--pipeline-model-parallel-size", 2, "--num-query-groups", 2,
+                 "--hidden-dropout", 0.1, ranks=4, size=2, kinds="all_gather p2p p2p a2a", layers=4)
+    for rank in (0, 3):
+        plan = plan_world(config, rank, "cpu")
+        traffic = plan.rank_plan(rank).traffic.wire_bytes()
+        assert attention_bytes(plan) == sum(n for (_, axes, _), n in traffic.items() if axes == "cp") > 0
+
+
+def test_a_dry_run_says_which_way_is_cheaper_and_which_are_not_possible():
+    says = lambda **more: list(context_text(plan_world(job(**more), 0, "cpu")))
+    assert says(ranks=4)[:2] == [
+        "context: each of 4 ranks holds 8 of the 32 tokens of a sequence, in two chunks",
+        "  attention of rank 0 sends in a step 216.0 KiB by p2p (chosen), 216.0 KiB by all_gather, 72.00 KiB "
+        "by a2a"]
+    assert says(ranks=4)[2] == "  least by --cp-comm-type a2a: 144.0 KiB less than p2p, 66.7%"
+    chosen, indivisible = says(ranks=4, kinds="a2a"), says(ranks=16)
+    assert chosen[0].endswith("in one run")
+    assert chosen[2] == "  least by a2a: 144.0 KiB less than the most, 66.7%"
+    assert indivisible[1].endswith("a2a cannot divide this number of heads")
+    assert indivisible[2] == "  all of them send the same"
+    assert says(ranks=1) == []
+
+
+def test_the_grid_has_context_ranks_and_the_text_all_parts():
+    config = job("--tensor-model-parallel-size", 2, ranks=8, size=2)
+    text = plan_text(plan_world(config, 6, "cpu"), [])
+    assert "8 ranks = tensor 2 × context 2 × pipeline 1 × data 2" in text
+    assert "rank 6 is tp 0, cp 1, pp 0, dp 1" in text
+    assert "\n  context (cp) " in text and "\ncontext: " in text
+    assert "dp 0 cp 1  dp 1 cp 0" in text and "[6, 7]" in text and "[4, 5]" not in text
+
+
+def test_context_ranks_divide_the_flops_of_a_step_and_not_its_tokens():
+    one, four = (plan_world(job(ranks=ranks), 0, "cpu") for ranks in (1, 4))
+    of_one, of_four = (list(flops_text(plan)) for plan in (one, four))
+    assert of_one[0] == of_four[0] == f"FLOPs of a step: {S * B * MICROBATCHES} tokens in 4 sequences"
+    *same, rank_of_one, unit = of_one[2].split()
+    *same_of_four, rank_of_four, _ = of_four[2].split()
+    assert same == same_of_four and unit == "MFLOP"
+    assert float(rank_of_four) == pytest.approx(float(rank_of_one) / 4, rel=1e-3)
+    layers = [layer for stage in one.stages for layer in stage.layers]
+    assert flops_of_rank(four, layers) == flops_of_rank(one, layers) / 4

@@ -1,0 +1,89 @@
+"""The longest sequence that a run can train on in a given memory, by plans of ever better lengths.
+
+    python tools/longest_sequence.py --memory 4GiB --num-layers 6 --hidden-size 384 --num-attention-heads 6 \\
+        --vocab-size 8192 --position-embedding-type rope --micro-batch-size 1 --lr 1e-3 --train-iters 1
+    python tools/longest_sequence.py --memory 70GiB --device cuda --world-size 8 \\
+        --tensor-model-parallel-size 8 --sequence-parallel --bf16 … the flags of the run
+
+The flags are those of pretrain_gpt.py, without --seq-length. --memory is of one rank. --libraries is what a
+process takes beside the plan: Python, torch and their libraries, on a GPU the CUDA context; by default it is
+measured on a CPU, by training a tiny model in another process, and 1 GiB on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.config import RunConfig, parse
+from megatron_ds.config.flags import read_flags
+from megatron_ds.planning.dry_run import in_bytes
+from megatron_ds.planning.longest_sequence import (
+    bytes_of,
+    length_unit,
+    longest,
+    peak_by_plan,
+    without_length,
+)
+
+SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
+ON_A_GPU = 1 << 30
+TINY = ("--num-layers 1 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 --seq-length 64 --mock-data "
+        "--micro-batch-size 1 --lr 1e-3 --eval-iters 0 --train-iters 1").split()
+
+
+def main() -> int:
+    args, flags = _parser().parse_known_args()
+    flags = without_length(flags)
+    given = {setting.path: setting.value for setting in read_flags(flags).settings}
+    ranks = given.get("plan.world_size", 1)
+    dry = [] if "plan.dry_run" in given else ["--dry-run"]
+
+    def parse_length(length: int) -> RunConfig:
+        return parse([*flags, *dry, "--seq-length", str(length)], world_size=ranks)
+
+    first = parse_length(128 * ranks)                                   # any layout of these ranks divides it
+    unit = length_unit(first, args.multiple_of)
+    libraries = _libraries(args, first)
+    found = longest(peak_by_plan(parse_length, args.device), bytes_of(args.memory) - libraries, unit)
+    if found is None:
+        print(f"not even {unit:,} tokens fit in {args.memory}")
+        return 1
+    print(f"longest sequence: {found.length:,} tokens, a multiple of {unit:,}")
+    print(f"  peak of the worst rank {in_bytes(found.peak + libraries)} of {args.memory}, of which libraries "
+          f"take {in_bytes(libraries)}")
+    if found.beyond:
+        print(f"  {found.length + unit:,} tokens would take {in_bytes(found.beyond + libraries)}")
+    return 0
+
+
+def _parser() -> Arguments:
+    parser = Arguments(description=__doc__)
+    parser.add_argument("--memory", required=True, help="of a rank, such as 4GiB")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--multiple-of", type=int, default=128, metavar="N",
+                        help="lengths are multiples of N tokens and of what the layout divides")
+    parser.add_argument("--libraries", metavar="SIZE",
+                        help="memory of a process beside the plan, such as 300MiB")
+    return parser
+
+
+def _libraries(args, config: RunConfig) -> int:
+    """Bytes of a process beside its plan."""
+    if args.libraries:
+        return bytes_of(args.libraries)
+    if args.device != "cpu":
+        return ON_A_GPU
+    how = config.train.recompute_granularity                            # for which torch loads its compiler
+    flags = [*TINY, *(["--recompute-granularity", how] if how else [])]
+    process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit("training a tiny model to measure the memory of libraries failed: give --libraries.")
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))
