@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import LayoutError
+from .product import has_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,8 @@ class BlockLayout:
         queries: int64 [.., q], keys: int64 [.., k], any positions
         """
         rows, columns = (t.div(self.block, rounding_mode="floor") for t in (queries, keys))
-        hidden = self._hidden_on(queries.device)
+        hidden = self._hidden_on(queries.device) if has_memory(queries) else torch.tensor(
+            ~self.seen, device=queries.device)
         if queries.dim() == 1:
             return hidden[:, rows][:, :, columns]
         return hidden[:, rows[..., :, None], columns[..., None, :]].transpose(0, 1)

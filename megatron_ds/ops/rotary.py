@@ -10,7 +10,6 @@ Implementations: on GPUs one launch (gpu/rotary_kernels.py), but for interleaved
 operations in fp32, with a backward of our own that keeps nothing of x.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -35,10 +34,12 @@ def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0,
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
     where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()   # [s, 1] or [s, b]
     frequencies = base ** -exponents
+    amplitude = 1.0
     for scaling in scalings:
         frequencies = scaling(frequencies)
+        amplitude *= scaling.amplitude
     angles = where[:, :, None, None] * frequencies
-    cos, sin, amplitude = angles.cos(), angles.sin(), math.prod(scaling.amplitude for scaling in scalings)
+    cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
 
 

@@ -72,6 +72,10 @@ def _normalizes(by: str) -> Condition:
     return lambda config, device: config.model.normalization == by
 
 
+def _optimizes(by: str) -> Condition:
+    return lambda config, device: config.optimizer.optimizer == by
+
+
 CONDITIONS: dict[str, Condition] = {
     "quantize": _never, "dequantize": _never, "cast_fp8": _never,
     "permute": _is_not_padded, "combine": _is_not_padded, "reorder": _exchanges_rows,
@@ -85,6 +89,7 @@ CONDITIONS: dict[str, Condition] = {
     "gelu": _has_gelu, "swiglu": _has("swiglu"), "squared_relu": _has("squared_relu"),
     "layer_norm": _normalizes("LayerNorm"), "rms_norm": _normalizes("RMSNorm"),
     "probabilities_": _is_on_cpu, "probability_gradient_": _is_on_cpu,
+    "lion": _optimizes("lion"), "adagrad": _optimizes("adagrad"),
     "adamw": lambda config, device: (config.optimizer.optimizer in ("adam", "adamw")
                                      and config.optimizer.adam_bias_correction
                                      and config.optimizer.decoupled_weight_decay)}

@@ -20,8 +20,12 @@ for _module in pkgutil.iter_modules(megatron_ds.ops.__path__):
 
 # torch's own layer_norm sums gradients of weights in 16 bits on a CPU: it may be four tolerances off.
 SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))
+# An example is plain causal attention, which these do not take: tests/plans/test_windows.py and
+# test_sparse_layouts.py compare them with an explicit softmax in double precision.
+OTHER_CASES = {("attention", "tiled")}
 ENTRIES = [pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
-           for operation in OPERATIONS.values() for entry in operation.implementations]
+           for operation in OPERATIONS.values() for entry in operation.implementations
+           if (operation.name, entry.name) not in OTHER_CASES]
 
 
 @pytest.mark.parametrize("operation, entry", ENTRIES)

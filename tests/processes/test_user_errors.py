@@ -277,7 +277,7 @@ def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8,
                                                   "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {
-            "warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"}},
+            "warmup_num_steps": 2, "warmup_max_lr": 2e-3, "total_num_steps": 6, "warmup_type": "linear"}},
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "job"}}))
     (tmp_path / "model.yaml").write_text(
         "model:\n  num_layers: 2\n  hidden_size: 32\n  num-attention-heads: 4\n  seq_length: 16\n  "
@@ -298,12 +298,12 @@ def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
 
 def test_settings_that_disagree_are_told_with_both_places(tmp_path):
     (tmp_path / "ds.json").write_text(
-        '{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "flops_profiler": {"enabled": true}}')
+        '{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "comms_logger": {"enabled": true}}')
     (tmp_path / "run.yaml").write_text("lr: 1e-3\nhiden_size: 3\n")
     job = [word for word in MOCK if word not in ("--lr", "1e-3")]
     message = told([*job, "--config", str(tmp_path / "run.yaml"),
                     "--deepspeed-config", str(tmp_path / "ds.json")], ranks=2)
-    assert "did you mean 'hidden_size'?" in message and "flops_profiler" in message
+    assert "did you mean 'hidden_size'?" in message and "comms_logger" in message
     (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
     (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}')
     message = told([*job, "--config", str(tmp_path / "run.yaml"),

@@ -20,11 +20,9 @@ FEATURES = {
     "padded experts": f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
                       "--moe-token-drop-policy position",
     "ltd": "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 6 --random-ltd-tokens-per-step 8",
-    "per token": "--calculate-per-token-loss",
-    "heads": "--qk-layernorm --add-qkv-bias --position-embedding-type alibi",
-    "window": "--window-size", "sinks": "--softmax-type learnable"}
-COMM_TYPES = {"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a", "mixed": "p2p a2a all_gather",
-              "levels": "a2a+p2p"}
+    "heads": "--qk-layernorm --add-qkv-bias --position-embedding-type alibi --calculate-per-token-loss",
+    "window": "--softmax-type learnable --window-size"}
+COMM_TYPES = {"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a", "levels": "a2a+p2p"}
 GRID = {"style": ("gpt2", "llama", "bert"), "cp": (2, 4), "comm": tuple(COMM_TYPES), "tp": (1, 2),
         "sp": (0, 1), "pp": (1, 2), "schedule": ("1f1b", "interleaved", "zb-h1", "zb-v"), "dp": (1, 2),
         "zero": (0, 1, 2, 3), "recompute": ("none", "selective", "full"), "dropout": (0.0, 0.1),
@@ -41,7 +39,7 @@ def is_legal(case) -> bool:
     return (ranks(case) <= MOST_RANKS and (not case["sp"] or case["tp"] > 1)
             and (case["pp"] > 1 or case["schedule"] == "1f1b")
             and (case["style"] != "bert" or case["documents"] == "joined" and case["features"] != "ltd")
-            and (case["comm"] not in ("a2a", "mixed") or heads % case["cp"] == 0)
+            and (case["comm"] != "a2a" or heads % case["cp"] == 0)
             and (case["comm"] != "levels" or case["cp"] == 4))
 
 
@@ -56,12 +54,11 @@ def name_of(case) -> str:
 
 def job_of(case) -> list[str]:
     layers = max(LAYERS, 4 * (case["pp"] > 1))
-    comm = COMM_TYPES[case["comm"]].split()
     job = tiny_job(case["style"], "fp32", case["style"] == "llama", case["dropout"], layers, GLOBAL_BATCH,
                    JOB_STEPS, case["documents"])
     window = ["5,3" if case["style"] == "bert" else "5,0"] * (case["features"] == "window")
     return [*job, *FEATURES[case["features"]].split(), *window, "--cp-comm-type",
-            *(comm * layers)[:layers if len(comm) > 1 else 1]]
+            COMM_TYPES[case["comm"]]]
 
 
 def layout_of(case) -> str:
@@ -82,8 +79,17 @@ def test_ranks_that_share_sequences_train_like_one_process(case):
     assert max(shapes)[0] == held
     calls = {operation for s in run.seen for operation, axes, _ in s.traffic.calls if axes.startswith("cp")}
     wanted = {"p2p": {"send"}, "all_gather": {"all_gather"}, "a2a": {"all_to_all"},
-              "mixed": {"send", "all_to_all"}, "levels": {"send", "all_to_all"}}[case["comm"]]
+              "levels": {"send", "all_to_all"}}[case["comm"]]
     assert wanted <= calls and ("send" in calls) == ("send" in wanted)
+
+
+def test_each_layer_may_share_attention_in_its_own_way():
+    job = [*tiny_job("llama", "fp32", True, 0.1, LAYERS, GLOBAL_BATCH, JOB_STEPS, "apart"),
+           "--cp-comm-type", "p2p", "a2a", "all_gather"]
+    difference, run = stray(job, "cp=2,pp=2,zero=1")
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    calls = {operation for s in run.seen for operation, axes, _ in s.traffic.calls if axes == "cp"}
+    assert {"send", "all_to_all", "all_gather"} <= calls
 
 
 def test_the_sample_holds_every_pair_of_values():

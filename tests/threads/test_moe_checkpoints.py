@@ -12,6 +12,7 @@ from megatron_ds.checkpoint.pieces import key, views, written_here
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.errors import CheckpointError
+from megatron_ds.models.model_identity import model_identity
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ramps import Progress
@@ -59,7 +60,7 @@ def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
                                      learning_rate=rate(progress), weight_decay=0.1)
                 progress = progress.after(BATCH, BATCH * config.model.seq_length)
                 losses.append(outcome.loss)
-        save_run(engine, progress, {})
+        save_run(engine, progress, {"identity": {"model": model_identity(config.model)}})
         return losses, visit(engine)
 
     results = run_ranks(request.world_size, main)
