@@ -163,13 +163,17 @@ def world(config: RunConfig) -> Iterator[str]:
     ranks, size = config.world_size, config.parallel.model_parallel_size
     if ranks % size:
         tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-        fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
-        options = [f"{TP} {either(fits)}"] if fits and ranks % pp == 0 else []
-        stages = [p for p in divisors(ranks) if (ranks // p) % tp == 0
+        cp = config.parallel.context_parallel_size
+        fits = [t for t in divisors(ranks) if (ranks // t) % (pp * cp) == 0 and _tp_fits(config, t)]
+        options = [f"{TP} {either(fits)}"] if fits and ranks % (pp * cp) == 0 else []
+        stages = [p for p in divisors(ranks) if (ranks // p) % (tp * cp) == 0
                   and p <= (config.model.num_layers or p)]
-        options += [f"{PP} {either(stages)}"] if stages and ranks % tp == 0 else []
+        options += [f"{PP} {either(stages)}"] if stages and ranks % (tp * cp) == 0 else []
+        if cp > 1 and ranks % (tp * pp) == 0:
+            options.append(f"--context-parallel-size {either(divisors(ranks // (tp * pp)))}")
         yield (f"world size {ranks} is not divisible by [tensor_model_parallel_size] × "
-               f"[pipeline_model_parallel_size] = {size}, the ranks that hold one copy of the model. Start "
+               f"{'[context_parallel_size] × ' * (cp > 1)}[pipeline_model_parallel_size] = {size}, the ranks "
+               "that hold one copy of the model. Start "
                f"{size}, {2 * size} or {3 * size} ranks{', or use ' * bool(options)}{' or '.join(options)}."
                + " In a plan, --world-size sets the number of ranks." * config.plan.is_dry)
 

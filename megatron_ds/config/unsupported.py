@@ -128,7 +128,7 @@ KEYS = table(
         "recomputation never re-enters autograd": "pipeline.use_reentrant",
         "all gradients are dense": "sparse_gradients",
         "every optimizer here works with every ZeRO stage": "zero_allow_untested_optimizer",
-        "every optimizer here can be offloaded": "zero_force_ds_cpu_optimizer",
+        "offloaded state is updated by the optimizers of this package": "zero_force_ds_cpu_optimizer",
         "every checkpoint loads at any layout": "zero_optimization.elastic_checkpoint",
         "there are as many buffers as are read, updated and written at a time; see sub_group_size":
             "zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_param.buffer_count "

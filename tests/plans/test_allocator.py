@@ -42,7 +42,7 @@ before = resident_mib()
 libc.free(block)
 kept = before - resident_mib() < 32
 held = []
-for _ in range(4):                          # the second and later ones lie in the heap, unless told not to
+for _ in range(4):                          # from the second on it is heap memory, unless set otherwise
     block = libc.malloc(24 << 20)
     ctypes.memset(block, 1, 24 << 20)
     held.append(libc.malloc(100_000))       # above it, so that the heap cannot shrink

@@ -37,7 +37,7 @@ def closed_form(kind: str, c: int, g: int, e: int) -> int:
 @pytest.mark.parametrize("groups, dtype, itemsize", [(N, [], 4), (2, ["--bf16"], 2)], ids=["all", "grouped"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ring_gather_and_ulysses_send_what_the_closed_forms_and_the_plan_say(ranks, groups, dtype, itemsize):
-    """One block of each kind, so that each is told apart by its operations."""
+    """A block for each comm type; the operations that a rank counts show which type sent them."""
     kinds = list(OF_KIND)
     config = job("--num-query-groups", groups, *dtype, ranks=ranks, kinds=" ".join(kinds))
     plans = [plan_world(config, rank, "cpu").rank_plan(rank) for rank in (0, ranks - 1)]

@@ -7,9 +7,14 @@ import torch
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import make_caches, run_layers
+from megatron_ds.models.attention import SelfAttention
+from megatron_ds.mpu.context import ParallelContext
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
 from tests.harness.gpt_runs import make_batch, make_model
 from tests.harness.plain_gpt import ALIBI, LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
 from tests.harness.threads import run_ranks
+from tools import generate_text
 
 MORE = {
     "alibi": ALIBI,
@@ -70,3 +75,19 @@ def test_a_cache_that_was_reset_starts_the_text_again_and_a_full_one_says_so():
 
     (once, again), = run_ranks(1, main)
     torch.testing.assert_close(once, again, rtol=1e-5, atol=1e-5)
+
+
+def test_context_parallel_ranks_have_no_cache():
+    def main(rank, world):
+        ctx = ParallelContext(Mesh(Grid(cp=2), rank, world.connect))
+        attention = SelfAttention(STYLES["gpt2"], "attention", ctx, output_std=0.02)
+        with pytest.raises(ConfigError, match="generation with context_parallel_size=2"):
+            attention.new_cache(1, 8)
+
+    run_ranks(2, main)
+
+
+def test_the_tool_that_generates_refuses_context_parallelism_before_it_loads():
+    words = ["--load", "nowhere", "--prompt", "a", "--context-parallel-size", "2"]
+    with pytest.raises(ConfigError, match="--context-parallel-size 2: a key-value cache holds whole"):
+        generate_text.main(generate_text.parse_arguments(words), None)
