@@ -6,8 +6,8 @@ An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": 
 parameter, apart from a count named "step".
 
 By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An
-entry that needs whole matrices has the attribute `needs_whole_tensors = True`; one that needs norms of whole
-parameters has `needs_norms = True`; one that chooses its parameter groups has `param_groups`, a function from
+entry that needs whole parameters has the attribute `needs_whole_tensors = True`; one that needs norms of them has
+`needs_norms = True`, and one that changes their matrices `needs_matrices = True`; one that chooses its parameter groups has `param_groups`, a function from
 the optimizer's section of the configuration to groups. A new optimizer with groups is therefore one file.
 Those of this package have a file each beside this one, and a row in `config/optimizer_facts.py` with their
 options, names and state.
@@ -53,6 +53,7 @@ class MakeOptimizer(Protocol):
 
     needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
     needs_norms          it is called with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
+    needs_matrices       it is called with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
     """
 
     def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer: ...
@@ -83,6 +84,16 @@ class ParamGroup:
         """Whether the optimizer uses norms of whole parameters."""
         return getattr(self.optimizer, "needs_norms", False)
 
+    @property
+    def needs_matrices(self) -> bool:
+        """Whether the optimizer changes whole matrices, of which ranks may have parts."""
+        return getattr(self.optimizer, "needs_matrices", False)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate in a step of the optimizer."""
+        return self.needs_norms or self.needs_matrices
+
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
@@ -103,6 +114,11 @@ class RegisteredOptimizer:
     def needs_norms(self) -> bool:
         """As the entry declares."""
         return getattr(OPTIMIZERS[self.name], "needs_norms", False)
+
+    @property
+    def needs_matrices(self) -> bool:
+        """As the entry declares."""
+        return getattr(OPTIMIZERS[self.name], "needs_matrices", False)
 
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
