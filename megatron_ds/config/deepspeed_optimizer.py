@@ -21,7 +21,8 @@ OPTIMIZER_KEYS: Mapping[str, Option] = {
                "given", is_list=True, count=2),
     "optimizer.params.eps": json_key(float, "`--adam-eps`; of Adagrad `--adagrad-eps`", above=0),
     "optimizer.params.momentum": json_key(
-        float, "`--sgd-momentum`, 0 unless given; of Muon `--muon-momentum`, 0.95 unless given", at_least=0, below=1),
+        float, "`--sgd-momentum`, 0 unless given; of Muon `--muon-momentum`, 0.95 unless given", at_least=0,
+        below=1),
     "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0)}
 
 

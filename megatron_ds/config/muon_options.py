@@ -16,17 +16,17 @@ class MuonConfig:
     muon_momentum: float = option(0.9, at_least=0, below=1,
         help="Decay rate of the momentum (muon only); 0.95 unless given in a DeepSpeed JSON.")
     muon_use_nesterov: bool = option(False,
-        help="Make the mean of gradient and momentum orthogonal, not the momentum (muon only); on in a DeepSpeed "
-             "JSON.")
+        help="Make a mean of gradient and momentum orthogonal, not the momentum (muon only); on in a "
+             "DeepSpeed JSON.")
     muon_coefficient_type: str = option("quintic", choices=COEFFICIENT_SETS,
-        help="Coefficients of the Newton-Schulz iterations (muon only); simple, those of torch, in a DeepSpeed "
-             "JSON.")
+        help="Coefficients of the Newton-Schulz iterations (muon only); simple, those of torch, in a "
+             "DeepSpeed JSON.")
     muon_num_ns_steps: int = option(5, at_least=1, unit="iterations",
         help="Newton-Schulz iterations of a step (muon only).",
         avoid="polar_express and deepseekv4 need 8 and 10 for singular values near 1.")
     muon_scale_mode: str = option("spectral", choices=SCALE_MODES,
-        help="How the update of a matrix of o rows and i columns is scaled: by √max(o, i), √(o/i), √max(1, o/i) "
-             "or 0.2 √max(o, i) (muon only); shape_scaling in a DeepSpeed JSON.",
+        help="How the update of a matrix of o rows and i columns is scaled: by √max(o, i), √(o/i), "
+             "√max(1, o/i) or 0.2 √max(o, i) (muon only); shape_scaling in a DeepSpeed JSON.",
         avoid="A learning rate of one scale does not suit another one: they differ by up to 60.")
     muon_extra_scale_factor: float = option(1.0, above=0,
         help="Updates of matrices are multiplied by it (muon only).")
@@ -41,8 +41,8 @@ class MuonConfig:
     muon_scalar_optimizer: str = option("adam", choices=SCALAR_OPTIMIZERS,
         help="Optimizer of embeddings, the output layer, routers, norms and biases (muon only).")
     muon_lr: float | None = option(None, above=0, json="optimizer.params.muon_lr",
-        help="Highest learning rate of the matrices; warm-up and decay are those of --lr. Default: --lr (muon "
-             "only).")
-    muon_scalar_lr: float | None = option(None, above=0, json="optimizer.params.adam_lr",
-        help="Highest learning rate of what is not a matrix; warm-up and decay are those of --lr. Default: --lr "
+        help="Highest learning rate of the matrices; warm-up and decay are those of --lr. Default: --lr "
              "(muon only).")
+    muon_scalar_lr: float | None = option(None, above=0, json="optimizer.params.adam_lr",
+        help="Highest learning rate of what is not a matrix; warm-up and decay are those of --lr. Default: "
+             "--lr (muon only).")

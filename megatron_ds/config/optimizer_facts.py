@@ -77,7 +77,8 @@ FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
     OptimizerFacts(
         "muon", ("Muon",),
         MOMENTS | {"adam_w_mode": ("decoupled_weight_decay",), "momentum": ("muon_momentum",),
-                   "muon_lr": ("muon_lr",), "adam_lr": ("muon_scalar_lr",), "per_head_muon": ("muon_per_head",)},
+                   "muon_lr": ("muon_lr",), "adam_lr": ("muon_scalar_lr",),
+                   "per_head_muon": ("muon_per_head",)},
         ("momentum_buffer",),
         ("muon_use_nesterov", "muon_coefficient_type", "muon_num_ns_steps", "muon_scale_mode",
          "muon_extra_scale_factor", "muon_split_qkv", "muon_ns_dtype", "muon_scalar_optimizer", "lion_beta1",
@@ -121,8 +122,8 @@ def _muon_parts(config: RunConfig) -> Iterator[str]:
     others = adam if o.muon_scalar_optimizer == "lion" else lion
     # Defaults of a JSON are no wish.
     wished = [path for path in others if path in config.sources and config.sources[path].kind != "deepspeed"]
-    yield from given(config, wished, "is not an option of [muon_scalar_optimizer], which updates what is not a "
-                                     "matrix. Remove it.")
+    yield from given(config, wished, "is not an option of [muon_scalar_optimizer], which updates what is not "
+                                     "a matrix. Remove it.")
     if o.muon_coefficient_type == "cubic5" and o.muon_num_ns_steps != 5:
         yield "[muon_coefficient_type] has coefficients of 5 iterations, but [muon_num_ns_steps]. Use 5."
     if o.muon_per_head and not o.muon_split_qkv:

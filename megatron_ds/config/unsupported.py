@@ -125,7 +125,8 @@ KEYS = table(
             "optimizer.legacy_fusion optimizer.params.torch_adam",
         "momentum stays where --offload-optimizer keeps state":
             "zero_optimization.save_muon_momentum_buffer_in_memory",
-        "both ways to compute the iterations have the same result, but for rounding": "optimizer.params.ns_method",
+        "both ways to compute the iterations have the same result, but for rounding":
+            "optimizer.params.ns_method",
         "with --sequence-parallel only a slice of each activation is sent":
             "pipeline.grad_partitioned pipeline.pipe_partitioned",
         "recomputation never re-enters autograd": "pipeline.use_reentrant",

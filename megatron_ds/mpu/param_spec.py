@@ -70,8 +70,8 @@ class Matrices:
 
         groups=2, parts=(3 d, d, d)      | Q Q Q K V | Q Q Q K V |       matrices [6 d, h], [2 d, h], [2 d, h]
 
-    groups, parts  the rows are `groups` runs of `parts`; a matrix has the rows of one part in all groups. Empty
-                   parts: all rows are one matrix
+    groups, parts  the rows are `groups` runs of `parts`; a matrix has the rows of one part in all groups.
+                   Without parts all rows are one matrix
     head           rows of a head of attention; None: the rows are not those of heads
     """
 
@@ -105,8 +105,8 @@ class ParamSpec:
     is_vocabulary  its rows are tokens: the weight of a word embedding or an output layer
     distinct_over  axes along which the other ranks hold other parameters, not shards of this one: "ep" for
                    one expert of a list of experts
-    matrices       what the weight of a hidden linear layer consists of; None: not such a weight, but a vector, an
-                   embedding, an output layer, a router
+    matrices       what the weight of a hidden linear layer consists of; None: not such a weight, but a
+                   vector, an embedding, an output layer, a router
     """
 
     name: str
@@ -136,8 +136,9 @@ class ParamSpec:
             self._check(split)
         packed = self.matrices is not None and self.matrices.groups * sum(self.matrices.parts)
         if self.matrices is not None and (len(self.shape) < 2 or packed and packed != self.shape[-2]):
-            raise LayoutError(f"{self.name}: {self.matrices} of a tensor of shape {list(self.shape)}. Use parts "
-                              "whose rows, times groups, are those of the tensor, of at least 2 dimensions.")
+            raise LayoutError(f"{self.name}: {self.matrices} of a tensor of shape {list(self.shape)}. Use "
+                              "parts whose rows, times groups, are those of the tensor, which has at least "
+                              "2 dimensions.")
 
     def _check(self, split: Split) -> None:
         if not 0 <= split.dim < len(self.shape):

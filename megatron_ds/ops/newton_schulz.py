@@ -5,17 +5,17 @@ values are in [0, 1], and each iteration
 
     A = X Xᵀ        X ← a X + (b A + c A²) X          moves a singular value s to a s + b s³ + c s⁵
 
-towards 1 (Björck and Bowie 1971; Jordan et al. 2024, "Muon"). The coefficients may differ from one iteration to
-the next. Rows of zeros stay zero. X has no more rows than columns here: the transposed matrix otherwise.
+towards 1 (Björck and Bowie 1971; Jordan et al. 2024, "Muon"). The coefficients may differ from one iteration
+to the next. Rows of zeros stay zero. X has no more rows than columns here: the transposed matrix otherwise.
 
-    set            coefficients by                                                             after the last
-    simple         Jordan et al. 2024; torch.optim.Muon, DeepSpeed: values end in [0.7, 1.2]    begins again
-    quintic        You, in the same: steeper first, flatter later; Megatron's default           begins again
-    polar_express  Amsel et al. 2025, arXiv:2505.16932: the best for each iteration             stays
-    cans           Grishina et al. 2025, arXiv:2506.10935: Chebyshev's                          stays
-    aol            Boissin et al. 2025, arXiv:2512.04632: without the norm's slack              begins again
-    deepseekv4     eight of simple, then two that converge to 1                                 stays
-    cubic5         five cubic polynomials, a product less in each                               five only
+    set            coefficients                                                     after the last
+    simple         Jordan et al. 2024; torch.optim.Muon, DeepSpeed                  begins again
+    quintic        steeper first, flatter later; Megatron's default                 begins again
+    polar_express  Amsel et al. 2025, arXiv:2505.16932: best for each iteration     last again
+    cans           Grishina et al. 2025, arXiv:2506.10935: Chebyshev's              last again
+    aol            four of Megatron's                                               begins again
+    deepseekv4     eight of simple, then two that converge to 1                     last again
+    cubic5         five cubic polynomials, with a product less in each              five only
 """
 
 from collections.abc import Mapping
@@ -46,8 +46,9 @@ class CoefficientSet:
 
 SETS: Mapping[str, CoefficientSet] = {
     "simple": CoefficientSet((SIMPLE,)),
-    "quintic": CoefficientSet(((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-                               (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))),
+    "quintic": CoefficientSet((
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))),
     "polar_express": CoefficientSet((
         (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
         (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),

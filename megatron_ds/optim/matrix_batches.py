@@ -1,7 +1,7 @@
 """`change_matrices`: a function of batches of matrices, applied to all matrices of many parameters.
 
-Matrices of one shape are copied into one batch [n, o, i], so that the function launches as many products for a
-model of a hundred layers as for one of one layer.
+Matrices of one shape are copied into one batch [n, o, i], so that the function launches as many products for
+a model of a hundred layers as for one of one layer.
 
     unit    matrices of packed queries, keys and values [groups (q + 2) d, h]     of another weight [.., o, i]
     PARTS   three: Q, K and V, each with the rows of all groups                    [o, i]

@@ -1,5 +1,5 @@
-"""The optimizer "muon": a momentum whose matrices are made orthogonal (Jordan et al. 2024, "Muon: an optimizer
-for hidden layers in neural networks").
+"""The optimizer "muon": a momentum whose matrices are made orthogonal (Jordan et al. 2024, "Muon: an
+optimizer for hidden layers in neural networks").
 
     m ← μ m + (1 - μ) g
     u = m, with Nesterov's momentum (1 - μ) g + μ m
@@ -13,8 +13,8 @@ for each matrix, of o rows and i columns, of which a parameter consists (`ParamS
     shape_scaling    √max(1, o / i)           2: DeepSpeed's and Jordan's, 1 where i is larger
     match_rms_adamw  0.2 √max(o, i)           elements as large as AdamW's (Liu et al. 2025, arXiv:2502.16982)
 
-A learning rate of one scale does not suit another one. Only weights of hidden linear layers have matrices. All
-other parameters are updated by `muon_scalar_optimizer`, in parameter groups of their own.
+A learning rate of one scale does not suit another one. Only weights of hidden linear layers have matrices.
+All other parameters are updated by `muon_scalar_optimizer`, in parameter groups of their own.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,8 +60,8 @@ class MuonRule:
         """[n, o, i] → scaled updates of these matrices."""
         low = self.dtype == "bf16" or self.dtype == "auto" and batch.device.type == "cuda"
         scale = self.factor * SCALES[self.scale](*batch.shape[1:])
-        found = newton_schulz(batch, SETS[self.coefficients].first(self.steps), torch.bfloat16 if low else None)
-        return found.mul_(scale)
+        coefficients = SETS[self.coefficients].first(self.steps)
+        return newton_schulz(batch, coefficients, torch.bfloat16 if low else None).mul_(scale)
 
 
 class Muon(torch.optim.Optimizer):

@@ -6,9 +6,10 @@ An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": 
 parameter, apart from a count named "step".
 
 By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An
-entry that needs whole parameters has the attribute `needs_whole_tensors = True`; one that needs norms of them has
-`needs_norms = True`, and one that changes their matrices `needs_matrices = True`; one that chooses its parameter groups has `param_groups`, a function from
-the optimizer's section of the configuration to groups. A new optimizer with groups is therefore one file.
+entry that needs whole parameters has the attribute `needs_whole_tensors = True`; one that needs norms of them
+has `needs_norms = True`, and one that changes their matrices `needs_matrices = True`; one that chooses its
+parameter groups has `param_groups`, a function from the optimizer's section of the configuration to groups. A
+new optimizer with groups is therefore one file.
 Those of this package have a file each beside this one, and a row in `config/optimizer_facts.py` with their
 options, names and state.
 

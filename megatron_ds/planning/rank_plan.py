@@ -158,7 +158,8 @@ def _tried(optimizer: MakeOptimizer) -> tuple[int, int]:
     asks for in a step)."""
     spec = ParamSpec("w", (8, 8), Init("zeros"), matrices=Matrices())
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64), shape=spec.shape)
-    group, alone, cpu = ParamGroup("all", lambda spec: True, optimizer), DataGroups({DATA_AXES: solo()}), torch.device("cpu")
+    group, alone = ParamGroup("all", lambda spec: True, optimizer), DataGroups({DATA_AXES: solo()})
+    cpu = torch.device("cpu")
     norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], alone, cpu)
     matrices = {optimizer: WholeMatrices([MatrixEntry(spec, DATA_AXES, ())], alone, cpu)}
     return len(list(ShardOptimizer([group], [leaf], norms, matrices).state_of(leaf))), norms.lists

@@ -53,7 +53,8 @@ def matrix_entries(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter],
             p = parameters[index]
             group = group_of(p.spec, groups)
             if not plan.frozen and group.optimizer == optimizer:
-                entries.append(MatrixEntry(_of_these_experts(p, group), plan.reduced_over, spans.get(slot, ())))
+                spec = _of_these_experts(p, group)
+                entries.append(MatrixEntry(spec, plan.reduced_over, spans.get(slot, ())))
     return entries
 
 
@@ -74,9 +75,9 @@ def _of_these_experts(p: nn.Parameter, group: ParamGroup) -> ParamSpec:
     spec = p.spec
     if spec.matrices is None:
         raise ConfigError(
-            f"parameter group {group.name!r} has {spec.name} of shape {list(spec.shape)}, which is not the weight of a "
-            "hidden linear layer, but its optimizer orthogonalizes matrices. Give it an optimizer that treats "
-            "elements one by one, such as adam.")
+            f"parameter group {group.name!r} has {spec.name} of shape {list(spec.shape)}, which is not the "
+            "weight of a hidden linear layer, but its optimizer makes matrices orthogonal. Give it an "
+            "optimizer that treats elements one by one, such as adam.")
     if (split := spec.split_over("ep")) is not None:
         shape = tuple(p.shape[dim] if dim == split.dim else n for dim, n in enumerate(spec.shape))
         spec = replace(spec, shape=shape, splits=tuple(s for s in spec.splits if s.axis != "ep"))

@@ -1,18 +1,17 @@
 """`WholeMatrices`: brings the parts of logical matrices to one rank each, and the changed parts back.
 
-The momentum of a matrix is in the shards of ZeRO and in the slices of tensor parallelism, like all state. For an
-update that needs the whole, such as Muon's, each matrix has an owner that computes it (matrix_owners.py):
+The momentum of a matrix is in the shards of ZeRO and in the slices of tensor parallelism, like all state. For
+an update that needs the whole, such as Muon's, each matrix has an owner that computes it (matrix_owners.py):
 
     data-parallel ranks d        parts in shards            whole slices               parts in shards
     tensor-parallel ranks t      slice t of each     →      at their owner d    →      slice t of each
                                                               ↓         ↑
                                                         whole at owner t: change
 
-Two hops there and two back, each one all-to-all of unequal sizes for all parameters of a round. A hop over one
-rank does nothing; with stage 0 every data-parallel rank has all elements, and computes all matrices. Of n
-elements a rank sends at most 1/d of its slices and 1/d of its t-th, twice each, where the reduction of gradients
-moves n/t. So results do not depend on the layout, and buffers, shards and checkpoints are those of other
-optimizers.
+Two hops there and two back, each one all-to-all of unequal sizes for all parameters of a round. A hop over
+one rank does nothing; with stage 0 every data-parallel rank has all elements, and computes all matrices. With
+n elements in a slice, a rank sends about 4 n/d of them, where the reduction of gradients sends n. So results
+do not depend on the layout, and buffers, shards and checkpoints are those of other optimizers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +54,8 @@ class Hop:
         if self.group.size == 1 or not self.owners:
             return {name: [segments[name]] for name in self.owners}
         out = self._empty(self._inward())
-        self._exchange(out, [segments[name] for name in self._by_owner() if self.lengths[name][self.group.rank]],
-                       self._inward(), self._outward())
+        here = [segments[name] for name in self._by_owner() if self.lengths[name][self.group.rank]]
+        self._exchange(out, here, self._inward(), self._outward())
         mine = self._mine()
         pieces = iter(out.split([self.lengths[name][rank] for rank in self._ranks for name in mine]))
         of_ranks = [[next(pieces) for _ in mine] for _ in self._ranks]
@@ -136,15 +135,16 @@ class WholeMatrices:
                     yield from ((hop.group, count) for count in hop.sent())
 
 
-def whole_matrices(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], param_groups: Sequence[ParamGroup],
-                   groups: DataGroups, device: torch.device) -> dict[MakeOptimizer, WholeMatrices]:
+def whole_matrices(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter],
+                   param_groups: Sequence[ParamGroup], groups: DataGroups,
+                   device: torch.device) -> dict[MakeOptimizer, WholeMatrices]:
     """For each optimizer that changes whole matrices, those of the parameters that it updates.
 
     parameters: to which the indices in the plans refer. Raises ConfigError, see `matrix_entries`.
     """
     wanting = dict.fromkeys(group.optimizer for group in param_groups if group.needs_matrices)
-    return {optimizer: WholeMatrices(matrix_entries(plans, parameters, param_groups, optimizer), groups, device)
-            for optimizer in wanting}
+    entries = {optimizer: matrix_entries(plans, parameters, param_groups, optimizer) for optimizer in wanting}
+    return {optimizer: WholeMatrices(found, groups, device) for optimizer, found in entries.items()}
 
 
 class Round:
@@ -165,14 +165,16 @@ class Round:
         here = lambda e, owner: owner is None or owner == groups.by_axes[e.axes].rank
         self._here = [e.spec.name for e, owner, _ in owned if here(e, owner)]
         owners = {e.spec.name: tp for e, owner, tp in owned if here(e, owner) and tp is not None}
-        self._slices = Hop(groups.tp, owners, {name: [numel(name)] * groups.tp.size for name in owners}, device)
+        lengths = {name: [numel(name)] * groups.tp.size for name in owners}
+        self._slices = Hop(groups.tp, owners, lengths, device)
 
     @property
     def hops(self) -> list[Hop]:
         """All hops, in the order in which they begin."""
         return [*self._data, self._slices]
 
-    def run(self, change: Change, unit: str, parts: dict[str, torch.Tensor], numels: Mapping[str, int]) -> None:
+    def run(self, change: Change, unit: str, parts: dict[str, torch.Tensor],
+            numels: Mapping[str, int]) -> None:
         """Replace the parts of this round's parameters in `parts`. numels: of the parts without padding."""
         flat = {name: part.reshape(-1)[:numels[name]] for name, part in parts.items() if name in self._specs}
         # To the owners.
