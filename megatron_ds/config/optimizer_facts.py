@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .group_rules import group_rules
 from .messages import flag, given
 from .run import RunConfig
 from .training_options import OptimizerConfig
@@ -89,19 +90,21 @@ FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
 SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 
 
-def facts_of(name: str) -> OptimizerFacts | None:
+def facts_of(name: str | None) -> OptimizerFacts | None:
     """The facts of an optimizer by the name of its flag; None of one that has no row."""
     return FACTS.get(SYNONYMS.get(name, name))
 
 
 def optimizer_options(config: RunConfig) -> Iterator[str]:
     """Options of one optimizer have no effect on another one."""
-    facts = facts_of(config.optimizer.optimizer)
+    facts, rules = facts_of(config.optimizer.optimizer), group_rules(config.optimizer.param_groups)
     if facts is None:
         return
-    own = [f"optimizer.{name}" for name in facts.own_fields]
+    fields = [f for used in (facts, *(facts_of(rule.optimizer) for rule in rules)) if used is not None
+              for f in used.own_fields]
+    own = dict.fromkeys(f"optimizer.{name}" for name in fields)
     others = dict.fromkeys(f"optimizer.{name}" for other in FACTS.values() for name in other.own_fields
-                           if name not in facts.own_fields)
+                           if name not in fields)
     yield from given(config, others, "is not an option of [optimizer], which has "
                                      f"{', '.join(map(flag, own))}. Remove it.")
     yield from _adam_variants(config) if facts.name == "adam" else ()

@@ -14,9 +14,10 @@ Those of this package have a file each beside this one, and a row in `config/opt
 options, names and state.
 
 A run has a list of `ParamGroup`s. A parameter belongs to the first group whose filter accepts its spec.
-Groups may use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without
-other instructions there are two groups of one optimizer, with and without weight decay. With --decoupled-lr
-each group is divided: word embeddings and output layers have another learning rate.
+Groups may use different optimizers: matrices Muon and the rest AdamW, for example. Without other instructions
+there are two groups of one optimizer, with and without weight decay. Each --param-group divides them: the
+parameters that its pattern matches have other numbers, or another optimizer. With --decoupled-lr each group
+is divided once more: word embeddings and output layers have another learning rate.
 """
 
 import logging
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from ..config import OptimizerConfig
+from ..config.group_rules import GroupRule, group_rules
 from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
@@ -129,15 +131,34 @@ def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
 
 
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
-    """The groups of `--optimizer`: those that its entry chooses, else the default ones; with --decoupled-lr
-    divided by learning rate."""
+    """The groups of `--optimizer`: those that its entry chooses, else the default ones; divided by
+    --param-group and --decoupled-lr. Raises ConfigError for a --param-group that cannot be read."""
     entry = OPTIMIZERS[settings.optimizer]
     choose = getattr(entry, "param_groups", None)
     groups = choose(settings) if choose else default_groups(RegisteredOptimizer(settings.optimizer, settings))
+    divided = [_of_rule(rule, group, groups, settings) for rule in group_rules(settings.param_groups)
+               for group in groups]
+    groups = (*divided, *groups)
     if settings.decoupled_lr is None:
         return groups
     return (*(replace(group, name=f"{group.name}, decoupled", filter=partial(_is_decoupled, group),
                       rate=DECOUPLED_RATE) for group in groups), *groups)
+
+
+def _of_rule(rule: GroupRule, group: ParamGroup, groups: Sequence[ParamGroup],
+             settings: OptimizerConfig) -> ParamGroup:
+    """The parameters of `group` that match the rule."""
+    optimizer, factor = group.optimizer, group.lr_factor
+    if rule.optimizer is not None:
+        optimizer = RegisteredOptimizer(OPTIMIZERS.name_of(rule.optimizer), settings)
+        factor = next((other.lr_factor for other in groups if other.optimizer == optimizer), 1.0)
+    return replace(group, name=f"{rule.pattern}, {group.name}", filter=partial(_follows, rule, group),
+                   optimizer=optimizer, lr_factor=factor * rule.lr_factor,
+                   decay=group.decay if rule.decay is None else rule.decay)
+
+
+def _follows(rule: GroupRule, group: ParamGroup, spec: ParamSpec) -> bool:
+    return rule.matches(spec.name) and group.filter(spec)
 
 
 def _is_decoupled(group: ParamGroup, spec: ParamSpec) -> bool:
