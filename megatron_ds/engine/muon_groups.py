@@ -50,14 +50,14 @@ def muon_optimizers(module: nn.Module, o: OptimizerConfig, groups: Sequence[Grou
     Raises ConfigError where no parameter is a matrix, and for options that need the heads of a layer.
     """
     if o.muon_per_head:
-        raise ConfigError('"per_head_muon" needs the heads of each attention layer, which a module does not '
-                          "state. Remove it; a training script takes --muon-per-head.")
+        raise ConfigError('"per_head_muon" needs the heads of each attention layer, which a module does '
+                          "not state. Remove it; a training script takes --muon-per-head.")
     names = {p: name for name, p in module.named_parameters()}
     in_matrices = {p for group in groups for p in group["params"] if has_matrix(names[p], p)}
     if groups and not in_matrices:
         raise ConfigError(f"the optimizer Muon has no matrix to update: none of {len(names)} parameters "
-                          'is the 2-D weight of a hidden layer (names with "embed" or "lm_head" are none). Use '
-                          "AdamW.")
+                          'is the 2-D weight of a hidden layer (names with "embed" or "lm_head" are none). '
+                          "Use AdamW.")
     muon = {"lr": o.muon_lr or o.lr, "momentum": o.muon_momentum, "weight_decay": o.weight_decay}
     scalar = FACTS[o.muon_scalar_optimizer].numbers(o) | {"lr": o.muon_scalar_lr or o.lr}
     return MuonOptimizers(_of(o, "muon", muon, _only(groups, in_matrices, True)),

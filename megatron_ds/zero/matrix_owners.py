@@ -48,26 +48,22 @@ def matrix_entries(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter],
     """
     entries = []
     for plan in plans:
-        spans = _spans(plan)
         for slot, index in enumerate(plan.members):
             p = parameters[index]
             group = group_of(p.spec, groups)
             if not plan.frozen and group.optimizer == optimizer:
                 spec = _of_these_experts(p, group)
-                entries.append(MatrixEntry(spec, plan.reduced_over, spans.get(slot, ())))
+                entries.append(MatrixEntry(spec, plan.reduced_over, _spans(plan, slot)))
     return entries
 
 
-def _spans(plan: SetPlan) -> dict[int, list[Span]]:
-    """Slot → what each data-parallel rank has of it; empty where each has all."""
+def _spans(plan: SetPlan, slot: int) -> tuple[Span, ...]:
+    """What each data-parallel rank has of a slot; empty where each has all."""
     shards = plan.layout.shards
     if plan.policy.optimizer is None or shards == 1:
-        return {}
-    spans = {slot: [(0, 0)] * shards for slot in range(len(plan.layout.slots))}
-    for rank in range(shards):
-        for piece in plan.layout.slot_intersections(shard_of(rank, shards, plan.inner)):
-            spans[piece.slot][rank] = piece.start, piece.stop
-    return spans
+        return ()
+    of_shards = plan.layout.spans(slot)
+    return tuple(of_shards[shard_of(rank, shards, plan.inner)] for rank in range(shards))
 
 
 def _of_these_experts(p: nn.Parameter, group: ParamGroup) -> ParamSpec:

@@ -10,8 +10,8 @@ an update that needs the whole, such as Muon's, each matrix has an owner that co
 
 Two hops there and two back, each one all-to-all of unequal sizes for all parameters of a round. A hop over
 one rank does nothing; with stage 0 every data-parallel rank has all elements, and computes all matrices. With
-n elements in a slice, a rank sends about 4 n/d of them, where the reduction of gradients sends n. So results
-do not depend on the layout, and buffers, shards and checkpoints are those of other optimizers.
+n elements in its slices, a rank sends about 2 n/d in each hop and its return. So results do not depend on the
+layout, and buffers, shards and checkpoints are those of other optimizers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
