@@ -1,8 +1,9 @@
 """Which rank computes each matrix of an optimizer that needs whole ones, and in which round. Pure.
 
 Owners are chosen so that the costliest rank has the least to compute: matrices in falling order of o · i ·
-min(o, i), each to the rank with the least so far (Graham 1969, the LPT rule). Rounds limit the memory: the
-matrices of a rank in a round have about ROUND elements.
+min(o, i), each to the rank with the least so far (Graham 1969, the LPT rule). Among equal ranks neighbours
+follow one another diagonally over both axes, which spreads the messages. Rounds limit the memory: the matrices
+of a rank in a round have about ROUND elements.
 """
 
 import heapq
@@ -107,7 +108,7 @@ class Loads:
 
     def __init__(self, groups: DataGroups):
         self._tp, self._sizes = groups.tp.size, {axes: group.size for axes, group in groups.by_axes.items()}
-        self._heaps: dict[tuple[Axes, bool, bool], list[tuple[int, int, int]]] = {}
+        self._heaps: dict[tuple[Axes, bool, bool], list[tuple[int, int, int, int]]] = {}
 
     def assign(self, entries: Sequence[MatrixEntry]) -> list[Owned]:
         """(entry, data-parallel owner, tensor-parallel owner), in the given order; None: each rank is.
@@ -119,9 +120,9 @@ class Loads:
             over_data, over_tp = bool(entry.spans), entry.spec.is_split_over("tp") and self._tp > 1
             key = entry.axes, over_data, over_tp
             if key not in self._heaps:
-                self._heaps[key] = [(0, d, t) for d in range(self._sizes[entry.axes] if over_data else 1)
-                                    for t in range(self._tp if over_tp else 1)]
-            load, d, t = heapq.heappop(self._heaps[key])
-            heapq.heappush(self._heaps[key], (load + entry.cost, d, t))
+                ds, ts = self._sizes[entry.axes] if over_data else 1, self._tp if over_tp else 1
+                self._heaps[key] = [(0, i, i % ds, (i % ds + i // ds) % ts) for i in range(ds * ts)]
+            load, order, d, t = heapq.heappop(self._heaps[key])
+            heapq.heappush(self._heaps[key], (load + entry.cost, order, d, t))
             owners[entry.spec.name] = d if over_data else None, t if over_tp else None
         return [(entry, *owners[entry.spec.name]) for entry in entries]

@@ -210,6 +210,8 @@ def test_owners_share_out_the_cost_evenly_over_both_axes():
     assert len(loads) == 6 and max(loads.values()) - min(loads.values()) <= max(e.cost for e in entries) / 2
     assert [e.spec.name for e, _, _ in owned] == [e.spec.name for e in entries]
     assert owned[-1][1] is None and owned[-1][2] in (0, 1)           # each data-parallel rank, one of tp
+    [few] = plan_rounds(entries[:3], groups)
+    assert {d for _, d, _ in few} == {0, 1, 2} and {t for _, _, t in few} == {0, 1}
     rounds = list(plan_rounds(entries, groups, elements=40))
     assert len(rounds) > 5 and [e for part in rounds for e, _, _ in part] == entries
     assert all(sum(e.spec.numel for e, _, _ in part) <= 40 * 6 for part in rounds)
