@@ -123,6 +123,10 @@ KEYS = table(
         "startup prints every value that is not the default": "dump_state",
         "the fastest implementation is chosen automatically":
             "optimizer.legacy_fusion optimizer.params.torch_adam",
+        "momentum stays where --offload-optimizer keeps state":
+            "zero_optimization.save_muon_momentum_buffer_in_memory",
+        "both ways to compute the iterations have the same result, but for rounding":
+            "optimizer.params.ns_method",
         "with --sequence-parallel only a slice of each activation is sent":
             "pipeline.grad_partitioned pipeline.pipe_partitioned",
         "recomputation never re-enters autograd": "pipeline.use_reentrant",

@@ -42,6 +42,7 @@ from .set_plan import ParameterUse, norm_entries, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .tiers import DEVICE, open_tiers
+from .whole_matrices import whole_matrices
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
 
@@ -111,7 +112,8 @@ class ZeroOptimizer:
         norms = None                # of parameters, for optimizers that ask for them
         if any(group.needs_norms for group in settings.param_groups):
             norms = ParameterNorms(norm_entries(plans, parameters, settings, groups), groups, self.device)
-        self.resident = ShardOptimizer(settings.param_groups, leaves, norms)
+        matrices = whole_matrices(plans, parameters, settings.param_groups, groups, self.device)
+        self.resident = ShardOptimizer(settings.param_groups, leaves, norms, matrices)
         self._of_offloaded = {id(leaf.tensor): group.optimizer
                               for group in self.offloaded.groups for leaf in group.leaves}
 

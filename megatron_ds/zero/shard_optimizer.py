@@ -29,9 +29,10 @@ import torch
 from torch import nn
 
 from ..mpu.param_spec import ParamSpec
-from ..optim import ParamGroup, group_of
+from ..optim import MakeOptimizer, ParamGroup, group_of
 from .layout import SlotPiece
 from .norm import ParameterNorms
+from .whole_matrices import WholeMatrices
 
 Rates = float | Mapping[str, float] | None
 """Learning rates by name (`ParamGroup.rate`), one for all groups, or None: torch's groups have their own."""
@@ -97,12 +98,15 @@ class ShardOptimizer:
     """The torch optimizers of the parameter groups, on the leaves that this rank has of them.
 
     Groups of the same optimizer share one torch optimizer. A rank without leaves of an optimizer does not
-    make it, unless it asks for norms, which are collective: it then has empty groups.
+    make it, unless its step is collective: it then has empty groups.
+
+    norms, matrices: what collective optimizers are given, the matrices by optimizer
     """
 
     def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
-                 norms: ParameterNorms | None = None):
-        self.num_updates = 0
+                 norms: ParameterNorms | None = None,
+                 matrices: Mapping[MakeOptimizer, WholeMatrices] | None = None):
+        self.num_updates, self._norms, self._matrices = 0, norms, matrices or {}
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for leaf in leaves:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
@@ -110,10 +114,10 @@ class ShardOptimizer:
         self._of: dict[int, torch.optim.Optimizer] = {}
         for i, group in enumerate(groups):
             same = [(g, tensors) for g, tensors in zip(groups, members)
-                    if g.optimizer == group.optimizer and (tensors or group.needs_norms)]
+                    if g.optimizer == group.optimizer and (tensors or group.is_collective)]
             is_first = all(g.optimizer != group.optimizer for g in groups[:i])
             if same and is_first:
-                self._make(same, norms)
+                self._make(same)
         # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
         # zero yet).
         for optimizer in self._optimizers:
@@ -169,10 +173,12 @@ class ShardOptimizer:
             elif "step" in state:
                 state["step"] = count
 
-    def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]],
-              norms: ParameterNorms | None) -> None:
-        options = {"reduce_norms": norms} if groups[0][0].needs_norms else {}
-        optimizer = groups[0][0].optimizer(
+    def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]]) -> None:
+        first = groups[0][0]
+        options = {"reduce_norms": self._norms} if first.needs_norms else {}
+        if first.needs_matrices:
+            options["for_each"] = self._matrices[first.optimizer]
+        optimizer = first.optimizer(
             [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
         self._optimizers.append(optimizer)
