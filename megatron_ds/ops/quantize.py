@@ -2,7 +2,7 @@
 each block of neighbours (Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023,
 arXiv:2306.10209, section 3), and 8-bit floating point (Micikevicius et al. 2022, arXiv:2209.05433).
 
-No collective uses these operations yet: gathers of compressed parameters and gradients will.
+Gathers of weights and reductions of gradients of ZeRO send them (zero/number_blocks.py).
 
 Implementations: on GPUs one launch each (gpu/quantize_kernels.py); else torch's operations, with the same
 bits. None has a gradient.
@@ -28,7 +28,7 @@ def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torc
     """
     x, most = x.detach().float().flatten(), 2 ** (bits - 1) - 1
     blocks = -(-len(x) // block)
-    table = F.pad(x, (0, blocks * block - len(x))).view(blocks, block)
+    table = (F.pad(x, (0, blocks * block - len(x))) if len(x) % block else x).view(blocks, block)
     scales = table.abs().amax(1) * (1 / most)
     scales = scales.where(scales.isfinite(), torch.nan)
     codes = (table / scales[:, None]).round().clamp(-most, most).where(scales[:, None] > 0, 0).to(torch.int8)
@@ -38,10 +38,17 @@ def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torc
 
 @Operation
 def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
-               dtype: torch.dtype) -> torch.Tensor:
-    """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once."""
-    codes = (codes if bits == 8 else _apart(codes))[:numel]
-    return (codes.float() * scales.detach().float().repeat_interleave(block)[:numel]).to(dtype)
+               dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once.
+
+    out: contiguous memory for the result; None: new memory
+    """
+    codes, scales = (codes if bits == 8 else _apart(codes))[:numel], scales.detach().float()
+    if numel % block:
+        numbers = codes * scales.repeat_interleave(block)[:numel]
+    else:
+        numbers = (codes.view(-1, block) * scales[:, None]).view(-1)
+    return numbers.to(dtype) if out is None else out.copy_(numbers)
 
 
 @Operation
