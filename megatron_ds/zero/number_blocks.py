@@ -4,9 +4,9 @@
     numbers     |--------- block ---------|--------- block ---------|      256 of fp32, bf16 or fp16
     encoded     codes  |-------|-------|           scales  |-|-|          8 or 4 bits each, 4 bytes each
 
-An x̂ that was sent differs from its x by half a scale at most; a scale is the largest |x| of its block over 127
-or 7. Slots and shards begin and end at multiples of a block (`layout.py`): so a block belongs to one parameter
-and to one rank, and what it becomes depends neither on the number of ranks nor on the size of buckets.
+A number that was sent differs by half a scale at most; a scale is the largest |x| of its block over 127 or 7.
+Slots and shards begin and end at multiples of a block (`layout.py`): so a block belongs to one parameter and
+to one rank, and what it becomes depends neither on the number of ranks nor on the size of buckets.
 """
 
 from collections.abc import Callable

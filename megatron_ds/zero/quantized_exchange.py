@@ -1,5 +1,5 @@
-"""`QuantizedExchange`: gradients summed by all-to-alls of integers (Wang et al. 2023, arXiv:2306.10209, section
-3.3, qgZ).
+"""`QuantizedExchange`: gradients summed by all-to-alls of integers (Wang et al. 2023, arXiv:2306.10209,
+section 3.3, qgZ).
 
     bucket       |---- for inner rank 0 ----|---- for inner rank 1 ----|
     first hop    encode, all-to-all over the inner group, decode, sum of its h pieces
@@ -8,9 +8,10 @@
     shard        |-----------|                                         added, or the first of a step
 
 A reduce-scatter would have to add integers of different scales at each step of its ring, and round each time.
-Here a gradient is rounded once for each hop, and added in fp32 in the order of the ranks. A part of an inner
-rank is contiguous and holds the shards of its outer group in order (data_groups.py), so the pieces that travel
-together need no rearrangement. Groups of one send and round nothing: with one inner group there is one hop.
+Here a gradient is rounded once for each hop, and added in fp32 in the order of the ranks. A part of an
+inner rank is contiguous and holds the shards of its outer group in order (data_groups.py), so the pieces that
+travel together need no rearrangement. Groups of one send and round nothing: with one inner group there is one
+hop.
 
 Rounding errors are not carried over to the next step. A block with infinity or NaN becomes NaN, and the step
 is skipped as without quantization.
@@ -64,7 +65,7 @@ class QuantizedExchange(OrderedExchange):
 
 
 class Hop:
-    """An all-to-all of pieces of `x` over a group, begun: a `Work`. x: flat, in whole blocks for each rank."""
+    """A `Work`: an all-to-all of pieces of `x` that has begun. x: flat, in whole blocks for each rank."""
 
     __slots__ = ("_blocks", "_group", "_own", "_sent", "_received", "_work")
 

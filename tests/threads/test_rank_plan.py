@@ -24,6 +24,7 @@ LAYOUTS = [
     "dp=2,zero=1,grads=bf16",
     "cp=2,dp=2,zero=2", "cp=2,comm_type=a2a,tp=2,sp=1,recompute=selective",
     "cp=2,comm_type=all_gather,pp=2,zero=3", "cp=3,recompute=full,mbs=2", "cp=4,comm_type=a2a,zero=1",
+    "tp=2,pp=2,dp=2,zero=3,qw=1,qg=1",
 ]
 
 
