@@ -53,6 +53,8 @@ class MakeOptimizer(Protocol):
 
     needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
     needs_norms          it is called with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
+    steps_in_halves      with needs_norms: it has the methods `advance`, `measured` and `finish` of `Lamb`,
+                         and can update offloaded state, of which only a part is in memory at a time
     """
 
     def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer: ...
@@ -83,6 +85,11 @@ class ParamGroup:
         """Whether the optimizer uses norms of whole parameters."""
         return getattr(self.optimizer, "needs_norms", False)
 
+    @property
+    def steps_in_halves(self) -> bool:
+        """Whether a step can be interrupted for the norms of parameters."""
+        return getattr(self.optimizer, "steps_in_halves", False)
+
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
@@ -103,6 +110,11 @@ class RegisteredOptimizer:
     def needs_norms(self) -> bool:
         """As the entry declares."""
         return getattr(OPTIMIZERS[self.name], "needs_norms", False)
+
+    @property
+    def steps_in_halves(self) -> bool:
+        """As the entry declares."""
+        return getattr(OPTIMIZERS[self.name], "steps_in_halves", False)
 
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:

@@ -124,7 +124,8 @@ class ZeroSettings:
                     f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
                     "splits every parameter over all ranks and gathers it for its layer only. Use "
                     "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
-            if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
+            needs_all = group.needs_whole_tensors or group.needs_norms and not group.steps_in_halves
+            if needs_all and self.offload.optimizer != "device":
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, "
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "

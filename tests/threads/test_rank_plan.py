@@ -101,6 +101,6 @@ def test_so_it_does_under_every_schedule(schedule, zero):
           f"{ranks},zero={zero},schedule={schedule}")
 
 
-@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0"])
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0", "dp=2,zero=2,offload=cpu"])
 def test_norms_that_an_optimizer_asks_for_are_planned(layout):
     check([*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--optimizer", "lamb"], layout)
