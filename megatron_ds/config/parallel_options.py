@@ -138,9 +138,9 @@ class ZeroConfig:
               "--zero-hpz-partition-size.")
     zero_quantized_gradients: bool = option(
         False, json="zero_optimization.zero_quantized_gradients",
-        help="Sum gradients by all-to-alls of 4-bit integers with a scale for each block, first in the "
-             "groups of --zero-hpz-partition-size, then between them (stages 2 and 3, qgZ of ZeRO++): a "
-             "quarter of the bytes of 16 bits.",
+        help="Sum gradients by all-to-alls of integers with a scale for each block (stages 2 and 3, qgZ of "
+             "ZeRO++): with 8 bits inside the groups of --zero-hpz-partition-size, then with 4 bits between "
+             "them, a quarter of the bytes of 16 bits. Without groups, once, with 4 bits.",
         avoid="It changes the numbers; compare the loss with a run without it.")
     zero_quantization_block: int = option(
         256, choices=(64, 128, 256, 512, 1024, 2048), unit="elements",

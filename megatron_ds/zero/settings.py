@@ -6,7 +6,7 @@ Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p ar
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -23,7 +23,8 @@ from .quantized_exchange import QuantizedExchange
 from .tiers import OffloadSettings
 
 Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
-WEIGHT_BITS, GRADIENT_BITS = 8, 4              # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
+WEIGHT_BITS, GRADIENT_BITS = 8, 4      # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
+FIRST_HOP_BITS = 8                     # of gradients inside an inner group, before they leave it
 LARGEST_BUCKET, SMALLEST_BUCKET = 40_000_000, 1_000_000     # elements, unless the configuration gives a size
 
 
@@ -60,7 +61,8 @@ class ZeroSettings:
                      ranks
     exchange         makes another `GradientExchange` than the full-precision one
     weight_blocks    stage 3: the format in which weights are gathered; None: their dtype
-    gradient_blocks  stages 2 and 3: the format in which gradients are sent; None: sent_dtype
+    gradient_blocks  stages 2 and 3: the format in which gradients are sent; None: sent_dtype. Inside an inner
+                     group with FIRST_HOP_BITS
     clip_grad        largest gradient norm; 0: no clipping
     make_scaler      makes the loss scaler
     persistence      stage 3: parameters with fewer elements stay whole; None: the smallest, a thousandth of
@@ -149,7 +151,8 @@ class ZeroSettings:
         if self.exchange is not None:
             return self.exchange(self, device)
         if self.gradient_blocks is not None:
-            return QuantizedExchange(self.gradient_blocks, device)
+            first = replace(self.gradient_blocks, bits=FIRST_HOP_BITS)
+            return QuantizedExchange(self.gradient_blocks, first, device)
         return FullPrecisionExchange(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
 
 

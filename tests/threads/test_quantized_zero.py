@@ -130,12 +130,13 @@ def summed(rank, world, n, h, bucket_elements, stage=3, microbatches=2):
 
 
 def summed_by_hand(n, h, microbatches=2):
-    """Each micro-batch: rounded over an inner group, its sum rounded again between groups."""
+    """Each micro-batch: rounded to 8 bits inside a group, its sum to 4 bits between groups. Or once, to 4."""
+    first = 4 if h == n else 8
     sums = []
     for i, size in enumerate(SIZES):
         total = torch.zeros(size)
         for k in range(microbatches):
-            inner = [sum(rounded(gradient(rank, 0, k, i), 4) for rank in range(o, o + h))
+            inner = [sum(rounded(gradient(rank, 0, k, i), first) for rank in range(o, o + h))
                      for o in range(0, n, h)]
             total += sum(inner if len(inner) == 1 else [rounded(part, 4) for part in inner])
         sums.append(total)
