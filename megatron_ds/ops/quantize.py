@@ -4,8 +4,8 @@ arXiv:2306.10209, section 3), and 8-bit floating point (Micikevicius et al. 2022
 
 Gathers of weights and reductions of gradients of ZeRO send them (zero/number_blocks.py).
 
-Implementations: on GPUs one launch each (gpu/quantize_kernels.py); else torch's operations, with the same
-bits. None has a gradient.
+Implementations: on GPUs one launch each (gpu/quantize_kernels.py); on CPUs blocks are compiled
+(cpu/compiled_quantize.py); else torch's operations. All have the same bits, and none has a gradient.
 """
 
 from functools import partial
@@ -13,8 +13,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from .cpu import compiled_quantize
 from .gpu import quantize_kernels
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .product import has_memory
 
 EXAMPLE_BLOCK = 64
 
@@ -67,6 +69,13 @@ for _operation, _kernel, _dtypes, _fits in (
         (dequantize, quantize_kernels.dequantize, (torch.float32,), quantize_kernels.fits_codes),
         (cast_fp8, quantize_kernels.cast_fp8, FLOATS, quantize_kernels.fits_numbers)):
     _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
+
+
+_compiled = {"devices": CPU, "suits": lambda x, *_, **__: has_memory(x),
+             "available": lambda: "" if compiled_quantize.extension() else "not compiled"}
+quantize.implementation("c++", dtypes=compiled_quantize.DTYPES, **_compiled)(compiled_quantize.quantize)
+dequantize.implementation("c++", dtypes=(torch.float32,), fits=compiled_quantize.fits_dtype,
+                          **_compiled)(compiled_quantize.dequantize)
 
 
 def _quantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
