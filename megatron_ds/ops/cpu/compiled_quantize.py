@@ -20,8 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def extension() -> ModuleType | Any:
     """The compiled operations; None, with one line in the log, where the package was installed without a
     compiler."""
-    return load_compiled("_quantize", "quantization", "torch's operations run instead, many times slower on CPU",
-                         logger)
+    return load_compiled("_quantize", "quantization", "torch's operations run instead, slower by far", logger)
 
 
 def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
