@@ -69,9 +69,9 @@ private:
     int64_t used_ = 0;
 };
 
-int64_t arrange(ForwardWork& w, int64_t keys, int64_t d, char* memory) {
+int64_t arrange(ForwardWork& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
-    keys = rounded_up(keys, ROWS);
+    const int64_t keys = rounded_up(sizes[1], ROWS), d = sizes[5];
     arena.take(w.keys, keys * d);
     arena.take(w.values, keys / 2 * d);
     arena.take(w.queries, d / 2 * ROWS);
@@ -81,9 +81,18 @@ int64_t arrange(ForwardWork& w, int64_t keys, int64_t d, char* memory) {
     return arena.used();
 }
 
-int64_t arrange(BackwardWork& w, int64_t keys, int64_t d, char* memory) {
+// Long runs of keys are worked on in parts of RUN, and dq of all queries stays meanwhile. With several query heads for a key that
+// would be more memory, not less.
+constexpr int64_t RUN = 1024;
+
+int64_t run_of_keys(const Sizes& sizes) {
+    return sizes[3] == sizes[4] ? std::min(RUN, rounded_up(sizes[1], ROWS)) : rounded_up(sizes[1], ROWS);
+}
+
+int64_t arrange(BackwardWork& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
-    keys = rounded_up(keys, ROWS);
+    const int64_t keys = run_of_keys(sizes), d = sizes[5];
+    const bool has_runs = keys < sizes[1];
     arena.take(w.keys, keys * d);
     arena.take(w.values, keys * d);
     arena.take(w.key_pairs, keys / 2 * d);
@@ -91,20 +100,21 @@ int64_t arrange(BackwardWork& w, int64_t keys, int64_t d, char* memory) {
     for (uint32_t** pairs : {&w.query_pairs, &w.dout_pairs}) arena.take(*pairs, d / 2 * ROWS);
     for (uint16_t** tile : {&w.p, &w.ds}) arena.take(*tile, ROWS * ROWS);
     arena.take(w.ds_pairs, ROWS / 2 * ROWS);
-    arena.take(w.dq, d * ROWS);
+    w.next_dq = has_runs ? d * ROWS : 0;
+    arena.take(w.dq, d * (has_runs ? rounded_up(sizes[0], ROWS) : ROWS));
     for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, keys * d);
     return arena.used();
 }
 
 // Calls part(memory of the thread, number) for each part.
 template <typename Work, typename Part>
-void share(int64_t parts, int threads, uintptr_t memory, int64_t keys, int64_t d, const Part& part) {
+void share(int64_t parts, int threads, uintptr_t memory, const Sizes& sizes, const Part& part) {
     Work counted{};
-    const int64_t bytes = arrange(counted, keys, d, nullptr);
+    const int64_t bytes = arrange(counted, sizes, nullptr);
     std::atomic<int64_t> next{0}, thread{0};
     const std::function<void()> job = [&] {
         Work work{};
-        arrange(work, keys, d, Arena::aligned(reinterpret_cast<char*>(memory) + thread.fetch_add(1) * bytes));
+        arrange(work, sizes, Arena::aligned(reinterpret_cast<char*>(memory) + thread.fetch_add(1) * bytes));
         for (int64_t i; (i = next.fetch_add(1)) < parts;) part(work, i);
     };
     run_on_threads(int(std::min<int64_t>(threads, parts)), job);
@@ -133,7 +143,7 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t 
                reinterpret_cast<float*>(lse) + (sample * heads + head) * s.queries, cut.at(at), cut.at(at + 1));
     };
     py::gil_scoped_release released;
-    share<ForwardWork>(all * cut.parts, threads, memory, keys, d, part);
+    share<ForwardWork>(all * cut.parts, threads, memory, sizes, part);
 }
 
 
@@ -142,7 +152,7 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
     const auto [queries, keys, samples, heads, key_heads, d] = sizes;
     const auto& [q, k, v, out, dout, dq, dk, dv] = tensors;
     const Shape s{queries, keys, d, is_causal, scale};
-    const int64_t all = samples * key_heads, group = heads / key_heads;
+    const int64_t all = samples * key_heads, group = heads / key_heads, run = run_of_keys(sizes);
     const Cut by_key(keys, all >= threads ? 1 : (4 * threads + all - 1) / all);
     const Cut by_query(queries, by_key.parts);
     const bool is_split = by_key.parts > 1;
@@ -154,37 +164,36 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
         const int64_t first_query = is_split && has_queries ? by_query.at(at - by_key.parts) : 0;
         const int64_t last_query = is_split && has_queries ? by_query.at(at - by_key.parts + 1) : s.queries;
         const int64_t first_key = has_keys && is_split ? by_key.at(at) : 0;
-        const int64_t last_key = has_keys && is_split ? by_key.at(at + 1) : s.seen(last_query), count = last_key - first_key;
-        const int64_t padded = rounded_up(count, ROWS);
-        const auto from = [&](Rows<const uint16_t> x) { return Rows<const uint16_t>{x[first_key], x.stride}; };
-        const auto of_keys = from(rows_of<const uint16_t>(k, sample, key_head));
-        copy_rows(of_keys, count, padded, d, w.keys);
-        copy_rows(from(rows_of<const uint16_t>(v, sample, key_head)), count, padded, d, w.values);
-        if (has_queries) pair_rows(of_keys, count, padded, d, w.key_pairs);
-        if (has_keys) std::fill_n(w.dk, padded * d, 0.0f), std::fill_n(w.dv, padded * d, 0.0f);
-        for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head)
-            differentiate_head(s, w, rows_of<const uint16_t>(q, sample, head), rows_of<const uint16_t>(out, sample, head),
-                               rows_of<const uint16_t>(dout, sample, head),
-                               reinterpret_cast<const float*>(lse) + (sample * heads + head) * s.queries, first_query, last_query,
-                               first_key, last_key,
-                               {rows_of<uint16_t>(dq, sample, head), {}, {}, has_queries, has_keys});
-        if (!has_keys) return;
-        const Rows<uint16_t> dk_rows = rows_of<uint16_t>(dk, sample, key_head), dv_rows = rows_of<uint16_t>(dv, sample, key_head);
-        narrow_rows(w.dk, scale, count, d, {dk_rows[first_key], dk_rows.stride});
-        narrow_rows(w.dv, 1, count, d, {dv_rows[first_key], dv_rows.stride});
+        const int64_t last_key = has_keys && is_split ? by_key.at(at + 1) : s.seen(last_query);
+        const auto from = [&](int64_t key, const Place& x) {
+            const auto rows = rows_of<const uint16_t>(x, sample, key_head);
+            return Rows<const uint16_t>{rows[key], rows.stride};
+        };
+        for (int64_t key = first_key; key < last_key; key += run) {
+            const int64_t end = std::min(key + run, last_key), count = end - key, padded = rounded_up(count, ROWS);
+            copy_rows(from(key, k), count, padded, d, w.keys);
+            copy_rows(from(key, v), count, padded, d, w.values);
+            if (has_queries) pair_rows(from(key, k), count, padded, d, w.key_pairs);
+            if (has_keys) std::fill_n(w.dk, padded * d, 0.0f), std::fill_n(w.dv, padded * d, 0.0f);
+            for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head)
+                differentiate_head(s, w, rows_of<const uint16_t>(q, sample, head), rows_of<const uint16_t>(out, sample, head),
+                                   rows_of<const uint16_t>(dout, sample, head),
+                                   reinterpret_cast<const float*>(lse) + (sample * heads + head) * s.queries, first_query,
+                                   last_query, key, end, {rows_of<uint16_t>(dq, sample, head), has_queries, has_keys});
+            if (!has_keys) continue;
+            const auto dk_rows = rows_of<uint16_t>(dk, sample, key_head), dv_rows = rows_of<uint16_t>(dv, sample, key_head);
+            narrow_rows(w.dk, scale, count, d, {dk_rows[key], dk_rows.stride});
+            narrow_rows(w.dv, 1, count, d, {dv_rows[key], dv_rows.stride});
+        }
     };
     py::gil_scoped_release released;
-    share<BackwardWork>(all * of_head, threads, memory, keys, d, part);
+    share<BackwardWork>(all * of_head, threads, memory, sizes, part);
 }
 
-int64_t forward_bytes(int64_t keys, int64_t d) {
-    ForwardWork work{};
-    return arrange(work, keys, d, nullptr);
-}
-
-int64_t backward_bytes(int64_t keys, int64_t d) {
-    BackwardWork work{};
-    return arrange(work, keys, d, nullptr);
+template <typename Work>
+int64_t bytes_of(const Sizes& sizes) {
+    Work work{};
+    return arrange(work, sizes, nullptr);
 }
 #else
 bool has_products() { return false; }
@@ -198,8 +207,8 @@ PYBIND11_MODULE(_attention, module) {
     module.def("has_products", &has_products, "Whether the processor multiplies bf16 in vectors, and this was compiled for it.");
     module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast.");
 #ifdef HAS_BF16_PRODUCTS
-    module.def("forward_bytes", &forward_bytes, py::arg("keys"), py::arg("d"), "Bytes of memory that a thread works in.");
-    module.def("backward_bytes", &backward_bytes, py::arg("keys"), py::arg("d"));
+    module.def("forward_bytes", &bytes_of<ForwardWork>, py::arg("sizes"), "Bytes of memory that a thread works in.");
+    module.def("backward_bytes", &bytes_of<BackwardWork>, py::arg("sizes"));
     module.def("forward", &forward, py::arg("sizes"), py::arg("tensors"), py::arg("lse"), py::arg("scale"), py::arg("is_causal"),
                py::arg("memory"), py::arg("threads"));
     module.def("backward", &backward, py::arg("sizes"), py::arg("tensors"), py::arg("lse"), py::arg("scale"), py::arg("is_causal"),

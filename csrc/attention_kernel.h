@@ -34,6 +34,7 @@ constexpr int64_t ROWS = 64;      // queries of a block, four registers; also th
 constexpr int64_t KEYS = 128;     // of a block in forward
 constexpr int64_t STEP = 4;       // rows of a product at once: 16 registers of sums
 constexpr int64_t WIDE = 16;      // fp32 numbers, or pairs, of a register
+constexpr int64_t AHEAD = 16;     // rows that are fetched before they are copied
 constexpr float LN_2 = 0.693147181f, HIDDEN = -std::numeric_limits<float>::infinity();
 
 // Rows of one head: the numbers of a row lie together.
@@ -187,21 +188,36 @@ INLINE __m512i paired_halves(__m512i x) {
     return _mm512_permutexvar_epi16(order, x);
 }
 
+// Rows of a head are on different pages of memory, so the processor does not fetch them ahead by itself.
+INLINE void fetch_row(const uint16_t* x, int64_t d) {
+    for (int64_t j = 0; j < d; j += 2 * WIDE) _mm_prefetch(reinterpret_cast<const char*>(x + j), _MM_HINT_T1);
+}
+
+template <typename... Tensors>
+void fetch_rows(int64_t from, int64_t end, int64_t d, const Tensors&... tensors) {
+    for (int64_t i = from; i < std::min(from + ROWS, end); ++i) (fetch_row(tensors[i], d), ...);
+}
+
 // `count` rows → [`padded`, d], zeros after them.
 void copy_rows(Rows<const uint16_t> x, int64_t count, int64_t padded, int64_t d, uint16_t* y) {
-    for (int64_t i = 0; i < count; ++i) std::memcpy(y + i * d, x[i], size_t(2 * d));
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + AHEAD < count) fetch_row(x[i + AHEAD], d);
+        for (int64_t j = 0; j < d; j += 2 * WIDE) store(y + i * d + j, load(x[i] + j));
+    }
     std::memset(y + count * d, 0, size_t(2 * d * (padded - count)));
 }
 
 // `count` rows → pairs of rows [`padded` / 2, d].
 void pair_rows(Rows<const uint16_t> x, int64_t count, int64_t padded, int64_t d, uint32_t* y) {
-    for (int64_t i = 0; i < padded; i += 2)
+    for (int64_t i = 0; i < padded; i += 2) {
+        for (int64_t k = i + AHEAD; k < std::min(i + AHEAD + 2, count); ++k) fetch_row(x[k], d);
         for (int64_t j = 0; j < d; j += 2 * WIDE) {
             const __m512i first = i < count ? load(x[i] + j) : _mm512_setzero_si512();
             const __m512i second = i + 1 < count ? load(x[i + 1] + j) : _mm512_setzero_si512();
             store(y + i / 2 * d + j, lower_pairs(first, second));
             store(y + i / 2 * d + j + WIDE, upper_pairs(first, second));
         }
+    }
 }
 
 // `count` rows of at most ROWS → columns of pairs [d / 2, ROWS].
@@ -318,6 +334,7 @@ void attend(const Shape& s, const ForwardWork& w, Rows<const uint16_t> q, Rows<c
     pair_rows(v, all, padded, s.d, w.values);
     for (int64_t query = from; query < to; query += ROWS) {
         const int64_t rows = std::min(ROWS, s.queries - query), seen = rounded_up(s.seen(query + rows), STEP);
+        fetch_rows(query + ROWS, to, s.d, q);
         columns_of_pairs({q[query], q.stride}, rows, s.d, w.queries);
         std::memset(w.out, 0, sizeof(float) * size_t(s.d * ROWS));
         Softmax of_rows;
@@ -344,12 +361,14 @@ struct BackwardWork {
     uint32_t *query_pairs, *dout_pairs;                            // pairs of queries [ROWS / 2, d]
     uint16_t *p, *ds;                                              // [ROWS keys, ROWS queries]
     uint32_t* ds_pairs;                                            // pairs of keys [ROWS / 2, ROWS]
-    float *dq, *dk, *dv;                                           // [d, ROWS], [keys, d], [keys, d]
+    float *dq, *dk, *dv;                                           // [d, ROWS], of one block or each, [keys, d], [keys, d]
+    int64_t next_dq;                                               // 0 if there is one
 };
 
-struct Gradients {
-    Rows<uint16_t> dq, dk, dv;
-    bool wants_dq, wants_keys;
+// Which gradients are wanted: of queries, to be written here; of keys and values, summed in the workspace.
+struct Wanted {
+    Rows<uint16_t> dq_rows;
+    bool dq, keys;
 };
 
 // Of the rows of a block: the log-sum-exp to base 2, and D.
@@ -414,37 +433,41 @@ void differentiate(const Shape& s, const BackwardWork& w, const RowSums& sums, i
 }
 
 // What queries [from, to) of one query head contribute to dq, and to dk and dv of the keys [first_key, last_key), whose packed
-// copies are in the workspace. All bounds but the ends are multiples of ROWS.
+// copies are in the workspace. All bounds but the ends are multiples of ROWS. Called for one run of keys after the other, if more
+// than one: dq begins with the first and is written out after the last that a query sees.
 void differentiate_head(const Shape& s, const BackwardWork& w, Rows<const uint16_t> q, Rows<const uint16_t> out,
                         Rows<const uint16_t> dout, const float* lse, int64_t from, int64_t to, int64_t first_key, int64_t last_key,
-                        const Gradients& g) {
+                        const Wanted& wanted) {
     for (int64_t query = s.is_causal ? std::max(from, first_key) : from; query < to; query += ROWS) {
         const int64_t rows = std::min(ROWS, s.queries - query);
+        fetch_rows(query + ROWS, to, s.d, q, dout, out);
         const Rows<const uint16_t> q_block{q[query], q.stride}, dout_block{dout[query], dout.stride};
         columns_of_pairs(q_block, rows, s.d, w.query_columns);
         columns_of_pairs(dout_block, rows, s.d, w.dout_columns);
-        if (g.wants_keys) pair_rows(q_block, rows, ROWS, s.d, w.query_pairs);
-        if (g.wants_keys) pair_rows(dout_block, rows, ROWS, s.d, w.dout_pairs);
+        if (wanted.keys) pair_rows(q_block, rows, ROWS, s.d, w.query_pairs);
+        if (wanted.keys) pair_rows(dout_block, rows, ROWS, s.d, w.dout_pairs);
         RowSums sums;
         row_sums(s, dout_block, {out[query], out.stride}, lse + query, rows, sums);
-        if (g.wants_dq) std::memset(w.dq, 0, sizeof(float) * size_t(s.d * ROWS));
-        const int64_t seen = std::min(s.seen(query + rows), last_key);
+        float* dq_block = w.dq + query / ROWS * w.next_dq;
+        if (wanted.dq && first_key == 0) std::memset(dq_block, 0, sizeof(float) * size_t(s.d * ROWS));
+        const int64_t all_seen = s.seen(query + rows), seen = std::min(all_seen, last_key);
         for (int64_t key = first_key; key < seen; key += ROWS) {
             const int64_t count = rounded_up(std::min(ROWS, seen - key), STEP), at = (key - first_key) * s.d;
             differentiate(s, w, sums, query, key, first_key, count);
-            for (int64_t k = 0; k < count && g.wants_keys; k += STEP) {
+            for (int64_t k = 0; k < count && wanted.keys; k += STEP) {
                 const int64_t pair = registers_before(s, query, key + k) * WIDE / 2;
                 const auto pairs_at = [&](const uint16_t* x) { return reinterpret_cast<const uint32_t*>(x + k * ROWS); };
                 product_over_queries(pairs_at(w.p), w.dout_pairs, s.d, pair, w.dv + at + k * s.d);
                 product_over_queries(pairs_at(w.ds), w.query_pairs, s.d, pair, w.dk + at + k * s.d);
             }
             const int64_t half = s.is_causal ? query + ROWS / 2 - key : count;
-            if (g.wants_dq)
-                product_over_keys<Put::ADDED>(w.key_pairs + at / 2, s.d, w.ds_pairs, count / 2, std::min(half, count) / 2, w.dq);
+            if (wanted.dq)
+                product_over_keys<Put::ADDED>(w.key_pairs + at / 2, s.d, w.ds_pairs, count / 2, std::min(half, count) / 2,
+                                            dq_block);
         }
         float factor[ROWS];
         std::fill_n(factor, ROWS, s.scale);
-        if (g.wants_dq) rows_of_columns(w.dq, factor, rows, s.d, {g.dq[query], g.dq.stride});
+        if (wanted.dq && seen == all_seen) rows_of_columns(dq_block, factor, rows, s.d, {wanted.dq_rows[query], wanted.dq_rows.stride});
     }
 }
 

@@ -62,7 +62,7 @@ class _CompiledAttention(torch.autograd.Function):
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)             # [b, n, sq]
         threads = torch.get_num_threads()
-        work = _memory(q, threads * extension().forward_bytes(k.shape[0], q.shape[3]))
+        work = _memory(q, threads * extension().forward_bytes(_sizes(q, k)))
         if has_memory(q):
             tensors = [_place(t) for t in (q, k, v, out)]
             extension().forward(_sizes(q, k), tensors, lse.data_ptr(), scale, is_causal, work.data_ptr(),
@@ -78,7 +78,7 @@ class _CompiledAttention(torch.autograd.Function):
         dout = _with_rows(dout.reshape(q.shape))
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         threads = torch.get_num_threads()
-        work = _memory(q, threads * extension().backward_bytes(k.shape[0], q.shape[3]))
+        work = _memory(q, threads * extension().backward_bytes(_sizes(q, k)))
         if has_memory(q):
             tensors = [_place(t) for t in (q, k, v, out, dout, dq, dk, dv)]
             extension().backward(_sizes(q, k), tensors, lse.data_ptr(), ctx.scale, ctx.is_causal,
