@@ -75,8 +75,16 @@ def test_numbers_within_a_head_may_lie_apart():
 
 
 @compiled
+@pytest.mark.parametrize("g, d, pattern", [(2, 32, CAUSAL), (1, 32, FULL)])
+def test_keys_of_long_sequences_in_runs(g, d, pattern):
+    packed, heads = projected(1030, 2, g, d, samples=1)
+    out, expected = attention(*heads, pattern=pattern), written_out(*heads, pattern.causal, d**-0.5)
+    assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
+
+
+@compiled
 @pytest.mark.parametrize("s, n, g, samples, pattern", [(300, 3, 3, 1, CAUSAL), (260, 4, 1, 1, CAUSAL),
-                                                       (300, 2, 2, 2, FULL)])
+                                                       (1100, 1, 1, 1, CAUSAL), (300, 2, 2, 2, FULL)])
 def test_bits_depend_neither_on_threads_nor_on_other_samples(s, n, g, samples, pattern, monkeypatch):
     packed, heads = projected(s, n, g, 64, samples)
     results = []

@@ -30,7 +30,7 @@ def suits(out: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def compiled_add_(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """out += x for a contiguous fp32 `out` and a contiguous bf16 x of its shape on the CPU, without autograd."""
+    """out += x for contiguous tensors of one shape on the CPU, fp32 and bf16. Not for autograd."""
     extension().add(x.data_ptr(), out.data_ptr(), out.numel(), torch.get_num_threads())
     torch.autograd.graph.increment_version(out)
     return out
