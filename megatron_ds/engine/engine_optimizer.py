@@ -44,14 +44,16 @@ class InnerOptimizers:
     groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
-    needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, or `for_each` (optim/optimizers.py)
+    needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, and steps in halves, or `for_each`
+                                 (optim/optimizers.py)
     """
 
     def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
                  client: torch.optim.Optimizer | None = None, needs_norms: bool = False,
                  needs_matrices: bool = False):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
-        self.needs_norms, self.needs_matrices = needs_norms, needs_matrices
+        self.needs_norms = self.steps_in_halves = needs_norms
+        self.needs_matrices = needs_matrices
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:

@@ -57,6 +57,8 @@ class MakeOptimizer(Protocol):
     needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
     needs_norms          it is called with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
     needs_matrices       it is called with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
+    steps_in_halves      with needs_norms: it has the methods `advance`, `measured` and `finish` of `Lamb`,
+                         and can update offloaded state, of which only a part is in memory at a time
     """
 
     def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer: ...
@@ -97,6 +99,11 @@ class ParamGroup:
         """Whether ranks communicate in a step of the optimizer."""
         return self.needs_norms or self.needs_matrices
 
+    @property
+    def steps_in_halves(self) -> bool:
+        """Whether a step can be interrupted for the norms of parameters."""
+        return getattr(self.optimizer, "steps_in_halves", False)
+
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
@@ -122,6 +129,11 @@ class RegisteredOptimizer:
     def needs_matrices(self) -> bool:
         """As the entry declares."""
         return getattr(OPTIMIZERS[self.name], "needs_matrices", False)
+
+    @property
+    def steps_in_halves(self) -> bool:
+        """As the entry declares."""
+        return getattr(OPTIMIZERS[self.name], "steps_in_halves", False)
 
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:

@@ -139,7 +139,9 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
                     len(sends))
     # Buffers: gathered layers, gradients, posted receives, and one pending send in each direction.
     receives = Simulation((program,), (), ()).peak_receives[0]
-    buffers = (whole * dtype.itemsize + _gradient_buffers(config, settings, plans, groups.data.size)
+    received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
+    buffers = (whole * dtype.itemsize + received
+               + _gradient_buffers(config, settings, plans, groups.data.size)
                + (receives + len(set(sends))) * message)
     kept = {stage.index: stage.run.kept for stage in stages}
     return RankPlan(

@@ -2,8 +2,8 @@
 
 Owners are chosen so that the costliest rank has the least to compute: matrices in falling order of o · i ·
 min(o, i), each to the rank with the least so far (Graham 1969, the LPT rule). Among equal ranks neighbours
-follow one another diagonally over both axes, which spreads messages. Rounds limit the memory: the matrices
-of a rank in a round have about ROUND elements.
+follow one another diagonally over both axes, which spreads the messages. Rounds limit the memory: the
+matrices of a rank in a round have about ROUND elements.
 """
 
 import heapq

@@ -112,6 +112,7 @@ class ShardOptimizer:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._of: dict[int, torch.optim.Optimizer] = {}
+        self._maker_of: dict[int, MakeOptimizer] = {}
         for i, group in enumerate(groups):
             same = [(g, tensors) for g, tensors in zip(groups, members)
                     if g.optimizer == group.optimizer and (tensors or group.is_collective)]
@@ -134,15 +135,32 @@ class ShardOptimizer:
         """
         self.num_updates += 1
         for optimizer in self._optimizers:
-            if self.num_updates == 1 and hasattr(optimizer, "restart"):
-                optimizer.restart()
-            for group in optimizer.param_groups if lr is not None else ():
-                rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr
-                group["lr"] = rate * group["lr_factor"]
-                group["weight_decay"] = weight_decay if group["decay"] else 0.0
-            with _wide_grads(optimizer):
-                self._set_divisor(optimizer, divisor)
+            with self._prepared(optimizer, lr, weight_decay, divisor):
                 optimizer.step()
+
+    def begin(self, lr: Rates, weight_decay: float, divisor: float,
+              norms: ParameterNorms) -> dict[MakeOptimizer, torch.Tensor]:
+        """The first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
+        optimizers make their step. → for each optimizer the squares of the norms (`ParameterNorms.squares`).
+        """
+        self.num_updates += 1
+        squares = {}
+        for optimizer in self._optimizers:
+            maker = self._maker_of[id(optimizer)]
+            with self._prepared(optimizer, lr, weight_decay, divisor):
+                if not getattr(maker, "needs_norms", False):
+                    optimizer.step()
+                    continue
+                optimizer.advance()
+                squares[maker] = norms.squares(*optimizer.measured())
+        return squares
+
+    def finish(self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms) -> None:
+        """The second half. reduced: the norms of all parts (`ParameterNorms.reduced`), for each optimizer."""
+        for optimizer in self._optimizers:
+            if (maker := self._maker_of[id(optimizer)]) in reduced:
+                parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+                optimizer.finish(norms.of(reduced[maker], parameters))
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
@@ -182,7 +200,22 @@ class ShardOptimizer:
             [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
         self._optimizers.append(optimizer)
+        self._maker_of[id(optimizer)] = groups[0][0].optimizer
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
+
+    @contextmanager
+    def _prepared(self, optimizer: torch.optim.Optimizer, lr: Rates, weight_decay: float,
+                  divisor: float) -> Iterator[None]:
+        """Inside, an optimizer has the numbers of a step, and gradients that it can read."""
+        if self.num_updates == 1 and hasattr(optimizer, "restart"):
+            optimizer.restart()
+        for group in optimizer.param_groups if lr is not None else ():
+            rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr
+            group["lr"] = rate * group["lr_factor"]
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+        with _wide_grads(optimizer):
+            self._set_divisor(optimizer, divisor)
+            yield
 
     @staticmethod
     def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:

@@ -1,6 +1,7 @@
 """Every optimizer trains the same under every layout as in one process, and continues in another one."""
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from megatron_ds.config import parse
 from megatron_ds.config.optimizer_facts import FACTS
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.optim import default_groups
 from megatron_ds.planning.run_plan import optimizer_problems
 from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
+from megatron_ds.zero.settings import STAGES, ZeroSettings
+from megatron_ds.zero.tiers import OffloadSettings
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
@@ -43,7 +47,7 @@ def job_of(name, style="llama", untied=True, dtype="fp32", more=()):
     ("adagrad", "gpt2", False, "tp=2,pp=2,zero=1,sp=1"),
     ("adagrad", "gpt2", False, "dp=2,zero=3,offload=cpu"),
     ("lamb", "gpt2", False, "tp=2,pp=2,zero=0,sp=1"), ("lamb", "gpt2", False, "tp=2,pp=2,dp=2,zero=1"),
-    ("lamb", "gpt2", False, "tp=2,dp=2,zero=2"), ("lamb", "gpt2", False, "dp=4,zero=3,hpz=2"),
+    ("lamb", "gpt2", False, "tp=2,dp=2,zero=2,offload=cpu"), ("lamb", "gpt2", False, "dp=4,zero=3,hpz=2"),
     ("muon", "llama", True, "tp=2,pp=2,dp=2,zero=3"), ("muon", "gpt2", False, "tp=2,dp=2,zero=1,sp=1"),
     ("muon", "llama", True, "dp=4,zero=2"), ("muon", "gpt2", False, "tp=4,pp=2,zero=0"),
     ("muon", "llama", True, "cp=2,tp=2,zero=3")])
@@ -122,8 +126,38 @@ def test_bytes_of_state_and_16_bit_weights_with_fp32_masters(name):
         assert held == 4 * tensors * scalars + 4 * matrices and (matrices > scalars / 4) == (name == "muon")
 
 
-@pytest.mark.parametrize("name", ["lamb", "muon"])
-def test_offloaded_whole_tensors_are_refused_before_the_run(name):
+@pytest.mark.parametrize("name, layout, dtype", [
+    ("lamb", "dp=2,zero=1,offload=cpu,sub_group=2048", "fp32"),
+    ("lamb", f"tp=2,dp=2,zero=2,offload=nvme,nvme={tempfile.gettempdir()},sub_group=4096", "bf16"),
+    ("lamb", "dp=2,pp=2,zero=3,offload=cpu,ratio=0.5,offload_param=cpu", "fp32")])
+def test_offloaded_parts_move_by_the_norms_of_whole_parameters(name, layout, dtype):
+    """Sub-groups cut parameters; half of the state may stay on the device. Equal to state that stays."""
+    away = "offload", "nvme", "sub_group", "ratio"
+    stays = ",".join(word for word in layout.split(",") if not word.startswith(away))
+    of = lambda where: run(name, where, lambda engine: (train(engine, range(FEW)), weights(engine)), dtype)
+    for (losses, found), (expected, masters) in zip(of(layout), of(stays)):
+        assert losses == pytest.approx(expected, rel=1e-7 if dtype == "fp32" else 1e-5)
+        for key, master in masters.items():
+            torch.testing.assert_close(found[key], master, rtol=1e-5, atol=1e-7)
+
+
+def weights(engine):
+    """The masters of this rank, by parameter: pieces joined."""
+    pieces = sorted((p.spec.name, p.start, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight")
+    names = dict.fromkeys(name for name, _, _ in pieces)
+    return {name: torch.cat([tensor.detach().view(-1) for of, _, tensor in pieces if of == name])
+            for name in names}
+
+
+def test_an_optimizer_whose_step_has_no_halves_is_refused_with_offloading():
+    class NeedsNorms:
+        needs_norms = True
+
+    with pytest.raises(ConfigError, match="needs whole tensors or norms of them, but offloaded"):
+        ZeroSettings(default_groups(NeedsNorms()), STAGES[1], offload=OffloadSettings("cpu"))
+
+
+def test_offloaded_matrices_are_refused_before_the_run():
     request = parse_layout("dp=2,zero=1,offload=cpu", mbs="1")
     with pytest.raises(ConfigError, match="needs whole tensors or norms of them, but offloaded"):
-        parse([*job_of(name), *request.flags], world_size=2, rules=(optimizer_problems,))
+        parse([*job_of("muon"), *request.flags], world_size=2, rules=(optimizer_problems,))

@@ -24,6 +24,7 @@ LAYOUTS = [
     "dp=2,zero=1,grads=bf16",
     "cp=2,dp=2,zero=2", "cp=2,comm_type=a2a,tp=2,sp=1,recompute=selective",
     "cp=2,comm_type=all_gather,pp=2,zero=3", "cp=3,recompute=full,mbs=2", "cp=4,comm_type=a2a,zero=1",
+    "tp=2,pp=2,dp=2,zero=3,qw=1,qg=1",
 ]
 
 
@@ -107,6 +108,6 @@ def test_matrices_that_an_optimizer_gathers_are_planned(layout):
            "0"], layout)
 
 
-@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0"])
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0", "dp=2,zero=2,offload=cpu"])
 def test_norms_that_an_optimizer_asks_for_are_planned(layout):
     check([*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--optimizer", "lamb"], layout)
