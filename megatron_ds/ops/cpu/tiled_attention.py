@@ -214,7 +214,9 @@ class _BlockPart:
         if has_memory(scores):
             count, rows = self.tiles.rows.shape[0], self.tiles.rows.shape[1] * self.tiles.block
             views = scores.view(-1, count, q_tile.shape[1] // rows, rows, scores.shape[2])
-            views += _block_bias(self.tiles, self.seen.pattern.causal)[:, None]
+            if self.tiles.whole < self.tiles.keys.shape[1]:
+                part = views[..., self.tiles.whole * self.tiles.block:]
+                part += _block_bias(self.tiles, self.seen.pattern.causal)[:, None]
             hides = (self.seen.documents, self.seen.padding, self.seen.slopes)
             if any(each is not None for each in hides):
                 self.seen.close(views, self._positions(self.tiles.rows), self._positions(self.tiles.keys),
@@ -271,12 +273,14 @@ def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) 
 
 
 def _block_bias(tiles: BlockTiles, is_causal: bool) -> torch.Tensor:
-    """[t, rows, keys], -inf where a query does not see a key: in hidden blocks, and above the diagonal."""
-    hidden, block = torch.from_numpy(~tiles.seen), tiles.block
+    """[t, rows, keys of which queries see some], -inf where a query does not see a key: in hidden blocks, and
+    above the diagonal."""
+    seen, keys, block = tiles.seen[..., tiles.whole:], tiles.keys[:, tiles.whole:], tiles.block
+    hidden = torch.from_numpy(~seen)
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
     bias = bias[:, :, None, :, None].expand(-1, -1, block, -1, block).contiguous()
     if is_causal:
-        diagonal = (tiles.rows[:, :, None] == tiles.keys[:, None]) & tiles.seen
+        diagonal = (tiles.rows[:, :, None] == keys[:, None]) & seen
         tile, row, column = map(torch.from_numpy, np.nonzero(diagonal))
         bias[tile, row, :, column] = torch.full((block, block), -math.inf).triu(1)
     return bias.view(len(hidden), hidden.shape[1] * block, -1)
