@@ -110,7 +110,8 @@ def _whole_first(part: np.ndarray, edge: int) -> tuple[np.ndarray, int]:
     queries see). edge: the first block of which queries see only some positions."""
     whole = part.all(axis=0)
     whole[edge:edge + len(part)] = False
-    return np.concatenate((np.flatnonzero(whole), np.flatnonzero(part.any(axis=0) & ~whole))), int(whole.sum())
+    partly = np.flatnonzero(part.any(axis=0) & ~whole)
+    return np.concatenate((np.flatnonzero(whole), partly)), int(whole.sum())
 
 
 def _cost(seen: np.ndarray, block: int, together: int) -> float:
