@@ -32,8 +32,8 @@ def main() -> None:
     if args.way:
         return train(args)
     command = [sys.executable, __file__, "--length", str(args.length), "--way"]
-    running = {way: subprocess.Popen([*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-               for way in WAYS}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    running = {way: subprocess.Popen([*command, way], **pipes) for way in WAYS}
     steps: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     for turn in range(args.rounds + 1):                                 # the first one allocates
         for way in WAYS if turn % 2 else reversed(WAYS):

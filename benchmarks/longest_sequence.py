@@ -19,11 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ds.config import parse
-from megatron_ds.planning.longest_sequence import bytes_of, length_unit, longest, peak_by_plan
+from megatron_ds.config import parse  # noqa: E402
+from megatron_ds.planning.longest_sequence import (  # noqa: E402
+    bytes_of,
+    length_unit,
+    longest,
+    peak_by_plan,
+)
 
-RUN = ("--position-embedding-type rope --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --mock-data --eval-iters 0 "
-       "--hidden-dropout 0 --attention-dropout 0 --log-interval 1").split()
+RUN = ("--position-embedding-type rope --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --mock-data "
+       "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --log-interval 1").split()
 GPT = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --vocab-size 15000".split()
 TINY = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 --seq-length 64".split()
 RECOMPUTED = ["--recompute-granularity", "full"]
@@ -78,8 +83,8 @@ def run(ranks: int, flags: list[str], steps: int) -> tuple[int, float]:
     """(most resident bytes of a process, seconds) of a run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "pretrain_gpt.py"),
-                                *RUN, *flags, "--train-iters", str(steps)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, *launcher * (ranks > 1), str(ROOT / "pretrain_gpt.py"), *RUN,
+                                *flags, "--train-iters", str(steps)], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"the run failed: {' '.join(flags)}")

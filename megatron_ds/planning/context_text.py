@@ -2,8 +2,8 @@
 with each way of sharing keys, values and heads (`models.context_attention.COMM_TYPES`).
 
 The core attention of each block runs alone, forward and backward, without memory and among simulated peers,
-so the bytes are those that the same code sends in a run; tests compare them. Of the divisions of the ranks for
-a2a+p2p the one that sends least is listed.
+so the bytes are those that the same code sends in a run; tests compare them. Of the divisions of the ranks
+for a2a+p2p the one that sends least is listed.
 """
 
 from collections import Counter
@@ -131,7 +131,8 @@ def _least(chosen: str, sent: dict[str, float]) -> str:
     least, most = (of(sent.values()) for of in (min, max))
     if sent[chosen] > least:
         cheaper = min(sent, key=sent.__getitem__)
-        how = cheaper.replace(" × ", " ").replace("a2a+p2p ", "a2a+p2p --hierarchical-context-parallel-sizes ")
+        kind, _, sizes = cheaper.replace(" × ", " ").partition(" ")
+        how = f"{kind} --hierarchical-context-parallel-sizes {sizes}" if sizes else kind
         return (f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {chosen}, "
                 f"{1 - least / sent[chosen]:.1%}")
     others = [count for count in sent.values() if count > least]
