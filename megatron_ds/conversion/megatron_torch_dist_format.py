@@ -3,7 +3,7 @@
     decoder.layers.mlp.linear_fc2.weight      [layers, …]: all layers of one kind in one tensor
     decoder.layers.7.mlp.linear_fc2.weight    one layer, where layers differ
     optimizer.state.exp_avg.KEY               optimizer state of a weight, in the shape of the weight
-    optimizer.distributed.dp_group_idx_0.…    flat buffers of the distributed optimizer (`flat_buffers.py`)
+    optimizer.distributed.dp_group_idx_0.…    flat buffers of the distributed optimizer
 """
 
 import re
@@ -60,7 +60,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     bert = is_bert(list(keys[WEIGHT]))
     tensors = {kind: _tensors(of_kind, keys[WEIGHT], bert) for kind, of_kind in keys.items() if of_kind}
     if buffers and not wishes.weights_only:
-        from .flat_buffers import from_buckets
+        from .bucketed_optimizer import from_buckets
 
         tensors |= from_buckets(stored, buffers, tensors[WEIGHT], args)
     raw = RawCheckpoint(stored.path, tensors, args, _progress(stored, args), stored.ignored)
@@ -155,4 +155,4 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 FORMAT = Format(NAME, "torch_dist checkpoint of Megatron-LM", detect, read, write,
                 reads=("iteration", "vocab_size", "allow_unused"),
-                writes=("dtype", "tensor_parallel", "pipeline_parallel", "shard_bytes"))
+                writes=("dtype", "tensor_parallel", "pipeline_parallel", "expert_parallel", "shard_bytes"))

@@ -50,13 +50,14 @@ class MegatronCore:
             stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
             cwd=Path(__file__).parents[2])
 
-    def run(self, name: str, model: dict, *, ranks: int = 2, tp: int = 1, pp: int = 1, **job) -> list[dict]:
+    def run(self, name: str, model: dict, *, ranks: int = 2, tp: int = 1, pp: int = 1, ep: int = 1,
+            vp: int = 1, **job) -> list[dict]:
         """What each rank has after one more step than was saved. Raises AssertionError with its errors."""
         self._count += 1
         after = self.folder / name / "after"
         defaults = dict(dtype="float32", distributed=False, load=None, steps=STEPS, saves=[])
-        job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "lr": LR,
-               "batches": str(self.folder / "batches.pt"), "after": str(after), "timeout": 300,
+        job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "vp": vp,
+               "lr": LR, "batches": str(self.folder / "batches.pt"), "after": str(after), "timeout": 300,
                "store": str(self.folder / f"store{self._count}")}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
