@@ -9,8 +9,8 @@ rank     of tensor and pipeline parallelism, the tensor-parallel one first; for 
 chunk    of the model, with virtual pipeline stages
 
 The layout in a bucket is replayed as in `flat_buffers.py`, and compared with the sizes and with the places
-where chunks begin. Masters of experts are compared with their weights: matrices of two layers may have equal
-sizes.
+where chunks begin. Matrices of two layers may have equal sizes; `megatron_model.py` compares the values of
+masters and weights.
 """
 
 import re
@@ -18,13 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointError
 from .flat_buffers import KINDS, REMEDY, LocalParameter, bucket_sizes, is_of_experts, is_shared, places_of
 from .megatron_names import EMBEDDING, HEAD, Part
 from .megatron_ranks import split_of
-from .stored_tensor import MASTER, StoredTensor
+from .stored_tensor import StoredTensor
 from .tensor_views import interval, merged_over_ranks, stacked
 from .torch_dist_folder import Sharded, TorchDistFolder
 
@@ -109,11 +107,11 @@ def from_buckets(stored: TorchDistFolder, buffers: Mapping[str, Sharded],
     for place, of_place in buckets.items():
         for kind, part, tensor in _of_place(stored, of_place, weights, args, (layout, place)):
             parts[kind].setdefault(part, {})[place.tp] = tensor
-    return {kind: _merged(of_kind, kind, weights, args) for kind, of_kind in parts.items()}
+    return {kind: _merged(of_kind, args) for kind, of_kind in parts.items()}
 
 
-def _merged(parts: Mapping[Part, Mapping[int, StoredTensor]], kind: str, weights: Mapping[str, StoredTensor],
-            args: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def _merged(parts: Mapping[Part, Mapping[int, StoredTensor]], args: Mapping[str, Any]
+            ) -> dict[str, StoredTensor]:
     """Tensors over tensor-parallel ranks, and those of experts stacked."""
     found: dict[str, StoredTensor] = {}
     experts: dict[str, dict[int, StoredTensor]] = {}
@@ -125,22 +123,8 @@ def _merged(parts: Mapping[Part, Mapping[int, StoredTensor]], kind: str, weights
         else:
             experts.setdefault(part.name, {})[part.expert] = tensor
     for name, by_number in experts.items():
-        tensor = stacked([by_number[number] for number in sorted(by_number)], name)
-        found[name] = _equal_to(weights[name], tensor) if kind == MASTER else tensor
+        found[name] = stacked([by_number[number] for number in sorted(by_number)], name)
     return found
-
-
-def _equal_to(weight: StoredTensor, master: StoredTensor) -> StoredTensor:
-    """The master; reading it compares it with the weight, which was rounded from it."""
-    def read() -> torch.Tensor:
-        values = master.read()
-        if not torch.equal(values.to(weight.dtype), weight.read()):
-            raise CheckpointError(f"{master.place}: the flat optimizer state does not have the weights at "
-                                  "the places where megatron-core's layers would put them, so the order of "
-                                  f"experts is another one. {REMEDY}")
-        return values
-
-    return replace(master, read=read)
 
 
 def _of_place(stored: TorchDistFolder, buckets: Buckets, weights: Mapping[str, StoredTensor],

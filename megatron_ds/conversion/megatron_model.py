@@ -33,7 +33,8 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     tensors = {kind: _tied_once(stored, kind, shapes, raw) for kind, stored in raw.tensors.items()}
     unused = _check_names(tensors[WEIGHT], shapes, raw, wishes)
     tensors = {kind: _cut(stored, shapes, kind, raw) for kind, stored in tensors.items()}
-    weights = {**tensors[WEIGHT], **tensors.pop(MASTER, {})}
+    weights = {**tensors[WEIGHT], **{name: _compared(tensors[WEIGHT][name], master) for name, master
+                                     in tensors.pop(MASTER, {}).items()}}
     moments = {kind: tensors[kind] for kind in MOMENTS if tensors.get(kind)}
     source = {"format": format_name, "iteration": raw.progress.iteration}
     ignored = tuple(name for name in raw.ignored if name != "argparse.Namespace")       # the arguments
@@ -49,6 +50,24 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights, **moments}, raw.progress, "adam",
                              training_options(raw.settings), source=source, ignored=ignored,
                                  unused=unused)
+
+
+def _compared(weight: StoredTensor, master: StoredTensor) -> StoredTensor:
+    """The master. Reading it compares it with the weight, which was rounded from it: flat buffers name no
+    parameters, and megatron-core 0.16.1 stores a wrong master of tied embeddings on two pipeline stages.
+    """
+    def read() -> torch.Tensor:
+        values, rounded = master.read(), weight.read()
+        if not torch.equal(values.to(rounded.dtype), rounded):
+            raise CheckpointError(
+                f"{master.place} is not what the weight was rounded from: the largest difference is "
+                f"{float((values - rounded).abs().max()):.3g}. The optimizer state is of another save or "
+                "rank, or in another order, or of tied embeddings on two pipeline stages with "
+                "--dist-ckpt-optim-fully-reshardable, which megatron-core 0.16.1 stores wrongly. To load the "
+                "weights alone, give --no-optim (in training, --no-load-optim).")
+        return values
+
+    return replace(master, read=read)
 
 
 def _tied_once(stored: Mapping[str, StoredTensor], kind: str, shapes: Mapping[str, tuple],

@@ -167,7 +167,10 @@ def _group(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], wd_mult: floa
 def _objects(model: ModelConfig) -> dict[str, object]:
     """Empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
     blocks, count = "encoder.layers" if model.model == "bert" else "decoder.layers", model.num_layers
-    stacked, found = len(set(model.experts)) <= 1, {}
+    stacked = len(set(model.experts)) <= 1
+    found: dict[str, object] = {}
+    if model.model == "bert":
+        found["output_layer._extra_state/shard_0_1"] = [None]
     for layer, experts in enumerate(model.experts):
         prefix = f"{blocks}." if stacked else f"{blocks}.{layer}."
         at, of = (str(layer), str(count)) if stacked else ("0", "1")

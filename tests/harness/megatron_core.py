@@ -19,6 +19,7 @@ GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size
 MOE = {**LLAMA, "num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_router_topk": 2,
        "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none",
        "moe_token_dispatcher_type": "allgather"}
+BERT = {**GPT2, "bert": True}
 LR, STEPS = 1e-2, 2
 
 

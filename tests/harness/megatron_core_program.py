@@ -15,7 +15,8 @@ forks its ranks, and answers with a line "done" or "failed". A job:
     after             folder for rank{r}.pt: {"saved" weights, then of one more step "logits" and "loss"
                       before it, "weights" after it}
 
-With pp > 1 there is no forward: gradients are random.
+With pp > 1 and for a BERT there are no batches: gradients are random. A BERT has "logits" and "order" after
+its last step, of the first of `batches`.
 
 Nothing heavy is imported at the top, because megatron-core's writer may start this file again.
 """
@@ -114,7 +115,9 @@ def train(job: dict, rank: int) -> None:
         job["tp"], job["pp"], expert_model_parallel_size=job["ep"],
         virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None)
     model, optimizer = make(job)
-    batches = torch.load(job["batches"]) if job["pp"] == 1 else [None] * (job["steps"] + 1)
+    is_bert = job["model"].get("bert", False)
+    has_batches = job["pp"] == 1 and not is_bert
+    batches = torch.load(job["batches"]) if has_batches else [None] * (job["steps"] + 1)
     batches = batches[job.get("first_batch", 0):]
     if job["load"]:
         train_step(job, model, optimizer, batches[0], 0)    # makes state, as torch's Adam needs it
@@ -124,7 +127,9 @@ def train(job: dict, rank: int) -> None:
     for format, folder, sharding in job["saves"]:
         {"torch": save_torch, "torch_dist": save_torch_dist}[format](job, model, optimizer, folder, sharding)
     after = {"saved": weights_of(model)}
-    if job["pp"] == 1:
+    if is_bert and job["pp"] == 1:
+        after["logits"], after["order"] = outputs_of_bert(*model, torch.load(job["batches"])[0][:, :-1])
+    elif job["pp"] == 1:
         after["logits"], after["loss"] = train_step(job, model, optimizer, batches[job["steps"]], 0)
     after["weights"] = weights_of(model)
     Path(job["after"]).mkdir(parents=True, exist_ok=True)
@@ -137,6 +142,14 @@ def weights_of(chunks) -> dict:
             for name, p in chunk.module.named_parameters()}
 
 
+def outputs_of_bert(model, tokens):
+    """(logits [b, s, vocabulary], of the order of segments [b, 2]) of sequences without padding."""
+    import torch
+
+    with torch.no_grad():
+        return model(tokens.contiguous(), torch.ones_like(tokens), torch.zeros_like(tokens))
+
+
 def names_of(chunks) -> list[str]:
     """Keys of the chunks in checkpoints of Megatron-LM."""
     return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
@@ -146,6 +159,8 @@ def make(job: dict):
     import torch
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -157,6 +172,7 @@ def make(job: dict):
     torch.manual_seed(1234)
     dtype = getattr(torch, job["dtype"])
     shape = dict(job["model"])
+    is_bert = shape.pop("bert", False)
     if shape.pop("swiglu", False):
         shape |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     of_gpt = ("position_embedding_type", "share_embeddings_and_output_weights", "vocab_size",
@@ -176,9 +192,14 @@ def make(job: dict):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False,
                                           normalization=shape.get("normalization"))
     stages = [dict(ignore_virtual=False, vp_stage=number) for number in range(job["vp"])]
-    models = [GPTModel(config, spec, pre_process=parallel_state.is_pipeline_first_stage(**stage),
-                       post_process=parallel_state.is_pipeline_last_stage(**stage),
-                       vp_stage=stage["vp_stage"] if job["vp"] > 1 else None, **gpt) for stage in stages]
+    if is_bert:
+        kind, spec, gpt = BertModel, bert_layer_local_spec, {**gpt, "num_tokentypes": 2}
+    else:
+        kind = GPTModel
+    models = [kind(config, transformer_layer_spec=spec, **gpt,
+                   pre_process=parallel_state.is_pipeline_first_stage(**stage),
+                   post_process=parallel_state.is_pipeline_last_stage(**stage),
+                   vp_stage=stage["vp_stage"] if job["vp"] > 1 else None) for stage in stages]
     with torch.no_grad():       # CPU initialization leaves biases zero and norms one
         torch.manual_seed(77)
         for p in (p for model in models for p in model.parameters()):
