@@ -138,12 +138,21 @@ def _cut(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple], kind: 
 TRAINING = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "optimizer.adam_beta1":
             "adam_beta1", "optimizer.adam_beta2": "adam_beta2", "optimizer.adam_eps": "adam_eps",
             "optimizer.clip_grad": "clip_grad", "optimizer.min_lr": "min_lr"}
+# The same of what is true or false: in the parameter groups of the optimizer, and in newer arguments.
+CHOICES = {"optimizer.adam_bias_correction": "bias_correction",
+           "optimizer.decoupled_weight_decay": "decoupled_weight_decay"}
 
 
 def training_options(args: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the optimizer that the files record."""
-    return {path: float(args[name]) for path, name in TRAINING.items()
-            if isinstance(args.get(name), int | float) and not isinstance(args.get(name), bool)}
+    numbers = {path: float(args[name]) for path, name in TRAINING.items()
+               if isinstance(args.get(name), int | float) and not isinstance(args.get(name), bool)}
+    return numbers | {path: args[name] for path, name in CHOICES.items() if isinstance(args.get(name), bool)}
+
+
+def with_choices(args: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arguments, with `CHOICES` as the parameter groups of the optimizer have them."""
+    return {**args, **{name: group[name] for group in groups for name in CHOICES.values() if name in group}}
 
 
 def iteration_in(content: Mapping[str, Any], place: object) -> int:

@@ -26,7 +26,7 @@ from ..errors import CheckpointError
 from .family import model_of
 from .formats import Wishes
 from .megatron_args import arguments_of
-from .megatron_model import MOMENTS, TRAINING
+from .megatron_model import CHOICES, MOMENTS, TRAINING
 from .megatron_names import VOCABULARY
 from .published import published
 from .read_ahead import ReadAhead
@@ -62,10 +62,16 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     with published(folder) as hidden:
         path = hidden / name_of(step)
         path.mkdir()
-        chunks = list(_chunks(checkpoint, model, args, dtype, with_state))
+        pairs = list(_chunks(checkpoint, model, args, dtype, with_state))
+        chunks = [chunk for chunk, _ in pairs]
         sources = [StoredTensor(chunk.sizes, chunk.dtype, chunk.read, chunk.key) for chunk in chunks]
-        with ReadAhead(sources, [chunk.dtype for chunk in chunks], wishes.done) as ahead:
-            taken = (replace(chunk, read=partial(ahead.take, index)) for index, chunk in enumerate(chunks))
+
+        def take(index: int) -> torch.Tensor:
+            wishes.done(pairs[index][1])
+            return ahead.take(index)
+
+        with ReadAhead(sources, [chunk.dtype for chunk in chunks]) as ahead:
+            taken = (replace(chunk, read=partial(take, index)) for index, chunk in enumerate(chunks))
             write_dcp_folder(path, taken, _objects(model), wishes.shard_bytes)
         torch.save(_common(checkpoint, args, with_state), path / COMMON_FILE)
         (path / METADATA_FILE).write_text(json.dumps({
@@ -161,7 +167,7 @@ def _group(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], wd_mult: floa
             "max_lr": args["lr"], "min_lr": args["min_lr"], "lr": args["lr"],
             "betas": (args["adam_beta1"], args["adam_beta2"]), "eps": args["adam_eps"],
             "weight_decay": args["weight_decay"] * wd_mult, "step": updates_in(checkpoint.progress),
-            "bias_correction": checkpoint.training.get("optimizer.adam_bias_correction", True)}
+            **{name: checkpoint.training.get(path, True) for path, name in CHOICES.items()}}
 
 
 def _objects(model: ModelConfig) -> dict[str, object]:
@@ -184,8 +190,9 @@ def _objects(model: ModelConfig) -> dict[str, object]:
 
 
 def _chunks(checkpoint: LogicalCheckpoint, model: ModelConfig, args: dict[str, Any], dtype: torch.dtype,
-            with_state: bool) -> Iterator[DcpChunk]:
-    """All chunks: weights, then masters and moments under the keys of the optimizer."""
+            with_state: bool) -> Iterator[tuple[DcpChunk, int]]:
+    """All chunks: weights, then masters and moments under the keys of the optimizer; with the bytes of the
+    source that each has converted. A weight that is also a master counts once."""
     is_stacked = len(set(model.experts)) <= 1
     if is_stacked and any(model.experts):
         args["moe_layer_freq"] = 1
@@ -195,7 +202,9 @@ def _chunks(checkpoint: LogicalCheckpoint, model: ModelConfig, args: dict[str, A
         kinds += [(STATE_KEYS[kind], kind, torch.float32) for kind in (WEIGHT, *MOMENTS)]
     for prefix, kind, wanted in kinds:
         for name, tensor in checkpoint.tensors[kind].items():
-            yield _chunk(prefix, name, tensor, wanted, rows, model.num_layers if is_stacked else None)
+            counted = tensor.nbytes if kind != WEIGHT or not prefix else 0
+            yield (_chunk(prefix, name, tensor, wanted, rows, model.num_layers if is_stacked else None),
+                   counted)
 
 
 def _chunk(prefix: str, name: str, tensor: StoredTensor, dtype: torch.dtype, rows: int,
