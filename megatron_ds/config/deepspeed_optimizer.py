@@ -10,7 +10,8 @@ TYPES = {kind.lower(): facts.name for facts in FACTS.values() for kind in facts.
 # Of DeepSpeed, but not here.
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 ADAM_W_MODE = "optimizer.params.adam_w_mode"
-NAMES = "Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Adagrad, SGD"
+NAMES = "Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Muon, Adagrad, SGD"
+WIDTHS = ("muadam", "muadamw", "musgd")
 
 # Keys whose option depends on the type.
 OPTIMIZER_KEYS: Mapping[str, Option] = {
@@ -19,6 +20,9 @@ OPTIMIZER_KEYS: Mapping[str, Option] = {
         float, "`--adam-beta1`, `--adam-beta2`; of Lion `--lion-beta1`, `--lion-beta2`, 0.9 and 0.999 unless "
                "given", is_list=True, count=2),
     "optimizer.params.eps": json_key(float, "`--adam-eps`; of Adagrad `--adagrad-eps`", above=0),
+    "optimizer.params.momentum": json_key(
+        float, "`--sgd-momentum`, 0 unless given; of Muon `--muon-momentum`, 0.95 unless given", at_least=0,
+        below=1),
     "optimizer.params.max_grad_norm": json_key(float, "`--clip-grad`, like gradient_clipping", at_least=0)}
 
 
@@ -38,7 +42,7 @@ def translate_optimizer(document: JsonDocument) -> None:
         document.without_effect[f"{document.path} {ADAM_W_MODE}"] = (
             "the weight decay of the type AdamW is decoupled in any case, as in DeepSpeed")
     document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
-    for key in ("betas", "eps"):
+    for key in ("betas", "eps", "momentum"):
         value = document.take(f"optimizer.params.{key}")
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         for option, number in zip(facts.params.get(key, ()), values):
@@ -57,4 +61,7 @@ def is_adamw(document: JsonDocument) -> bool:
 def _why(kind: str) -> str:
     if kind.lower() in COMPRESSED:
         return ": its gradients would be compressed to a bit, and here they are summed in full precision"
+    if kind.lower() in WIDTHS:
+        return (f": write {'SGD' if kind.lower() == 'musgd' else 'AdamW'}, and the learning rates of muP as "
+                "--param-group (docs/optimizers.md)")
     return ""

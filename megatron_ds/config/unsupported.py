@@ -123,6 +123,10 @@ KEYS = table(
         "startup prints every value that is not the default": "dump_state",
         "the fastest implementation is chosen automatically":
             "optimizer.legacy_fusion optimizer.params.torch_adam",
+        "momentum stays where --offload-optimizer keeps state":
+            "zero_optimization.save_muon_momentum_buffer_in_memory",
+        "both ways to compute the iterations have the same result, but for rounding":
+            "optimizer.params.ns_method",
         "with --sequence-parallel only a slice of each activation is sent":
             "pipeline.grad_partitioned pipeline.pipe_partitioned",
         "recomputation never re-enters autograd": "pipeline.use_reentrant",
@@ -151,9 +155,11 @@ KEYS = table(
         "it is planned for a later version. Remove it.":
             "comms_logger compression_training eigenvalue elasticity memory_breakdown "
             "progressive_layer_drop quantize_training "
-            "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
-            "zero_optimization.zero_quantized_nontrainable_weights "
-            "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",
+            "zero_optimization.zenflow zero_optimization.offload_optimizer.super_offload",
+        "frozen weights are kept in the model's dtype; zero_quantized_weights sends them as integers too. "
+        "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
+        "the errors of quantized gradients are not carried over to the next step. Remove it.":
+            "zero_optimization.zeropp_loco_param",
         "it is of 1-bit optimizers, and gradients are not compressed. Remove it.":
             "optimizer.params.coeff_beta optimizer.params.comm_backend_name optimizer.params.cuda_aware "
             "optimizer.params.factor_max optimizer.params.factor_min optimizer.params.factor_threshold "

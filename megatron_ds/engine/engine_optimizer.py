@@ -27,7 +27,7 @@ from ..config.training_options import DEEPSPEED_STYLES
 from ..config.training_schedule import make_beta1, make_learning_rate
 from ..cycles import CycledBeta, OneCycle, RangeTest
 from ..errors import ConfigError
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, ParamGroup, default_groups
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
 
@@ -44,13 +44,16 @@ class InnerOptimizers:
     groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
-    needs_norms  `make` takes the keyword `reduce_norms` (zero/norm.py)
+    needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, and steps in halves, or `for_each`
+                                 (optim/optimizers.py)
     """
 
     def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
-                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False):
+                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False,
+                 needs_matrices: bool = False):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
-        self.needs_norms = needs_norms
+        self.needs_norms = self.steps_in_halves = needs_norms
+        self.needs_matrices = needs_matrices
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
@@ -59,11 +62,16 @@ class InnerOptimizers:
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
-        # Norms are collective: a rank without parts of any parameter has empty groups.
-        present = range(len(self.groups)) if self.needs_norms else sorted(members)
+        # Norms and matrices are collective: a rank without parts of any parameter has empty groups.
+        is_collective = self.needs_norms or self.needs_matrices
+        present = range(len(self.groups)) if is_collective else sorted(members)
         optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
         self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
         return optimizer
+
+    def param_groups(self) -> tuple[ParamGroup, ...]:
+        """The groups of `ZeroOptimizer`."""
+        return default_groups(self)
 
     def refresh(self) -> None:
         """Copy the numbers of the user's groups to the inner ones."""

@@ -1,6 +1,6 @@
 """Optimizers by name, and the groups of parameters that they update."""
 
-from . import adagrad, adam_choice, lamb, lion, momentum_sgd  # noqa: F401      each registers its optimizer
+from . import adagrad, adam_choice, lamb, lion, momentum_sgd, muon  # noqa: F401      each registers its optimizer
 from .optimizers import (
     OPTIMIZERS,
     MakeOptimizer,

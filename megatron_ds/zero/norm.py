@@ -185,17 +185,26 @@ class ParameterNorms:
 
         lists: of tensors, one for each of `parameters`: the parts themselves, their updates, ...
         """
+        return self.of(self.reduced(self.squares(lists, parameters)), parameters)
+
+    def squares(self, lists: Sequence[Sequence[torch.Tensor]],
+                parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """float64 [len(lists), entries]: sums of squares of these parts, to add to those of other parts."""
         self.lists = len(lists)
         squares = torch.zeros(len(lists), len(self._position), dtype=torch.float64, device=self._device)
-        names = tuple(p.spec.name for p in parameters)
-        if names not in self._indices:      # copied to the device once, for the same come in every step
-            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
-        index = self._indices[names]
-        if names:
+        if parameters:
             values = [tensor for tensors in lists for tensor in tensors]
             norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(len(lists), -1)
-            squares.index_add_(1, index, norms.square())
-        return self._sum(squares)[:, index].sqrt().float()
+            squares.index_add_(1, self._index(parameters), norms.square())
+        return squares
+
+    def reduced(self, squares: torch.Tensor) -> torch.Tensor:
+        """Norms of all entries, fp32, from the squares of all parts that this rank has. Collective."""
+        return self._sum(squares).sqrt().float()
+
+    def of(self, norms: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The columns of `reduced` of the logical parameters with the parts `parameters`."""
+        return norms[:, self._index(parameters)]
 
     def sent(self, lists: int) -> Iterator[tuple[Group, int]]:
         """(group, bytes) of each all-reduce of a call with this many lists."""
@@ -206,6 +215,12 @@ class ParameterNorms:
             yield self._groups.tp, whole
         if len(self._tied):
             yield self._groups.tied, 8 * lists * len(self._tied)
+
+    def _index(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        names = tuple(p.spec.name for p in parameters)
+        if names not in self._indices:      # copied to the device once, for the same come in every step
+            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
+        return self._indices[names]
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         # Parameters that are whole on every data-parallel rank have their sum already.
