@@ -344,11 +344,10 @@ def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):
     ours = LogicalCheckpoint(tmp_path, QWEN, {kind: stored for kind in (WEIGHT, "exp_avg", "exp_avg_sq")},
                              optimizer="adam", training={"optimizer.adam_bias_correction": False,
                                                          "optimizer.decoupled_weight_decay": False})
-    counted = []
-    wishes = Wishes(done=counted.append, dtype="bfloat16")
-    lines = megatron_torch_dist_format.write(ours, tmp_path / "b", wishes)
-    assert sum(counted) == 3 * sum(tensor.nbytes for tensor in stored.values())
+    counted, place = [], tmp_path / "b"
+    lines = megatron_torch_dist_format.write(ours, place, Wishes(done=counted.append, dtype="bfloat16"))
     assert any("--override-opt_param-scheduler" in line for line in lines)
+    assert sum(counted) == 3 * sum(tensor.nbytes for tensor in stored.values())
     again = megatron_torch_dist_format.read(tmp_path / "b", Wishes())
     assert again.model["add_qkv_bias"] and again.tensors[WEIGHT].keys() == tensors.keys()
     assert again.training.items() >= ours.training.items()
