@@ -58,6 +58,8 @@ class OptimizerFacts:
 
 MOMENTS = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",),
            "bias_correction": ("adam_bias_correction",)}
+# Of 1-bit optimizers: DeepSpeed's choice of a transport has no effect here.
+ONE_BIT = MOMENTS | {"cuda_aware": (), "comm_backend_name": ()}
 FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
     OptimizerFacts(
         "adam", ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"),
@@ -73,7 +75,14 @@ FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
         "lamb", ("Lamb", "FusedLamb"),
         MOMENTS | {"eps_inside_sqrt": ("lamb_eps_inside_sqrt",), "max_coeff": ("lamb_max_coeff",),
                    "min_coeff": ("lamb_min_coeff",)},
-        ("exp_avg", "exp_avg_sq"), ("lamb_form",), depends=NORMS))}
+        ("exp_avg", "exp_avg_sq"), ("lamb_form",), depends=NORMS),
+    OptimizerFacts("onebit_adam", ("OneBitAdam",), ONE_BIT | {"freeze_step": ("freeze_step",)},
+                   ("exp_avg", "exp_avg_sq")),
+    OptimizerFacts(
+        "zero_one_adam", ("ZeroOneAdam",),
+        ONE_BIT | {key: (key,) for key in ("var_freeze_step", "var_update_scaler", "local_step_scaler",
+                                           "local_step_clipper")},
+        ("exp_avg", "exp_avg_sq", "local_sum")))}
 
 SYNONYMS = {"adamw": "adam"}
 

@@ -1,6 +1,14 @@
 """Optimizers by name, and the groups of parameters that they update."""
 
-from . import adagrad, adam_choice, lamb, lion, momentum_sgd  # noqa: F401      each registers its optimizer
+from . import (  # noqa: F401      each registers its optimizer
+    adagrad,
+    adam_choice,
+    lamb,
+    lion,
+    momentum_sgd,
+    onebit_adam,
+    onebit_zero_one,
+)
 from .optimizers import (
     OPTIMIZERS,
     MakeOptimizer,

@@ -31,6 +31,7 @@ from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
+from .onebit_phases import Phases
 
 logger = logging.getLogger(__name__)
 OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer")
@@ -53,6 +54,8 @@ class MakeOptimizer(Protocol):
 
     needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
     needs_norms          it is called with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
+    phases               `Phases`: what its ranks exchange in place of gradients; None: gradients, in full
+                         precision. Then it is a `CompressedOptimizer`
     """
 
     def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer: ...
@@ -83,6 +86,11 @@ class ParamGroup:
         """Whether the optimizer uses norms of whole parameters."""
         return getattr(self.optimizer, "needs_norms", False)
 
+    @property
+    def phases(self) -> Phases | None:
+        """What ranks exchange in place of gradients, if they do."""
+        return getattr(self.optimizer, "phases", None)
+
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
@@ -103,6 +111,12 @@ class RegisteredOptimizer:
     def needs_norms(self) -> bool:
         """As the entry declares."""
         return getattr(OPTIMIZERS[self.name], "needs_norms", False)
+
+    @property
+    def phases(self) -> Phases | None:
+        """As the entry declares, a function of the configuration."""
+        of_settings = getattr(OPTIMIZERS[self.name], "phases", None)
+        return of_settings(self.settings) if of_settings else None
 
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:

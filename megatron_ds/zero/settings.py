@@ -14,9 +14,11 @@ import torch
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
+from ..optim.onebit_phases import Phases
+from .compressed_exchange import SwitchedExchange
 from .exchange import FullPrecisionExchange, GradientExchange
 from .norm import LossScaler, make_scaler
-from .tiers import OffloadSettings
+from .tiers import DEVICE, OffloadSettings
 
 Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
 LARGEST_BUCKET, SMALLEST_BUCKET = 40_000_000, 1_000_000     # elements, unless the configuration gives a size
@@ -110,6 +112,38 @@ class ZeroSettings:
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
                     "none, or an optimizer that treats elements one by one, such as adam.")
 
+        self._check_phases()
+
+    @property
+    def phases(self) -> Phases | None:
+        """What ranks exchange in place of gradients, if they do; the same for all parameter groups."""
+        return next((group.phases for group in self.param_groups if group.phases), None)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether fp32 weights have masters, because weights of ranks differ between exchanges."""
+        return self.phases is not None and self.phases.sums_locally
+
+    def _check_phases(self) -> None:
+        phases, name = self.phases, self.param_groups[0].name if self.param_groups else ""
+        if phases is None:
+            return
+        if other := next((group for group in self.param_groups if group.phases != phases), None):
+            raise ConfigError(
+                f"parameter groups {name!r} and {other.name!r} have optimizers that exchange different "
+                "things in place of gradients, at different steps. Use one 1-bit optimizer for all "
+                "parameters.")
+        if self.policy.gradient is not None or self.offload.optimizer != DEVICE:
+            raise ConfigError(
+                "a 1-bit optimizer adds the whole gradient of each rank to what it compresses, but ZeRO "
+                "stages 2 and 3 and offloading keep parts of it. Use --zero-stage 0 or 1 without "
+                "--offload-optimizer, or another optimizer, such as adam.")
+        if phases.sums_locally and self.policy.optimizer is not None:
+            raise ConfigError(
+                "zero_one_adam makes steps of its own on each rank between exchanges, for which every rank "
+                "needs all of the optimizer state, but ZeRO splits it. Use --zero-stage 0, or onebit_adam "
+                "with --zero-stage 1.")
+
     def elements_of_bucket(self, num_parameters: int) -> int:
         """The size of a bucket: small enough that most of the reduction is hidden behind backward.
 
@@ -122,7 +156,8 @@ class ZeroSettings:
         """The strategy that sums gradients over the ranks."""
         if self.exchange is not None:
             return self.exchange(self, device)
-        return FullPrecisionExchange(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
+        kind = FullPrecisionExchange if self.phases is None else SwitchedExchange
+        return kind(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -16,6 +16,8 @@ and only if there is something to divide, the gradients are multiplied beforehan
 Note: low_grad. Gradients of another dtype than the masters are `Leaf.tensor.low_grad`. An optimizer with the
 attribute `reads_low_grad` reads them there; others get an fp32 copy for the time of the update.
 
+Note: num_updates. An optimizer with this attribute counts its steps there.
+
 Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An
 optimizer with the attribute `writes_low` writes it during the update, from the new value in registers; after
 others it is cast.
@@ -97,7 +99,10 @@ class ShardOptimizer:
     """The torch optimizers of the parameter groups, on the leaves that this rank has of them.
 
     Groups of the same optimizer share one torch optimizer. A rank without leaves of an optimizer does not
-    make it, unless it asks for norms, which are collective: it then has empty groups.
+    make it, unless it asks for norms, or for an exchange of its own, which are collective: it then has empty
+    groups.
+
+    optimizers  of torch, that this rank has
     """
 
     def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
@@ -106,17 +111,17 @@ class ShardOptimizer:
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for leaf in leaves:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._of: dict[int, torch.optim.Optimizer] = {}
         for i, group in enumerate(groups):
             same = [(g, tensors) for g, tensors in zip(groups, members)
-                    if g.optimizer == group.optimizer and (tensors or group.needs_norms)]
+                    if g.optimizer == group.optimizer and (tensors or group.needs_norms or group.phases)]
             is_first = all(g.optimizer != group.optimizer for g in groups[:i])
             if same and is_first:
                 self._make(same, norms)
         # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
         # zero yet).
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 0.0, 0.0
             with torch.no_grad(), _wide_grads(optimizer):
@@ -129,7 +134,7 @@ class ShardOptimizer:
         weight_decay: of the groups that decay. lr None: the torch parameter groups keep their own of both.
         """
         self.num_updates += 1
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if self.num_updates == 1 and hasattr(optimizer, "restart"):
                 optimizer.restart()
             for group in optimizer.param_groups if lr is not None else ():
@@ -142,7 +147,7 @@ class ShardOptimizer:
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if "betas" in group:
                 group["betas"] = (beta1, *group["betas"][1:])
 
@@ -163,7 +168,10 @@ class ShardOptimizer:
     def set_num_updates(self, count: int) -> None:
         """Continue as after `count` updates: bias corrections depend on it."""
         self.num_updates = count
-        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "num_updates"):
+                optimizer.num_updates = count
+        for state in (state for optimizer in self.optimizers for state in optimizer.state.values()):
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(count)
             elif "step" in state:
@@ -175,7 +183,7 @@ class ShardOptimizer:
         optimizer = groups[0][0].optimizer(
             [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
 
     @staticmethod
