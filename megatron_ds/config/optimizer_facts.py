@@ -82,7 +82,13 @@ FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
         "zero_one_adam", ("ZeroOneAdam",),
         ONE_BIT | {key: (key,) for key in ("var_freeze_step", "var_update_scaler", "local_step_scaler",
                                            "local_step_clipper")},
-        ("exp_avg", "exp_avg_sq", "local_sum")))}
+        ("exp_avg", "exp_avg_sq", "local_sum")),
+    OptimizerFacts(
+        "onebit_lamb", ("OneBitLamb",),
+        ONE_BIT | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
+        | {key: (key,) for key in ("freeze_step", "coeff_beta", "factor_max", "factor_min",
+                                   "factor_threshold")},
+        ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"), depends=NORMS))}
 
 SYNONYMS = {"adamw": "adam"}
 

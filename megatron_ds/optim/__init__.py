@@ -7,6 +7,7 @@ from . import (  # noqa: F401      each registers its optimizer
     lion,
     momentum_sgd,
     onebit_adam,
+    onebit_lamb,
     onebit_zero_one,
 )
 from .optimizers import (

@@ -75,6 +75,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def load_numbers(self, numbers: dict[str, float]) -> None:
         """Restore `numbers`."""
 
+    def numbers_of(self, p: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, [1]) of the numbers of the logical parameter that `p` is a part of: views."""
+        return iter(())
+
     def tensors(self, group: dict, name: str) -> Tensors:
         """A state of all parameters of a group, made when it is first asked for."""
         return [self._state(p)[name] for p in group["params"]]

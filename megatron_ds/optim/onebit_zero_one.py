@@ -1,5 +1,5 @@
-"""The optimizer "zero_one_adam": Adam whose ranks exchange compressed gradients, and later the compressed sums
-of some steps that each rank makes by itself (Lu et al. 2022, arXiv:2202.06009, algorithm 1).
+"""The optimizer "zero_one_adam": Adam whose ranks exchange compressed gradients, and later the compressed
+sums of some steps that each rank makes by itself (Lu et al. 2022, arXiv:2202.06009, algorithm 1).
 
     t ≤ var_freeze_step    g: the mean gradient of all ranks, in full precision at refreshes, else compressed
                            m ← β₁ m + (1 - β₁) g;   v ← β₂ v + (1 - β₂) g² at refreshes

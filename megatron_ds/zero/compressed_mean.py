@@ -28,10 +28,9 @@ from torch import nn
 
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather, all_gather_into_, all_reduce_, all_to_all_
-from ..mpu.group import Group
 from ..mpu.param_spec import DATA_AXES
-from .compressed_signs import decoded, pack_signs, scale_of
-from .compressed_units import from_shards, map_units, to_shards
+from .compressed_signs import PER_BYTE, decoded, pack_signs, scale_of
+from .compressed_units import count_rows, from_shards, map_units, to_shards
 from .data_groups import DataGroups
 from .exchange import Sent
 from .norm import NormEntry, ParameterNorms
@@ -107,12 +106,6 @@ class CompressedMean:
         all_gather_into_(whole, packed, self.group)
         x.copy_(decoded(from_shards(whole, layout), scales[units.block_unit], live))
 
-    def sent(self) -> Iterator[Sent]:
-        """The messages of `reduce_`: (operation, group, bytes, calls)."""
-        yield from messages(self._units.layout.numel, len(self._parameters), self._units.num_rows, self.group)
-        for norms, lists in ((self._of_workers, SCALE_LISTS), (self._of_servers, SERVER_LISTS)):
-            yield from (("all_reduce", group, nbytes, 1) for group, nbytes in norms.sent(lists))
-
     def _scales(self, y: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scales of this worker, roots of the numbers of live elements), fp32 [units]."""
         counts = self._units.live_counts(rows).sqrt_().split(1)
@@ -120,12 +113,20 @@ class CompressedMean:
         return scale_of(norms, roots), roots
 
 
-def messages(numel: int, units: int, rows: int, group: Group) -> Iterator[Sent]:
-    """What a call sends over the data group, besides the squares of servers."""
-    yield "all_reduce", group, rows, 1
-    yield "all_to_all", group, numel // 8, 1
-    yield "all_gather", group, FP32_BYTES * group.size * units, 1
-    yield "all_gather", group, numel // 8, 1
+def messages(plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGroups) -> Iterator[Sent]:
+    """The messages of `reduce_`: (operation, group, bytes, calls); of a plan, too, whose groups do not send.
+
+    parameters: in the order of the plan's layout.
+    """
+    group, numel = groups.ranks_of(plan.reduced_over).data, plan.layout.numel
+    if group.size == 1:
+        return
+    yield "all_reduce", group, count_rows(plan.layout, parameters), 1
+    yield "all_to_all", group, numel // PER_BYTE, 1
+    yield "all_gather", group, FP32_BYTES * group.size * len(parameters), 1
+    yield "all_gather", group, numel // PER_BYTE, 1
+    for norms, lists in zip(_norms(parameters, groups, torch.device("cpu")), (SCALE_LISTS, SERVER_LISTS)):
+        yield from (("all_reduce", over, nbytes, 1) for over, nbytes in norms.sent(lists))
 
 
 def _norms(parameters: Iterable[nn.Parameter], groups: DataGroups,

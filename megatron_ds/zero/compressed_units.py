@@ -11,14 +11,14 @@ Only dimension 0 makes rows, and not of parameters of which tensor parallelism s
 these, a rank sees parts of rows. They are one row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..mpu.param_spec import ParamSpec
-from .layout import ALIGN, Layout, SlotPiece
+from .layout import ALIGN, Layout
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class UnitMap:
 
     def live_rows(self, y: torch.Tensor) -> torch.Tensor:
         """uint8 [rows]: 1 for rows of y [numel] with an element that is not zero."""
-        largest = torch.segment_reduce(y.abs(), "max", lengths=self.row_lengths)
+        largest = torch.segment_reduce(y.abs(), "max", lengths=self.row_lengths, unsafe=True)
         return ((largest > 0) & ~self.is_padding).to(torch.uint8)
 
     def live_elements(self, rows: torch.Tensor) -> torch.Tensor:
@@ -59,27 +59,45 @@ class UnitMap:
 
 def map_units(layout: Layout, parameters: Sequence[nn.Parameter], device: torch.device) -> UnitMap:
     """parameters: in the order of layout.slots."""
-    lengths, units, padding, blocks = [], [], [], []
+    runs = list(_runs(layout, parameters))
+    of = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+    units, counts = of([run.unit for run in runs]), of([run.rows for run in runs])
+    lengths, padding = of([run.length for run in runs]), of([run.is_padding for run in runs])
+    blocks = torch.zeros(len(layout.slots), dtype=torch.int64, device=device)
+    blocks.index_add_(0, units, counts * lengths)
+    row_unit, row_lengths, is_padding = (values.repeat_interleave(counts)
+                                         for values in (units, lengths, padding))
+    slots = torch.arange(len(layout.slots), device=device)
+    return UnitMap(layout, slots.repeat_interleave(blocks // ALIGN), row_lengths, row_unit, is_padding.bool())
+
+
+def count_rows(layout: Layout, parameters: Sequence[nn.Parameter]) -> int:
+    """`UnitMap.num_rows`."""
+    return sum(run.rows for run in _runs(layout, parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows of one length, of one slot."""
+
+    unit: int
+    rows: int
+    length: int
+    is_padding: bool
+
+
+def _runs(layout: Layout, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
     stops = [slot.start for slot in layout.slots[1:]] + [layout.numel]
     for i, (slot, stop, p) in enumerate(zip(layout.slots, stops, parameters, strict=True)):
-        rows = p.shape[0] if has_rows(p.spec) else 1
-        rest = stop - slot.stop
-        lengths += [slot.numel // rows] * rows + [rest] * bool(rest)
-        units += [i] * (rows + bool(rest))
-        padding += [False] * rows + [True] * bool(rest)
-        blocks += [i] * ((stop - slot.start) // ALIGN)
-    of = lambda values, dtype=torch.int64: torch.tensor(values, dtype=dtype, device=device)
-    return UnitMap(layout, of(blocks), of(lengths), of(units), of(padding, torch.bool))
+        rows = p.shape[0] if has_rows(p.spec) and slot.numel else 1
+        yield _Run(i, rows, slot.numel // rows, False)
+        if stop > slot.stop:
+            yield _Run(i, 1, stop - slot.stop, True)
 
 
 def has_rows(spec: ParamSpec) -> bool:
     """Whether the rows of a parameter are compressed only where they are not zero."""
     return len(spec.shape) > 1 and all(split.dim == 0 for split in spec.splits)
-
-
-def shard_bytes_of(layout: Layout) -> int:
-    """Bytes of the signs of one shard: whole, as pieces of shards begin and end with blocks."""
-    return layout.shard_numel // 8
 
 
 def to_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -96,8 +114,3 @@ def from_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     sizes = [(bucket.stop - bucket.start) // k // layout.shards for bucket in layout.buckets]
     parts = values.view(layout.shards, -1).split(sizes, dim=1)
     return torch.cat([part.reshape(-1) for part in parts])
-
-
-def shard_views(flat: torch.Tensor, pieces: Sequence[SlotPiece]) -> list[torch.Tensor]:
-    """The pieces in a shard's own buffer."""
-    return [flat[piece.offset:piece.offset + piece.padded_numel] for piece in pieces]

@@ -22,7 +22,7 @@ Note: clipping. The norm of the mean gradient is not known. One factor for all r
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,12 +33,13 @@ from ..mpu.param_spec import ParamSpec
 from ..optim.onebit_base import CompressedOptimizer
 from ..optim.onebit_phases import Exchange, Phases
 from .compressed_exchange import SwitchedExchange
-from .compressed_mean import CompressedMean
+from .compressed_mean import FP32_BYTES, CompressedMean, messages
 from .data_groups import DataGroups
 from .exchange import Sent
 from .layout import SlotPiece
 from .norm import is_counted, norm_views, squared_norm
 from .parameter_set import ParameterSet
+from .set_plan import SetPlan
 from .shard_optimizer import Leaf, ShardOptimizer
 
 MOMENTUM, SUM = "exp_avg", "local_sum"
@@ -84,7 +85,7 @@ class CompressedUpdate:
 
     def __init__(self, phases: Phases, sets: Sequence[ParameterSet], groups: DataGroups,
                  resident: ShardOptimizer, exchange: SwitchedExchange, device: torch.device):
-        self._phases, self._resident, self._exchange = phases, resident, exchange
+        self._phases, self._resident, self._exchange, self._groups = phases, resident, exchange, groups
         self._sets = [_compressed_set(s, phases, groups, resident, device) for s in sets]
         self._is_whole = False              # `momentum` of all sets, beyond this rank's shard
         self.begin()
@@ -97,8 +98,7 @@ class CompressedUpdate:
     @property
     def nbytes(self) -> int:
         """Bytes of state that is not counted with the leaves: errors, and momentum of other ranks' shards."""
-        return sum(s.mean.nbytes + s.momentum.nbytes
-                   - sum(leaf.piece.padded_numel for leaf in s.of.resident) * 4 for s in self._sets)
+        return sum(state_bytes(s.of.plan, self._phases, s.mean.group.rank) for s in self._sets)
 
     def begin(self) -> None:
         """A step begins: decide what is exchanged."""
@@ -139,11 +139,11 @@ class CompressedUpdate:
         """The messages of the exchanges in this step, besides those of `SwitchedExchange`."""
         if self._kind not in (Exchange.FULL, Exchange.NONE):
             for s in self._sets:
-                yield from s.mean.sent()
+                yield from messages(s.of.plan, s.of.parameters, self._groups)
 
     # -------------------------------------------------------------------------------- state
     def own_pieces(self, saving: bool) -> Iterator[OwnPiece]:
-        """The errors. saving: of the workers their mean, which is collective."""
+        """The errors, and numbers of parameters. saving: of the workers' errors their mean, collective."""
         for s in self._sets:
             rank, size, plan = s.mean.group.rank, s.mean.group.size, s.of.plan
             error = self._mean_of(s, s.mean.worker_error) if saving else s.mean.worker_error
@@ -151,6 +151,8 @@ class CompressedUpdate:
                 yield _own(WORKER_ERROR, s, piece, error[piece.flat:], rank, size)
             for piece in plan.layout.slot_intersections(rank):
                 yield _own(SERVER_ERROR, s, piece, s.mean.server_error[piece.offset:], 0, 1)
+            for leaf in s.of.resident:
+                yield from _numbers(leaf, self._resident.optimizer_of(leaf), plan, rank, size)
 
     def means(self) -> dict[tuple[str, int], torch.Tensor]:
         """(name, id of a leaf's tensor) → mean over ranks of a leaf's state that differs on them now.
@@ -255,6 +257,26 @@ def _compressed_set(s: ParameterSet, phases: Phases, groups: DataGroups, residen
 def view_of(flat: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     """The part of a whole buffer that is a leaf's."""
     return flat[leaf.piece.flat:leaf.piece.flat + leaf.piece.padded_numel]
+
+
+def _numbers(leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int,
+             size: int) -> Iterator[OwnPiece]:
+    """Numbers of a logical parameter. Ranks with parts of one have the same: the first part is written."""
+    spec = replace(leaf.spec, shape=(1,), splits=(), partial_over=())
+    if plan.policy.optimizer is not None:
+        rank, size = int(leaf.piece.start > 0), 1
+    for name, tensor in optimizer.numbers_of(leaf.tensor):
+        yield OwnPiece(spec, name, 0, 1, tensor, rank, size)
+
+
+def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
+    """Bytes of a set that are not counted with the leaves: errors of a worker and a server, momentum of other
+    ranks' shards, padding between buckets."""
+    layout = plan.layout
+    pieces = layout.slot_intersections(shard) if plan.policy.optimizer is not None else layout.whole_slots()
+    buffers = 1 + phases.sums_locally
+    whole = layout.numel * (1 + buffers) + layout.shard_numel
+    return FP32_BYTES * (whole - buffers * sum(piece.padded_numel for piece in pieces))
 
 
 def _own(kind: str, s: CompressedSet, piece: SlotPiece, tail: torch.Tensor, replica: int,

@@ -187,15 +187,31 @@ class ParameterNorms:
         """
         self.lists = len(lists)
         squares = torch.zeros(len(lists), len(self._position), dtype=torch.float64, device=self._device)
-        names = tuple(p.spec.name for p in parameters)
-        if names not in self._indices:      # copied to the device once, for the same come in every step
-            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
-        index = self._indices[names]
-        if names:
+        index = self._index(parameters)
+        if len(index):
             values = [tensor for tensors in lists for tensor in tensors]
             norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(len(lists), -1)
             squares.index_add_(1, index, norms.square())
         return self._sum(squares)[:, index].sqrt().float()
+
+    def largest(self, values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Maxima, fp32 [len(parameters)], over all parts of the logical parameters.
+
+        values: fp32 [len(parameters)], not negative, of the parts `parameters`. Collective, as a call.
+        """
+        found = torch.zeros(len(self._position), device=self._device)
+        index = self._index(parameters)
+        found.scatter_reduce_(0, index, values, "amax")
+        for group, _ in self.sent_of_largest():
+            all_reduce_(found, group, "max")
+        return found[index]
+
+    def sent_of_largest(self) -> Iterator[tuple[Group, int]]:
+        """(group, bytes) of each all-reduce of `largest`."""
+        if self._position and self._sums_over_data:
+            yield self._groups.data, 4 * len(self._position)
+        if self._position and self._groups.tp.size > 1:
+            yield self._groups.tp, 4 * len(self._position)
 
     def sent(self, lists: int) -> Iterator[tuple[Group, int]]:
         """(group, bytes) of each all-reduce of a call with this many lists."""
@@ -206,6 +222,12 @@ class ParameterNorms:
             yield self._groups.tp, whole
         if len(self._tied):
             yield self._groups.tied, 8 * lists * len(self._tied)
+
+    def _index(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        names = tuple(p.spec.name for p in parameters)
+        if names not in self._indices:      # copied to the device once, for the same come in every step
+            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
+        return self._indices[names]
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         # Parameters that are whole on every data-parallel rank have their sum already.

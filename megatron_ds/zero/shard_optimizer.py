@@ -155,6 +155,10 @@ class ShardOptimizer:
         """Whether the update writes the model's 16-bit weight too."""
         return getattr(self._of[id(leaf.tensor)], "writes_low", False)
 
+    def optimizer_of(self, leaf: Leaf) -> torch.optim.Optimizer:
+        """The torch optimizer that updates a leaf."""
+        return self._of[id(leaf.tensor)]
+
     def state_of(self, leaf: Leaf) -> Iterator[tuple[str, torch.Tensor]]:
         """The optimizer's tensors with as many elements as the leaf: (name, tensor)."""
         for name, value in self._of[id(leaf.tensor)].state[leaf.tensor].items():
