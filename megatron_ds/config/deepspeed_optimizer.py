@@ -7,10 +7,9 @@ from .optimizer_facts import FACTS
 from .option import Option, json_key
 
 TYPES = {kind.lower(): facts.name for facts in FACTS.values() for kind in facts.types}
-# Of DeepSpeed, but not here.
-COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 ADAM_W_MODE = "optimizer.params.adam_w_mode"
-NAMES = "Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Adagrad, SGD"
+NAMES = ("Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Adagrad, SGD, OneBitAdam, "
+         "ZeroOneAdam, OneBitLamb")
 
 # Keys whose option depends on the type.
 OPTIMIZER_KEYS: Mapping[str, Option] = {
@@ -27,8 +26,8 @@ def translate_optimizer(document: JsonDocument) -> None:
     kind = document.take("optimizer.type")
     name = "adam" if kind is None else TYPES.get(kind.lower())
     if name is None:
-        document.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available'
-                        f"{_why(kind)}. Available: {NAMES}.", "optimizer.optimizer")
+        document.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. '
+                        f"Available: {NAMES}.", "optimizer.optimizer")
         return
     facts = FACTS[name]
     if kind is not None:
@@ -52,9 +51,3 @@ def translate_optimizer(document: JsonDocument) -> None:
 def is_adamw(document: JsonDocument) -> bool:
     """Whether the type is AdamW, whose weight decay is decoupled in any case."""
     return str(document.values.get("optimizer.type")).lower() == "adamw"
-
-
-def _why(kind: str) -> str:
-    if kind.lower() in COMPRESSED:
-        return ": its gradients would be compressed to a bit, and here they are summed in full precision"
-    return ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .messages import flag, given
+from .onebit_rules import one_bit
 from .run import RunConfig
 from .training_options import OptimizerConfig
 
@@ -108,6 +109,7 @@ def optimizer_options(config: RunConfig) -> Iterator[str]:
                            if name not in facts.own_fields)
     yield from given(config, others, "is not an option of [optimizer], which has "
                                      f"{', '.join(map(flag, own))}. Remove it.")
+    yield from one_bit(config)
     yield from _adam_variants(config) if facts.name == "adam" else ()
     if config.optimizer.lamb_min_coeff > config.optimizer.lamb_max_coeff:
         yield "[lamb_min_coeff] is above [lamb_max_coeff]: no trust ratio is between them. Lower the minimum."

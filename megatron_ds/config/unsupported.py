@@ -125,6 +125,8 @@ KEYS = table(
             "optimizer.legacy_fusion optimizer.params.torch_adam",
         "with --sequence-parallel only a slice of each activation is sent":
             "pipeline.grad_partitioned pipeline.pipe_partitioned",
+        "signs are sent by the collectives of the run's groups":
+            "optimizer.params.comm_backend_name optimizer.params.cuda_aware",
         "recomputation never re-enters autograd": "pipeline.use_reentrant",
         "all gradients are dense": "sparse_gradients",
         "every optimizer here works with every ZeRO stage": "zero_allow_untested_optimizer",
@@ -154,12 +156,6 @@ KEYS = table(
             "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
             "zero_optimization.zero_quantized_nontrainable_weights "
             "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",
-        "it is of 1-bit optimizers, and gradients are not compressed. Remove it.":
-            "optimizer.params.coeff_beta optimizer.params.comm_backend_name optimizer.params.cuda_aware "
-            "optimizer.params.factor_max optimizer.params.factor_min optimizer.params.factor_threshold "
-            "optimizer.params.freeze_step optimizer.params.local_step_clipper "
-            "optimizer.params.local_step_scaler "
-            "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":

@@ -15,7 +15,6 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from ..config.training_options import DEEPSPEED_STYLES
 from ..config.training_schedule import make_beta1, make_learning_rate
 from ..cycles import CycledBeta, OneCycle, RangeTest
 from ..errors import ConfigError
-from ..optim import OPTIMIZERS
+from ..optim import RegisteredOptimizer
+from ..optim.onebit_phases import Phases
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
 
@@ -45,12 +45,14 @@ class InnerOptimizers:
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
     needs_norms  `make` takes the keyword `reduce_norms` (zero/norm.py)
+    phases  what its ranks exchange in place of gradients; None: gradients
     """
 
     def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
-                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False):
+                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False,
+                 phases: Phases | None = None):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
-        self.needs_norms = needs_norms
+        self.needs_norms, self.phases = needs_norms, phases
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
@@ -59,8 +61,8 @@ class InnerOptimizers:
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
-        # Norms are collective: a rank without parts of any parameter has empty groups.
-        present = range(len(self.groups)) if self.needs_norms else sorted(members)
+        # Norms and exchanges are collective: a rank without parts of any parameter has empty groups.
+        present = range(len(self.groups)) if self.needs_norms or self.phases else sorted(members)
         optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
         self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
         return optimizer
@@ -151,9 +153,9 @@ def _key(piece) -> str:
 def json_optimizers(settings: RunConfig, groups: Sequence[Group]) -> InnerOptimizers:
     """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's."""
     o = settings.optimizer
-    numbers, entry = FACTS[o.optimizer].numbers(o), OPTIMIZERS[o.optimizer]
-    return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups],
-                           partial(entry, settings=o), needs_norms=getattr(entry, "needs_norms", False))
+    numbers, entry = FACTS[o.optimizer].numbers(o), RegisteredOptimizer(o.optimizer, o)
+    return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups], entry,
+                           needs_norms=entry.needs_norms, phases=entry.phases)
 
 
 def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:

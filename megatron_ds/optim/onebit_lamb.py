@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from ..config import OptimizerConfig
-from .onebit_adam import NUMBERS, frozen_variance
+from .lamb import NUMBERS as LAMB_NUMBERS
+from .onebit_adam import frozen_variance
 from .onebit_base import CompressedOptimizer, Tensors
 from .onebit_phases import Exchange, Phases
 from .optimizers import OPTIMIZERS
@@ -42,8 +43,6 @@ class Reductions(Protocol):
 class CoefficientRule:
     """How ratios and factors are limited; see the options of these names."""
 
-    max_coeff: float = 10.0
-    min_coeff: float = 0.01
     coeff_beta: float = 0.9
     factor_max: float = 4.0
     factor_min: float = 0.5
@@ -60,7 +59,7 @@ class OneBitLamb(CompressedOptimizer):
 
     def __init__(self, params: Iterable, phases: Phases, rule: CoefficientRule = CoefficientRule(),
                  reduce_norms: Reductions | None = None, **numbers: Any):
-        super().__init__(params, phases, **NUMBERS | numbers)
+        super().__init__(params, phases, **LAMB_NUMBERS | numbers)
         self.rule, self._reduce = rule, reduce_norms or WholeParameterNorms()
         count = sum(len(group["params"]) for group in self.param_groups)
         device = next((p.device for group in self.param_groups for p in group["params"]), None)
@@ -114,7 +113,9 @@ class OneBitLamb(CompressedOptimizer):
                                      self.tensors(group, "exp_avg_sq"))
         of_weights, of_updates = self._reduce([self._parameters, sum(self._us, [])], self._parameters)
         ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
-        ratios.clamp_(self.rule.min_coeff, self.rule.max_coeff)
+        of_groups = ratios.split([len(group["params"]) for group in self.param_groups])
+        ratios = torch.cat([r.clamp(group["min_coeff"], group["max_coeff"])
+                            for r, group in zip(of_groups, self.param_groups)])
         means = self.coefficients[0]
         means.copy_(torch.where(ratios == 1, means, means.lerp(ratios, 1 - self.rule.coeff_beta)))
         return ratios
@@ -190,9 +191,10 @@ class WholeParameterNorms:
 def make_onebit_lamb(groups: list[dict], settings: OptimizerConfig, *,
                      reduce_norms: Reductions | None = None) -> torch.optim.Optimizer:
     """DeepSpeed's "OneBitLamb"."""
-    rule = CoefficientRule(settings.lamb_max_coeff, settings.lamb_min_coeff, settings.coeff_beta,
-                           settings.factor_max, settings.factor_min, settings.factor_threshold)
+    rule = CoefficientRule(settings.coeff_beta, settings.factor_max, settings.factor_min,
+                           settings.factor_threshold)
     return OneBitLamb(groups, frozen_variance(settings), rule, reduce_norms, lr=0.0, eps=settings.adam_eps,
+                      max_coeff=settings.lamb_max_coeff, min_coeff=settings.lamb_min_coeff,
                       betas=(settings.adam_beta1, settings.adam_beta2),
                       bias_correction=settings.adam_bias_correction)
 

@@ -21,6 +21,7 @@ Note: clipping. The norm of the mean gradient is not known. One factor for all r
 √(Σ_i ‖g_i‖² / P), which is not less.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,10 @@ from .parameter_set import ParameterSet
 from .set_plan import SetPlan
 from .shard_optimizer import Leaf, ShardOptimizer
 
+logger = logging.getLogger(__name__)
+TOLD = ("compressed exchanges were of %d data-parallel ranks and are of %d now: each rank continues with the "
+        "mean of their compression errors, so that nothing of the gradients is lost; the steps from here on "
+        "are those of another number of workers")
 MOMENTUM, SUM = "exp_avg", "local_sum"
 WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
 
@@ -174,7 +179,10 @@ class CompressedUpdate:
         return found
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
-        """Restore `numbers`."""
+        """Restore `numbers`, with a line in the log if they are of another number of workers."""
+        before, now = numbers.get("workers"), max((s.mean.group.size for s in self._sets), default=1)
+        if before not in (None, now) and self._groups.data.rank == self._groups.model.rank == 0:
+            logger.warning(TOLD, before, now)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.load_numbers({name.rpartition("/")[0]: value for name, value in numbers.items()
                                     if name.endswith(f"/{i}")})
