@@ -6,6 +6,7 @@ gradients are not read.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -91,9 +92,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return 1 - beta1**self.num_updates, 1 - beta2**self.phases.variance_updates(self.num_updates)
 
     def denominators(self, group: dict, second: float) -> Tensors:
-        """√(v / second) + eps of all parameters of a group, new tensors."""
+        """√(v / second) + eps of all parameters of a group, new tensors; infinite where v is 0.
+
+        An element that had no gradient while v was measured has no step: eps alone would make it enormous.
+        """
         roots = list(torch._foreach_sqrt(self.tensors(group, "exp_avg_sq")))
         torch._foreach_mul_(roots, second**-0.5)
+        for root in roots:
+            root.masked_fill_(root == 0, math.inf)
         torch._foreach_add_(roots, group["eps"])
         return roots
 

@@ -17,7 +17,8 @@ lose nothing: an element that a sign misrepresents is corrected in later calls. 
 
 Sent in a call, for n elements with padding, u units and w rows (payload as in mpu/group.py):
 
-    over the data group      all-to-all n / 8, all-gather n / 8 and 4 P u, all-reduce w and 8 u
+    over the data group      all-to-all n / 8, all-gather n / 8 and 4 P u, all-reduce w and 8 u; and an
+                             all-reduce of 4 bytes for each element of vectors, of which the mean is exact
     over the tensor-parallel ranks and the holders of tied parameters     see `ParameterNorms.sent`
 """
 
@@ -30,7 +31,7 @@ from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather, all_gather_into_, all_reduce_, all_to_all_
 from ..mpu.param_spec import DATA_AXES
 from .compressed_signs import PER_BYTE, decoded, pack_signs, scale_of
-from .compressed_units import count_rows, from_shards, map_units, to_shards
+from .compressed_units import count_rows, from_shards, is_vector, map_units, to_shards
 from .data_groups import DataGroups
 from .exchange import Sent
 from .norm import NormEntry, ParameterNorms
@@ -59,6 +60,8 @@ class CompressedMean:
         self._shard_units = to_shards(units.block_unit, layout)[self.group.rank].clone()
         mine = {piece.slot: slice(piece.offset, piece.offset + piece.padded_numel)
                 for piece in layout.slot_intersections(self.group.rank)}
+        vectors = [s.start for s, p in zip(layout.slots, parameters) if is_vector(p.spec)]
+        self._vectors = [slice(s.start, s.stop) for s in layout.slots if s.start in vectors]
         self._shard_slots = [mine.get(i, slice(0, 0)) for i in range(len(parameters))]
 
     @property
@@ -79,6 +82,7 @@ class CompressedMean:
         if self.group.size == 1:
             return
         units, layout, ranks = self._units, self._units.layout, self.group.size
+        vectors = self._take_vectors(x)
         y = self.worker_error.add_(x)
         rows = units.live_rows(y)
         all_reduce_(rows, self.group, "max")
@@ -105,6 +109,18 @@ class CompressedMean:
         whole = packed.new_empty(ranks * packed.numel())
         all_gather_into_(whole, packed, self.group)
         x.copy_(decoded(from_shards(whole, layout), scales[units.block_unit], live))
+        if vectors:
+            torch._foreach_copy_([x[part] for part in self._vectors], vectors)
+
+    def _take_vectors(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The means of vectors; in x they become zero."""
+        views = [x[part] for part in self._vectors]
+        if not views:
+            return []
+        joined = torch.cat(views)
+        torch._foreach_zero_(views)
+        all_reduce_(joined, self.group)
+        return list(joined.div_(self.group.size).split([len(view) for view in views]))
 
     def _scales(self, y: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scales of this worker, roots of the numbers of live elements), fp32 [units]."""
@@ -121,6 +137,8 @@ def messages(plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGrou
     group, numel = groups.ranks_of(plan.reduced_over).data, plan.layout.numel
     if group.size == 1:
         return
+    if vectors := sum(p.numel() for p in parameters if is_vector(p.spec)):
+        yield "all_reduce", group, FP32_BYTES * vectors, 1
     yield "all_reduce", group, count_rows(plan.layout, parameters), 1
     yield "all_to_all", group, numel // PER_BYTE, 1
     yield "all_gather", group, FP32_BYTES * group.size * len(parameters), 1

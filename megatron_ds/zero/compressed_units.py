@@ -9,6 +9,10 @@ without a token stays exactly zero, where a sign would move it. Padding is a row
 
 Only dimension 0 makes rows, and not of parameters of which tensor parallelism splits another dimension: of
 these, a rank sees parts of rows. They are one row.
+
+Vectors (biases, weights of norms) are not compressed, and count as padding. They are a small part of a model,
+and elements of one differ by orders of magnitude: a bias of keys has no gradient but rounding, because softmax
+does not depend on it, and the scale of the other elements of the same parameter would move it far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +32,7 @@ class UnitMap:
     block_unit   int64 [numel / ALIGN]: the slot of each block; of padding any
     row_lengths  int64 [rows], in elements; their sum is numel
     row_unit     int64 [rows]: the slot of each row
-    is_padding   bool [rows]
+    is_padding   bool [rows]: never live, as they belong to no parameter, or to a vector
     """
 
     layout: Layout
@@ -90,7 +94,7 @@ def _runs(layout: Layout, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
     stops = [slot.start for slot in layout.slots[1:]] + [layout.numel]
     for i, (slot, stop, p) in enumerate(zip(layout.slots, stops, parameters, strict=True)):
         rows = p.shape[0] if has_rows(p.spec) and slot.numel else 1
-        yield _Run(i, rows, slot.numel // rows, False)
+        yield _Run(i, rows, slot.numel // rows, is_vector(p.spec))
         if stop > slot.stop:
             yield _Run(i, 1, stop - slot.stop, True)
 
@@ -98,6 +102,11 @@ def _runs(layout: Layout, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
 def has_rows(spec: ParamSpec) -> bool:
     """Whether the rows of a parameter are compressed only where they are not zero."""
     return len(spec.shape) > 1 and all(split.dim == 0 for split in spec.splits)
+
+
+def is_vector(spec: ParamSpec) -> bool:
+    """Whether a parameter is exchanged in full precision."""
+    return len(spec.shape) < 2
 
 
 def to_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -11,17 +11,19 @@ from megatron_ds.optim.onebit_phases import Exchange
 class SimulatedMean:
     """The compressed mean over workers of one parameter.
 
-    chunks: the servers that have a scale of their own, as in DeepSpeed; 1: one scale for the parameter
+    chunks: the servers that have a scale of their own, as in DeepSpeed; 1: one scale for the parameter, and
+    vectors are not compressed
     """
 
     def __init__(self, shape, workers, chunks=1):
         self.worker_errors = [torch.zeros(shape) for _ in range(workers)]
         self.server_error = torch.zeros(shape)
         self.chunks, self.scales = chunks, []
+        self.is_exact = len(shape) < 2 and chunks == 1
 
     def __call__(self, xs):
-        if len(xs) == 1:
-            return xs[0].clone()
+        if len(xs) == 1 or self.is_exact:
+            return sum(xs[1:], xs[0]) / len(xs)
         ys = [x + error for x, error in zip(xs, self.worker_errors)]
         live = torch.stack([live_elements(y) for y in ys]).any(0)
         sent, self.scales = [], []
@@ -135,7 +137,8 @@ class SimulatedRun:
 
     def _denominator(self, name):
         second = self._corrections()[1] if self.kind != "onebit_lamb" else 1.0
-        return (self.v[name] / second).sqrt() + self.numbers["eps"]
+        root = (self.v[name] / second).sqrt()
+        return torch.where(root > 0, root + self.numbers["eps"], math.inf)
 
     def _lamb(self, name, previous, exchange):
         n, w, m = self.numbers, self.weights[name], self.m[0][name]
