@@ -8,12 +8,15 @@ from .exchange import BucketGradient, FullPrecisionExchange, Sent
 
 
 class SwitchedExchange(FullPrecisionExchange):
-    """A `FullPrecisionExchange` that can be switched off: buckets are then not reduced."""
+    """A `FullPrecisionExchange` that can be switched off: buckets are then not reduced.
 
-    is_off = True               # as in the greater part of a run, for its plan
+    Plans are for the greater part of a run, in which it is off.
+    """
+
+    is_off = False
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        return iter(()) if self.is_off else super().sent(numel, buckets, ranks, sharded=sharded)
+        return iter(())
 
     def reduce(self, bucket: BucketGradient) -> Work:
         return DONE if self.is_off else super().reduce(bucket)

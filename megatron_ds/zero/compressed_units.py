@@ -10,9 +10,9 @@ without a token stays exactly zero, where a sign would move it. Padding is a row
 Only dimension 0 makes rows, and not of parameters of which tensor parallelism splits another dimension: of
 these, a rank sees parts of rows. They are one row.
 
-Vectors (biases, weights of norms) are not compressed, and count as padding. They are a small part of a model,
-and elements of one differ by orders of magnitude: a bias of keys has no gradient but rounding, because softmax
-does not depend on it, and the scale of the other elements of the same parameter would move it far.
+Vectors (biases, weights of norms) are not compressed, and count as padding. They are a small part of a
+model, and elements of one differ by orders of magnitude: a bias of keys has no gradient but rounding, because
+softmax does not depend on it, and the scale of the other elements of the same parameter would move it far.
 """
 
 from collections.abc import Iterator, Sequence

@@ -141,10 +141,9 @@ class CompressedUpdate:
                 optimizer.after_exchange()
 
     def sent(self) -> Iterator[Sent]:
-        """The messages of the exchanges in this step, besides those of `SwitchedExchange`."""
-        if self._kind not in (Exchange.FULL, Exchange.NONE):
-            for s in self._sets:
-                yield from messages(s.of.plan, s.of.parameters, self._groups)
+        """The messages of a compressed exchange, as planned."""
+        for s in self._sets:
+            yield from messages(s.of.plan, s.of.parameters, self._groups)
 
     # -------------------------------------------------------------------------------- state
     def own_pieces(self, saving: bool) -> Iterator[OwnPiece]:

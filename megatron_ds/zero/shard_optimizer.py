@@ -101,8 +101,6 @@ class ShardOptimizer:
     Groups of the same optimizer share one torch optimizer. A rank without leaves of an optimizer does not
     make it, unless it asks for norms, or for an exchange of its own, which are collective: it then has empty
     groups.
-
-    optimizers  of torch, that this rank has
     """
 
     def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
@@ -111,7 +109,7 @@ class ShardOptimizer:
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for leaf in leaves:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._of: dict[int, torch.optim.Optimizer] = {}
         for i, group in enumerate(groups):
             same = [(g, tensors) for g, tensors in zip(groups, members)
@@ -121,12 +119,17 @@ class ShardOptimizer:
                 self._make(same, norms)
         # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
         # zero yet).
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 0.0, 0.0
             with torch.no_grad(), _wide_grads(optimizer):
                 optimizer.step()
         self.set_num_updates(0)
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The torch optimizers of this rank."""
+        return self._optimizers
 
     def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update with gradient / divisor; afterwards the contents of the gradients are undefined.
@@ -134,7 +137,7 @@ class ShardOptimizer:
         weight_decay: of the groups that decay. lr None: the torch parameter groups keep their own of both.
         """
         self.num_updates += 1
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             if self.num_updates == 1 and hasattr(optimizer, "restart"):
                 optimizer.restart()
             for group in optimizer.param_groups if lr is not None else ():
@@ -147,7 +150,7 @@ class ShardOptimizer:
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             if "betas" in group:
                 group["betas"] = (beta1, *group["betas"][1:])
 
@@ -172,10 +175,10 @@ class ShardOptimizer:
     def set_num_updates(self, count: int) -> None:
         """Continue as after `count` updates: bias corrections depend on it."""
         self.num_updates = count
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             if hasattr(optimizer, "num_updates"):
                 optimizer.num_updates = count
-        for state in (state for optimizer in self.optimizers for state in optimizer.state.values()):
+        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(count)
             elif "step" in state:
@@ -187,7 +190,7 @@ class ShardOptimizer:
         optimizer = groups[0][0].optimizer(
             [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
-        self.optimizers.append(optimizer)
+        self._optimizers.append(optimizer)
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
 
     @staticmethod

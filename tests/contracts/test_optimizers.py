@@ -25,6 +25,8 @@ PLAIN = {"adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.
          "adagrad": partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1, foreach=False),
          "lion": partial(PlainLion, lr=0.01, weight_decay=0.1, betas=(0.95, 0.98)),
          "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))}
+# At first:
+PLAIN |= {"onebit_adam": PLAIN["adam"], "zero_one_adam": PLAIN["adam"], "onebit_lamb": PLAIN["lamb"]}
 
 
 def noise(seed):
@@ -132,7 +134,7 @@ def test_groups_that_do_not_decay_get_no_weight_decay(name):
     inner.step(0.5, 0.1, 1.0)
     # Decay in the gradient is a step of lr with Adagrad, and of the largest trust ratio with LAMB.
     lamb = 1 - 0.5 * 10 * 0.1 * (1 - 0.95)**0.5 / (1 - 0.9)
-    expected = {"adagrad": 0.5, "lamb": lamb}.get(name, 0.95)
+    expected = {"adagrad": 0.5, "lamb": lamb, "onebit_lamb": lamb}.get(name, 0.95)
     torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), expected))
     assert torch.equal(leaves[1].tensor.detach(), torch.ones(64))
 

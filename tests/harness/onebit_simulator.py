@@ -1,5 +1,5 @@
-"""Optimizers that exchange one bit an element, on P workers that a loop plays: each parameter by itself, whole,
-with the formulas of the papers. The oracle of the real ranks."""
+"""Optimizers that exchange one bit an element, on P workers that a loop plays: each parameter by itself,
+whole, with the formulas of the papers. The oracle of the real ranks."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""Optimizers with one bit an element: every layout with as many workers trains alike, sends what was planned, and
-continues from a checkpoint of another one."""
+"""Optimizers with one bit an element: every layout with as many workers trains alike, sends what was planned,
+and continues from a checkpoint of another one."""
 
 import logging
 
@@ -52,8 +52,8 @@ def test_layouts_with_as_many_workers_train_alike(name, style, dtype, workers, l
 
 def test_one_process_is_not_two_workers_and_a_warm_up_is_adam():
     two, one = (run_layout(job_of("onebit_adam"), text, STEPS) for text in ("dp=2,zero=0", "dp=1,zero=0"))
-    adam = run_layout([*tiny_job("llama", "fp32", True, 0.0, LAYERS, GLOBAL_BATCH, STEPS), "--adam-eps", "1e-3"],
-                      "dp=1,zero=0", STEPS)
+    job = [*tiny_job("llama", "fp32", True, 0.0, LAYERS, GLOBAL_BATCH, STEPS), "--adam-eps", "1e-3"]
+    adam = run_layout(job, "dp=1,zero=0", STEPS)
     losses = [run.merged[0].losses for run in (two, one, adam)]
     assert losses[0][:4] == pytest.approx(losses[2][:4], rel=1e-6)
     assert losses[1][:4] == pytest.approx(losses[2][:4], rel=1e-6)
@@ -85,7 +85,8 @@ def test_a_step_after_the_freeze_sends_and_holds_what_was_planned(name, layout):
         train(engine, range(5))             # the fourth also gathers the momentum of shards, once
         engine.mesh.traffic.clear()
         train(engine, range(5, 6))
-        return engine.mesh.traffic, engine.optimizer.memory(), engine.optimizer.working_bytes, engine.traffic()
+        optimizer = engine.optimizer
+        return engine.mesh.traffic, optimizer.memory(), optimizer.working_bytes, engine.traffic()
 
     config, ranks = on_ranks(name, layout, main)
     for rank in {0, len(ranks) - 1}:
@@ -124,7 +125,7 @@ def test_a_run_sends_a_fifth_of_what_adam_sends_in_fp16():
 @pytest.mark.parametrize("name, before, after", [
     ("onebit_adam", "dp=2,zero=1", "dp=4,zero=0"), ("onebit_lamb", "tp=2,dp=2,zero=1", "dp=3,zero=1"),
     ("zero_one_adam", "dp=4,zero=0", "pp=2,dp=2,zero=0")])
-def test_the_errors_of_all_workers_are_carried_to_another_number_of_them(name, before, after, tmp_path, caplog):
+def test_the_errors_of_all_workers_are_carried_to_another_number(name, before, after, tmp_path, caplog):
     """What is not sent yet, the mean of the workers' errors and the servers', is the same after the load."""
     more = ["--global-batch-size", "12"]
     last = 5 if name != "zero_one_adam" else 7          # 0/1 Adam: between two exchanges
@@ -150,7 +151,8 @@ def test_the_errors_of_all_workers_are_carried_to_another_number_of_them(name, b
     assert all(torch.tensor(of_rank).isfinite().all() for of_rank in losses)
     saved, again = (read(folder) for folder in (tmp_path, tmp_path / "again"))
     assert saved.keys() == again.keys()
-    assert {"worker_error", "server_error", "exp_avg", "exp_avg_sq"} <= {key.partition("/")[0] for key in saved}
+    kinds = {key.partition("/")[0] for key in saved}
+    assert {"worker_error", "server_error", "exp_avg", "exp_avg_sq"} <= kinds
     for key, tensor in saved.items():
         torch.testing.assert_close(again[key], tensor, rtol=1e-6, atol=1e-9)
     assert any(tensor.any() for key, tensor in saved.items() if key.startswith("worker_error"))
@@ -159,6 +161,7 @@ def test_the_errors_of_all_workers_are_carried_to_another_number_of_them(name, b
 def read(folder):
     """The tensors of a checkpoint, as torch reads them."""
     reader = dcp.FileSystemReader(find_checkpoint(folder, 1))
-    state = {key: torch.empty(entry.size) for key, entry in reader.read_metadata().state_dict_metadata.items()}
+    entries = reader.read_metadata().state_dict_metadata
+    state = {key: torch.empty(entry.size) for key, entry in entries.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
