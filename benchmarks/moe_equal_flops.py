@@ -12,42 +12,18 @@ losses and draws their curves.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(HERE))
-from megatron_ds.training.metrics_file import read_metrics  # noqa: E402
+from library_corpus import HERE, is_finished, losses, make_corpus
 
 WIDTH = 352
 KINDS = {"dense": ["--ffn-hidden-size", str(WIDTH)],
          "8 experts, top 2": ["--ffn-hidden-size", str(WIDTH), "--num-experts", "8", "--moe-router-topk", "2",
                               "--moe-ffn-hidden-size", str(WIDTH // 2), "--moe-aux-loss-coeff", "0.01"]}
 STYLES = {"dense": "--", "8 experts, top 2": "-"}
-
-
-def make_corpus(folder: Path) -> None:
-    """Write tokenizer and tokens of the standard library's source files, unless they exist."""
-    if (folder / "corpus_text_document.idx").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    library, corpus = Path(sysconfig.get_path("stdlib")), folder / "corpus.jsonl"
-    with corpus.open("w") as lines:
-        for path in sorted(library.rglob("*.py")):
-            text = path.read_text(errors="ignore")
-            if len(text) > 200 and not {"site-packages", "test", "tests"} & set(path.parts):
-                lines.write(json.dumps({"text": text}) + "\n")
-    tokenizer = folder / "tokenizer"
-    for tool, *flags in (("train_tokenizer.py", "--input", corpus, "--vocab-size", "2048", "--output",
-                          tokenizer),
-                         ("preprocess_data.py", "--input", corpus, "--output-prefix", folder / "corpus",
-                          "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer,
-                          "--append-eod", "--workers", "1")):
-        subprocess.run([sys.executable, str(HERE / "tools" / tool), *map(str, flags)], check=True)
 
 
 def job(args: argparse.Namespace, seed: int, metrics: Path) -> list[str]:
@@ -78,14 +54,6 @@ def run(args: argparse.Namespace) -> dict[tuple[str, int], list[tuple[int, float
             raise SystemExit(f"a run ended with {codes}")
         curves |= {(kind, seed): losses(path) for kind, path in files.items()}
     return curves
-
-
-def losses(path: Path) -> list[tuple[int, float]]:
-    return [(r["step"], r["loss"]) for r in read_metrics(path) if r["kind"] == "validation"]
-
-
-def is_finished(path: Path, steps: int) -> bool:
-    return path.exists() and any(step == steps for step, _ in losses(path))
 
 
 def draw(curves, output: Path) -> None:
