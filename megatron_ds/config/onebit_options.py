@@ -15,6 +15,7 @@ class OneBitOptions:
     """Lengths are updates of the weights: skipped steps do not count. See docs/optimizers.md."""
 
     freeze_step: int = _param(100_000, name="freeze_step", at_least=1, unit="steps",
+        flags=["--onebit-freeze-step"],
         help="Steps with gradients in full precision, in which the second moment settles; after them it "
              "stays, and one bit is sent for each element of the momentum (onebit_adam, onebit_lamb).",
         avoid="The papers use 15 to 25 % of all steps, and not less than the warm-up of the learning rate.")
