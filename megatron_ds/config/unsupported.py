@@ -129,7 +129,7 @@ KEYS = table(
             "optimizer.params.comm_backend_name optimizer.params.cuda_aware",
         "recomputation never re-enters autograd": "pipeline.use_reentrant",
         "all gradients are dense": "sparse_gradients",
-        "every optimizer here works with every ZeRO stage": "zero_allow_untested_optimizer",
+        "an optimizer that does not work with a ZeRO stage is refused": "zero_allow_untested_optimizer",
         "offloaded state is updated by the optimizers of this package": "zero_force_ds_cpu_optimizer",
         "every checkpoint loads at any layout": "zero_optimization.elastic_checkpoint",
         "there are as many buffers as are read, updated and written at a time; see sub_group_size":

@@ -23,7 +23,7 @@ Note: clipping. The norm of the mean gradient is not known. One factor for all r
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -269,7 +269,8 @@ def view_of(flat: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 def _numbers(leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int,
              size: int) -> Iterator[OwnPiece]:
     """Numbers of a logical parameter. Ranks with parts of one have the same: the first part is written."""
-    spec = replace(leaf.spec, shape=(1,), splits=(), partial_over=())
+    of = leaf.spec
+    spec = ParamSpec(of.name, (1,), of.init, tied=of.tied, tied_copy=of.tied_copy)
     if plan.policy.optimizer is not None:
         rank, size = int(leaf.piece.start > 0), 1
     for name, tensor in optimizer.numbers_of(leaf.tensor):

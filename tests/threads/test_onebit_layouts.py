@@ -10,7 +10,9 @@ import torch.distributed.checkpoint as dcp
 from megatron_ds.checkpoint.load import find_checkpoint, load
 from megatron_ds.checkpoint.save import save
 from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.planning.run_plan import optimizer_problems
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
@@ -26,6 +28,8 @@ FLAGS = {"onebit_adam": "--freeze-step 3 --adam-eps 1e-3",
          "onebit_lamb": "--freeze-step 3 --adam-eps 1e-3 --lamb-min-coeff 0 --lr 1e-2",
          "zero_one_adam": "--var-freeze-step 4 --var-update-scaler 2 --local-step-scaler 1 "
                           "--local-step-clipper 2 --adam-eps 1e-3"}
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.02".split()
 
 
 def job_of(name, style="llama", dtype="fp32", more=()):
@@ -58,6 +62,27 @@ def test_one_process_is_not_two_workers_and_a_warm_up_is_adam():
     assert losses[0][:4] == pytest.approx(losses[2][:4], rel=1e-6)
     assert losses[1][:4] == pytest.approx(losses[2][:4], rel=1e-6)
     assert losses[0][5:] != pytest.approx(losses[1][5:], rel=1e-6)
+
+
+@pytest.mark.parametrize("name, layout, more, says", [
+    ("onebit_adam", "dp=2,zero=2", [], "Use --zero-stage 0 or 1 without --offload-optimizer"),
+    ("onebit_adam", "dp=2,zero=1,offload=cpu", [], "Use --zero-stage 0 or 1 without --offload-optimizer"),
+    ("zero_one_adam", "dp=2,zero=1", [], "Use --zero-stage 0, or onebit_adam"),
+    ("onebit_adam", "dp=2,ep=2,zero=0", EXPERTS, "Use --expert-model-parallel-size 1"),
+    ("onebit_adam", "dp=2,zero=0", ["--log-num-zeros-in-grad"], "needs the gradient of the global batch"),
+    ("zero_one_adam", "dp=2,zero=0", ["--check-weight-hash-across-dp-replicas-interval", "2"],
+     "they differ between")])
+def test_what_needs_sums_of_gradients_is_refused_before_the_run(name, layout, more, says):
+    request = parse_layout(layout, mbs="1")
+    with pytest.raises(ConfigError, match=says):
+        parse([*job_of(name, more=more), *request.flags], world_size=2, rules=(optimizer_problems,))
+
+
+def test_experts_that_all_ranks_hold_are_compressed_like_other_weights():
+    job = job_of("onebit_lamb", more=EXPERTS)
+    run, reference = (run_layout(job, text, STEPS) for text in ("tp=2,dp=2,zero=1", "dp=2,zero=0"))
+    found = difference(run.merged, reference.merged, run.model)
+    assert found.is_within(TOLERANCE["fp32"]), found
 
 
 # ----------------------------------------------------------------------------------- bytes
