@@ -17,11 +17,14 @@ ZeRO 1: second moment and master are those of the rank's shard. "exp_avg" is who
 adds its own gradient to it; checkpoints contain the rank's shard of it, and the rest is gathered from other
 ranks before the first step that needs it.
 
-Note: clipping. The norm of the mean gradient is not known. One factor for all ranks is computed from
-√(Σ_i ‖g_i‖² / P), which is not less.
+Note: clipping. The norm of the mean gradient is not known after the freeze, but R² = Σ_i ‖g_i‖² / P is. With
+noise of the ranks that is independent, R² = ‖g‖² (1 + (P - 1) ν), where ν is the share of noise in ‖g‖². It
+is measured in FULL steps, where both norms are known, and its running mean gives the estimate of ‖g‖ that
+clips on all ranks. (R itself would clip all steps of many ranks, and v, which is frozen, would not follow.)
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +38,8 @@ from ..optim.onebit_base import CompressedOptimizer
 from ..optim.onebit_phases import Exchange, Phases
 from .compressed_exchange import SwitchedExchange
 from .compressed_mean import FP32_BYTES, CompressedMean, messages
+from .compressed_noise import NoiseShare
+from .compressed_units import is_vector
 from .data_groups import DataGroups
 from .exchange import Sent
 from .layout import SlotPiece
@@ -93,6 +98,8 @@ class CompressedUpdate:
         self._phases, self._resident, self._exchange, self._groups = phases, resident, exchange, groups
         self._sets = [_compressed_set(s, phases, groups, resident, device) for s in sets]
         self._is_whole = False              # `momentum` of all sets, beyond this rank's shard
+        self._noise = NoiseShare()
+        exchange.measured = {name: views for s in self._sets for name, views in matrices_of(s.of, groups)}
         self.begin()
 
     @property
@@ -108,7 +115,7 @@ class CompressedUpdate:
     def begin(self) -> None:
         """A step begins: decide what is exchanged."""
         self._kind = self._phases.at(self._resident.num_updates + 1)
-        self._exchange.is_off = self.is_local
+        self._exchange.is_off, self._exchange.squares = self.is_local, None
 
     def squares(self, device: torch.device) -> torch.Tensor:
         """This rank's addend of Σ_i ‖g_i‖² / P, float64, of gradients that stay local."""
@@ -116,6 +123,22 @@ class CompressedUpdate:
         for s in self._sets:
             total += squared_norm(s.norm_views, device) * s.mean.group.size
         return total
+
+    def full_squares(self, device: torch.device) -> torch.Tensor | None:
+        """This rank's addend of Σ_i ‖g_i‖² / P of matrices, before they are reduced; None in other steps."""
+        if self.is_local:
+            return None
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        return none if self._exchange.squares is None else self._exchange.squares * self._workers
+
+    def norm_of(self, measured: Sequence[float]) -> float:
+        """The norm of the mean gradient, or its estimate. measured: squares, …, those of `full_squares`."""
+        norm = math.sqrt(measured[0])
+        if self.is_local:
+            return norm / self._noise.ratio(self._workers)
+        if self._workers > 1 and math.isfinite(norm) and norm > 0:
+            self._noise.add(measured[2] / measured[0], self._workers)
+        return norm
 
     def before_update(self, divisor: float) -> None:
         """Exchange what the optimizer needs for its update. divisor: of the gradients. Collective."""
@@ -172,14 +195,15 @@ class CompressedUpdate:
 
     def numbers(self) -> dict[str, float]:
         """Numbers of a checkpoint, equal on all ranks of a stage."""
-        found = {"workers": max((s.mean.group.size for s in self._sets), default=1)}
+        found = {"workers": self._workers, "noise_share": self._noise.value, "noise_count": self._noise.count}
         for i, optimizer in enumerate(self._optimizers):
             found |= {f"{name}/{i}": value for name, value in optimizer.numbers().items()}
         return found
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
         """Restore `numbers`, with a line in the log if they are of another number of workers."""
-        before, now = numbers.get("workers"), max((s.mean.group.size for s in self._sets), default=1)
+        before, now = numbers.get("workers"), self._workers
+        self._noise = NoiseShare(numbers.get("noise_share", 0.0), int(numbers.get("noise_count", 0)))
         if before not in (None, now) and self._groups.data.rank == self._groups.model.rank == 0:
             logger.warning(TOLD, before, now)
         for i, optimizer in enumerate(self._optimizers):
@@ -194,6 +218,10 @@ class CompressedUpdate:
             optimizer.after_load()
 
     # -------------------------------------------------------------------------------- within
+    @property
+    def _workers(self) -> int:
+        return self._groups.data.size
+
     @property
     def _optimizers(self) -> Sequence[CompressedOptimizer]:
         return self._resident.optimizers
@@ -245,6 +273,18 @@ class CompressedUpdate:
         total = flat.clone()
         all_reduce_(total, s.mean.group)
         return total.div_(s.mean.group.size)
+
+
+def matrices_of(s: ParameterSet, groups: DataGroups) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """(name of a bucket, its matrices that this rank counts in the norm). Not vectors: their gradients may
+    still be partial sums over tensor-parallel ranks."""
+    layout = s.plan.layout
+    counted = {piece.slot: piece for piece in layout.whole_slots()
+               if is_counted(s.parameters[piece.slot].spec, groups.tp.rank)
+               and not is_vector(s.parameters[piece.slot].spec)}
+    for bucket in layout.buckets:
+        pieces = [counted[i] for i in range(bucket.first_slot, bucket.last_slot) if i in counted]
+        yield layout.slots[bucket.first_slot].name, norm_views(s.buckets.flat, pieces, s.buckets.start_of)
 
 
 def _compressed_set(s: ParameterSet, phases: Phases, groups: DataGroups, resident: ShardOptimizer,

@@ -217,13 +217,16 @@ class ZeroOptimizer:
         for s in self.trained:
             s.buckets.finish()
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.compressed and self.compressed.is_local:
+        local = None
+        if self.compressed:
+            local = self.compressed.full_squares(self.device)
+        if self.compressed and local is None:
             squares += self.compressed.squares(self.device)
         else:
             for s in self.trained:
                 squares += squared_norm(s.norm_views, self.device)
         counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
-                      torch.zeros_like(squares)) if zeros else None
+                      torch.zeros_like(squares)) if zeros else local
         return sum_over_ranks(squares, self._received(), self.groups, counted)
 
     @torch.no_grad()
@@ -243,7 +246,7 @@ class ZeroOptimizer:
             report_divergence(self._received(), self.groups.data, self.groups.model)
         scale = self.loss_scale
         divisor = scale * grad_divisor
-        norm = math.sqrt(squares) / divisor
+        norm = (self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)) / divisor
         skipped = self._check_overflow(norm)
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)

@@ -65,7 +65,7 @@ class SimulatedRun:
         self.v, self.fresh, self.sums = zeros(), zeros(), [zeros() for _ in range(workers)]
         self.means = {name: SimulatedMean(w.shape, workers) for name, w in weights.items()}
         self.ratio, self.factor = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 1.0)
-        self.rates, self.step_count, self.grad_norm = 0.0, 0, 0.0
+        self.rates, self.step_count, self.grad_norm, self.noises = 0.0, 0, 0.0, []
 
     def step(self, shares):
         """shares: of each worker, name → its part of the sum of gradients."""
@@ -103,9 +103,18 @@ class SimulatedRun:
     def _clipped(self, shares, exchange):
         total = {name: sum(of_worker[name] for of_worker in shares) for name in self.weights}
         square = lambda grads: sum(g.double().square().sum() for g in grads.values())
-        squares = (square(total) if exchange is Exchange.FULL
-                   else self.workers * sum(square(of_worker) for of_worker in shares))
-        self.grad_norm = math.sqrt(squares)
+        matrices = lambda grads: {name: g for name, g in grads.items() if g.dim() > 1}
+        if exchange is Exchange.FULL:
+            self.grad_norm = math.sqrt(square(total))
+            if self.workers > 1:
+                excess = self.workers * sum(square(matrices(g)) for g in shares) / self.grad_norm**2
+                self.noises.append(min(max(float((excess - 1) / (self.workers - 1)), 0.0), 1.0))
+        else:
+            noise = 0.0
+            for count, share in enumerate(self.noises, 1):
+                noise += (share - noise) * max(1 / count, 0.05)
+            self.grad_norm = math.sqrt(self.workers * sum(square(g) for g in shares)
+                                       / (1 + (self.workers - 1) * noise))
         divisor = max(1.0, (self.grad_norm + 1e-6) / self.numbers["clip"])
         if exchange is Exchange.FULL:
             return [{name: g / divisor for name, g in total.items()}] * self.workers
