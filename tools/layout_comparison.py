@@ -54,10 +54,11 @@ LAYOUT_KEYS = {
     "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
     "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
+    "qw": "--zero-quantized-weights", "qg": "--zero-quantized-gradients",
     "logits": "--cross-entropy-chunks", "tiles": "--tiled-mlp", "inputs_in_cpu": "--checkpoint-in-cpu",
     "parts": "--distribute-saved-activations",
 }
-SWITCHES = {"sp", "prescale", "inputs_in_cpu", "parts"}
+SWITCHES = {"sp", "prescale", "inputs_in_cpu", "parts", "qw", "qg"}
 ENDLESS = 1 << 40    # samples
 # of GPT mock samples: ids that are multiples of it end a document, which makes masks of all shapes
 DOCUMENT_ENDS = 11

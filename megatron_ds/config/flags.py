@@ -6,7 +6,7 @@ explains flags of Megatron that have no option here.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -71,7 +71,10 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def read_flags(argv: Sequence[str]) -> CommandLine:
-    """The settings and problems of a command line. If a flag occurs twice, the later one wins."""
+    """The settings and problems of a command line.
+
+    If a flag occurs twice, the later one wins; values of an option that repeats are added up.
+    """
     line = CommandLine()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
     for typed, words in flags_with_words(argv, line):
@@ -98,11 +101,25 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
 
 def settled(line: CommandLine) -> CommandLine:
     """The line without settings that other flags override, and with its contradictions as problems."""
+    line.settings = list(_with_lists(line.settings))
     given = {(setting.path, setting.value) for setting in line.settings}
     line.settings = [setting for setting in line.settings if not any(
         (setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]
     line.problems += _contradictions(line.settings)
     return line
+
+
+def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """The settings, those of an option that repeats as one."""
+    lists: dict[str, Setting] = {}
+    for setting in settings:
+        if not all_options()[setting.path].repeats:
+            yield setting
+        elif setting.path in lists:
+            lists[setting.path] = replace(setting, value=lists[setting.path].value + setting.value)
+        else:
+            lists[setting.path] = setting
+    yield from lists.values()
 
 
 def canonical(flag: str) -> str:

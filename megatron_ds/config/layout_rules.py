@@ -97,9 +97,9 @@ def _parts(config: RunConfig) -> str:
 def zero_options(config: RunConfig) -> Iterator[str]:
     """Options of a higher stage have no effect; hierarchical weights and gradient dtypes have limits."""
     for least, stages, names in (
-            (2, "stages 2 and 3", ["zero_accumulate"]),
+            (2, "stages 2 and 3", ["zero_accumulate", "zero_quantized_gradients"]),
             (3, "stage 3", ["param_persistence_threshold", "prefetch_bucket_size", "zero3_pin_stage",
-                            "zero_hpz_partition_size"])):
+                            "zero_hpz_partition_size", "zero_quantized_weights"])):
         if config.zero.stage < least:
             yield from given(config, [f"zero.{name}" for name in names], f"applies to ZeRO {stages}, but "
                                                                          "[stage]. Remove it, or use "
@@ -116,6 +116,22 @@ def zero_options(config: RunConfig) -> Iterator[str]:
     if grads not in ("float32", params):
         yield (f"[main_grads_dtype], but the weights are {params}: gradients accumulate in fp32 or in the "
                "dtype of the weights. Use --main-grads-dtype fp32.")
+
+
+def quantization(config: RunConfig) -> Iterator[str]:
+    """ZeRO++: blocks need something that is quantized, on the device, in no other dtype."""
+    zero = config.zero
+    if not zero.zero_quantized_weights and not zero.zero_quantized_gradients:
+        yield from given(config, ["zero.zero_quantization_block"], "applies to quantized weights and "
+                         "gradients, but nothing is quantized. Remove it, or use --zero-quantized-weights "
+                         "or --zero-quantized-gradients.")
+    if zero.zero_quantized_weights and zero.offload_param != "none":
+        yield ("[zero_quantized_weights] needs the weights of a rank on its device, where they are encoded "
+               "after each update, but [offload_param]. Remove one of the two; --offload-optimizer can "
+               "remain.")
+    if zero.zero_quantized_gradients and zero.communication_data_type:
+        yield ("[zero_quantized_gradients] sends gradients as 4-bit integers, but [communication_data_type] "
+               "asks for another format. Remove one of the two.")
 
 
 def communication(config: RunConfig) -> Iterator[str]:
@@ -313,6 +329,6 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, *POSITION_RULES, norms, context_parallel, zero_options, communication,
-                offloading, world, tensor_parallel, pipeline, uneven_pipeline, virtual_stages,
+LAYOUT_RULES = (heads, feed_forward, *POSITION_RULES, norms, context_parallel, zero_options, quantization,
+                communication, offloading, world, tensor_parallel, pipeline, uneven_pipeline, virtual_stages,
                 pipeline_tuning, rank_order)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .group_rules import group_rules
 from .messages import flag, given
 from .onebit_rules import one_bit
 from .run import RunConfig
@@ -89,28 +90,42 @@ FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
         ONE_BIT | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
         | {key: (key,) for key in ("freeze_step", "coeff_beta", "factor_max", "factor_min",
                                    "factor_threshold")},
-        ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"), depends=NORMS))}
+        ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"), depends=NORMS),
+    OptimizerFacts(
+        "muon", ("Muon",),
+        MOMENTS | {"adam_w_mode": ("decoupled_weight_decay",), "momentum": ("muon_momentum",),
+                   "muon_lr": ("muon_lr",), "adam_lr": ("muon_scalar_lr",),
+                   "per_head_muon": ("muon_per_head",)},
+        ("momentum_buffer",),
+        ("muon_use_nesterov", "muon_coefficient_type", "muon_num_ns_steps", "muon_scale_mode",
+         "muon_extra_scale_factor", "muon_split_qkv", "muon_ns_dtype", "muon_scalar_optimizer", "lion_beta1",
+         "lion_beta2"),
+        {"muon_momentum": 0.95, "muon_use_nesterov": True, "muon_coefficient_type": "simple",
+         "muon_scale_mode": "shape_scaling", "adam_beta2": 0.95, "adam_eps": 1e-10}, MATRIX))}
 
-SYNONYMS = {"adamw": "adam"}
+SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 
 
-def facts_of(name: str) -> OptimizerFacts | None:
+def facts_of(name: str | None) -> OptimizerFacts | None:
     """The facts of an optimizer by the name of its flag; None of one that has no row."""
     return FACTS.get(SYNONYMS.get(name, name))
 
 
 def optimizer_options(config: RunConfig) -> Iterator[str]:
     """Options of one optimizer have no effect on another one."""
-    facts = facts_of(config.optimizer.optimizer)
+    facts, rules = facts_of(config.optimizer.optimizer), group_rules(config.optimizer.param_groups)
     if facts is None:
         return
-    own = [f"optimizer.{name}" for name in facts.own_fields]
+    fields = [f for used in (facts, *(facts_of(rule.optimizer) for rule in rules)) if used is not None
+              for f in used.own_fields]
+    own = dict.fromkeys(f"optimizer.{name}" for name in fields)
     others = dict.fromkeys(f"optimizer.{name}" for other in FACTS.values() for name in other.own_fields
-                           if name not in facts.own_fields)
+                           if name not in fields)
     yield from given(config, others, "is not an option of [optimizer], which has "
                                      f"{', '.join(map(flag, own))}. Remove it.")
     yield from one_bit(config)
     yield from _adam_variants(config) if facts.name == "adam" else ()
+    yield from _muon_parts(config) if facts.name == "muon" else ()
     if config.optimizer.lamb_min_coeff > config.optimizer.lamb_max_coeff:
         yield "[lamb_min_coeff] is above [lamb_max_coeff]: no trust ratio is between them. Lower the minimum."
 
@@ -119,3 +134,17 @@ def _adam_variants(config: RunConfig) -> Iterator[str]:
     if config.optimizer.adam_amsgrad and not config.optimizer.adam_bias_correction:
         yield ("[adam_amsgrad] is torch's, which corrects its moments, but [adam_bias_correction]. Remove "
                "one of them.")
+
+
+def _muon_parts(config: RunConfig) -> Iterator[str]:
+    o, lion = config.optimizer, ("optimizer.lion_beta1", "optimizer.lion_beta2")
+    adam = [f"optimizer.{name}" for names in MOMENTS.values() for name in names]
+    others = adam if o.muon_scalar_optimizer == "lion" else lion
+    # Defaults of a JSON are no wish.
+    wished = [path for path in others if path in config.sources and config.sources[path].kind != "deepspeed"]
+    yield from given(config, wished, "is not an option of [muon_scalar_optimizer], which updates what is not "
+                                     "a matrix. Remove it.")
+    if o.muon_coefficient_type == "cubic5" and o.muon_num_ns_steps != 5:
+        yield "[muon_coefficient_type] has coefficients of 5 iterations, but [muon_num_ns_steps]. Use 5."
+    if o.muon_per_head and not o.muon_split_qkv:
+        yield "[muon_per_head] divides what [muon_split_qkv] leaves in one. Remove one of them."

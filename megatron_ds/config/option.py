@@ -43,6 +43,7 @@ class Option:
     alone      the value of the flag without a value after it, where that is allowed
     strip      characters that are removed from both ends of a string
     separators  characters that separate the values of a list, besides spaces
+    repeats    of a list: flags that occur several times add their values
     avoid      when *not* to use the option
     json       its key in a DeepSpeed JSON
     unit       of its values, for help and placeholders
@@ -61,6 +62,7 @@ class Option:
     json: str = ""
     strip: str = ""
     separators: str = ""
+    repeats: bool = False
     unit: str = ""
     required: bool = False
     count: int | None = None

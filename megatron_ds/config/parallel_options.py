@@ -129,6 +129,24 @@ class ZeroConfig:
              "one node, so that layers are gathered inside a group (stage 3). Gradients and optimizer state "
              "are split over all ranks. 1: off.",
         avoid="A rank's share of the weights is larger by the number of such groups.")
+    zero_quantized_weights: bool = option(
+        False, json="zero_optimization.zero_quantized_weights",
+        help="Gather the weights of layers as 8-bit integers with a scale for each block (stage 3, qwZ of "
+             "ZeRO++): half the bytes of 16 bits. All ranks compute with the rounded weights; master weights "
+             "and checkpoints are not rounded.",
+        avoid="It changes the numbers. Use it if gathers between nodes limit the speed, with "
+              "--zero-hpz-partition-size.")
+    zero_quantized_gradients: bool = option(
+        False, json="zero_optimization.zero_quantized_gradients",
+        help="Sum gradients by all-to-alls of integers with a scale for each block (stages 2 and 3, qgZ of "
+             "ZeRO++): with 8 bits inside the groups of --zero-hpz-partition-size, then with 4 bits between "
+             "them, a quarter of the bytes of 16 bits. Without groups, once, with 4 bits.",
+        avoid="It changes the numbers; compare the loss with a run without it.")
+    zero_quantization_block: int = option(
+        256, choices=(64, 128, 256, 512, 1024, 2048), unit="elements",
+        help="Elements that share a scale, with --zero-quantized-weights and --zero-quantized-gradients. "
+             "Parameters and shards are padded to a multiple of it.",
+        avoid="Shorter blocks are more precise, but a scale has 4 bytes.")
     zero3_pin_stage: str = option(
         "off", choices=("off", "on", "auto"), alone="on", switches={"--no-zero3-pin-stage": "off"},
         values={"true": "on", "false": "off", "yes": "on", "no": "off", "1": "on", "0": "off"},

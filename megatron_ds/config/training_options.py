@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .cycle_options import ONE_CYCLE, RANGE_TEST
+from .muon_options import MuonConfig
 from .onebit_options import OneBitOptions
 from .option import DTYPE_NAMES, option
 
@@ -17,14 +18,14 @@ MAIN_RATE, DECOUPLED_RATE = "main", "decoupled"
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(OneBitOptions):
+class OptimizerConfig(MuonConfig, OneBitOptions):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """
 
     optimizer: str = option(
-        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, adagrad, "
-                     "sgd, onebit_adam, zero_one_adam, onebit_lamb (docs/optimizers.md).")
+        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, muon, "
+                     "adagrad, sgd, onebit_adam, zero_one_adam, onebit_lamb (docs/optimizers.md).")
     lr: float = option(required=True, above=0, json="optimizer.params.lr", flags=["--cycle-max-lr"],
         help="Highest learning rate; LRRangeTest begins with it.")
     min_lr: float = option(0.0, at_least=0, flags=["--cycle-min-lr"],
@@ -61,7 +62,7 @@ class OptimizerConfig(OneBitOptions):
              "passes through Adam's moments (adam only).",
         avoid="AdamW generalises better.")
     sgd_momentum: float = option(
-        0.9, at_least=0, below=1, json="optimizer.params.momentum", help="Momentum (sgd only).")
+        0.9, at_least=0, below=1, help="Momentum (sgd only).")
     lion_beta1: float = option(0.95, at_least=0, below=1,
         help="Weight of the momentum in the sign that is the update (lion only).",
         avoid="The paper has 0.9, with --lion-beta2 0.99.")
@@ -78,6 +79,10 @@ class OptimizerConfig(OneBitOptions):
         help="Smallest trust ratio (lamb only).")
     lamb_eps_inside_sqrt: bool = option(False, json="optimizer.params.eps_inside_sqrt",
         help="Add --adam-eps to the second moment, before its root is taken (lamb only).")
+    param_groups: tuple[str, ...] = option((), flag="--param-group", repeats=True, unit="pattern:key=value",
+        help="Parameters whose names match the pattern (* is any text) have another optimizer=NAME, "
+             "lr_factor=X, decay=on|off or init_factor=X (docs/optimizers.md). May be given several times.",
+        avoid="--decoupled-lr is simpler for embedding and output layer.")
     clip_grad: float = option(1.0, at_least=0, json="gradient_clipping",
         help="Gradients are scaled down to this global norm; 0: no clipping.")
 

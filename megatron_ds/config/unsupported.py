@@ -123,6 +123,10 @@ KEYS = table(
         "startup prints every value that is not the default": "dump_state",
         "the fastest implementation is chosen automatically":
             "optimizer.legacy_fusion optimizer.params.torch_adam",
+        "momentum stays where --offload-optimizer keeps state":
+            "zero_optimization.save_muon_momentum_buffer_in_memory",
+        "both ways to compute the iterations have the same result, but for rounding":
+            "optimizer.params.ns_method",
         "with --sequence-parallel only a slice of each activation is sent":
             "pipeline.grad_partitioned pipeline.pipe_partitioned",
         "signs are sent by the collectives of the run's groups":
@@ -153,9 +157,11 @@ KEYS = table(
         "it is planned for a later version. Remove it.":
             "comms_logger compression_training eigenvalue elasticity memory_breakdown "
             "progressive_layer_drop quantize_training "
-            "zero_optimization.zenflow zero_optimization.zero_quantized_gradients "
-            "zero_optimization.zero_quantized_nontrainable_weights "
-            "zero_optimization.zero_quantized_weights zero_optimization.offload_optimizer.super_offload",
+            "zero_optimization.zenflow zero_optimization.offload_optimizer.super_offload",
+        "frozen weights are kept in the model's dtype; zero_quantized_weights sends them as integers too. "
+        "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
+        "the errors of quantized gradients are not carried over to the next step. Remove it.":
+            "zero_optimization.zeropp_loco_param",
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":

@@ -62,10 +62,7 @@ MEGATRON_FLAGS = table(
         "distillation is not available. Remove it.":
             "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
             "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
-        "the optimizer muon is not available. Remove it.":
-            "--muon-extra-scale-factor --muon-fp32-matmul-prec --muon-momentum --muon-num-ns-steps "
-            "--muon-scale-mode --muon-split-qkv --muon-tp-mode --muon-use-nesterov",
-        "the widths of the model do not scale the learning rate. Remove it.":
+        "write learning rates that follow the width as --param-group (docs/optimizers.md).":
             "--mup-base-hidden-size --use-mup",
         "this activation is not available. Remove it.":
             "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
@@ -84,6 +81,10 @@ MEGATRON_FLAGS = table(
             "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
     },
     only={
+        "--muon-tp-mode": Answer(
+            "the update is that of whole matrices, which tensor-parallel ranks share out",
+            "the update is that of whole matrices; that of each part by itself would depend on the layout. "
+            "Remove it.", ("duplicated", "distributed", None, "auto")),
         "--rerun-mode": Answer(
             "a loss that is not finite is located, and ends the run unless --check-for-nan continue is given",
             "steps are not computed twice to find faults of the hardware. Remove it.",

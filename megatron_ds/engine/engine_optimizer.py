@@ -26,7 +26,7 @@ from ..config.training_options import DEEPSPEED_STYLES
 from ..config.training_schedule import make_beta1, make_learning_rate
 from ..cycles import CycledBeta, OneCycle, RangeTest
 from ..errors import ConfigError
-from ..optim import RegisteredOptimizer
+from ..optim import ParamGroup, RegisteredOptimizer, default_groups
 from ..optim.onebit_phases import Phases
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
@@ -44,15 +44,17 @@ class InnerOptimizers:
     groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
-    needs_norms  `make` takes the keyword `reduce_norms` (zero/norm.py)
+    needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, and steps in halves, or `for_each`
+                                 (optim/optimizers.py)
     phases  what its ranks exchange in place of gradients; None: gradients
     """
 
     def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
                  client: torch.optim.Optimizer | None = None, needs_norms: bool = False,
-                 phases: Phases | None = None):
+                 needs_matrices: bool = False, phases: Phases | None = None):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
-        self.needs_norms, self.phases = needs_norms, phases
+        self.needs_norms, self.needs_matrices, self.phases = needs_norms, needs_matrices, phases
+        self.steps_in_halves = needs_norms and phases is None
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
@@ -61,11 +63,16 @@ class InnerOptimizers:
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
-        # Norms and exchanges are collective: a rank without parts of any parameter has empty groups.
-        present = range(len(self.groups)) if self.needs_norms or self.phases else sorted(members)
+        # Norms, matrices, exchanges are collective: a rank without parts of any parameter has empty groups.
+        is_collective = self.needs_norms or self.needs_matrices or self.phases is not None
+        present = range(len(self.groups)) if is_collective else sorted(members)
         optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
         self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
         return optimizer
+
+    def param_groups(self) -> tuple[ParamGroup, ...]:
+        """The groups of `ZeroOptimizer`."""
+        return default_groups(self)
 
     def refresh(self) -> None:
         """Copy the numbers of the user's groups to the inner ones."""

@@ -12,12 +12,12 @@ from torch import nn
 
 from ..config import RunConfig
 from ..config.config_text import report_without_effect
+from ..config.optimizer_facts import FACTS, MATRIX
 from ..errors import ConfigError
 from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import on_all_ranks
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
-from ..optim import default_groups
 from ..planning.run_model import DTYPES
 from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
@@ -43,6 +43,7 @@ from .json_settings import Sources, block_of, config_of, fill_autos, read_settin
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
+from .muon_groups import MuonOptimizers, muon_optimizers
 from .zero_init import Partition, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class _Prepared(NamedTuple):
     block: Mapping[str, Any]                        # the JSON, "auto" values filled
     settings: RunConfig
     partitions: Mapping[nn.Parameter, Partition]    # of parameters made under `zero.Init`
-    inner: InnerOptimizers
+    inner: InnerOptimizers | MuonOptimizers
 
 
 def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
@@ -215,7 +216,7 @@ def _client_of(model: nn.Module, optimizer: Any, model_parameters: Any) -> torch
 
 def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],
                       client: torch.optim.Optimizer | None, model_parameters: Any,
-                      decay: Decays | None) -> InnerOptimizers:
+                      decay: Decays | None) -> InnerOptimizers | MuonOptimizers:
     """The client's optimizer, else the config's, else one without parameters."""
     if client is not None:
         if "optimizer" in block:
@@ -223,6 +224,8 @@ def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str,
                            "place")
         return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
     groups = make_groups(model, model_parameters, decay) if "optimizer" in block else []
+    if FACTS[settings.optimizer.optimizer].depends == MATRIX:
+        return muon_optimizers(model, settings.optimizer, groups)
     return json_optimizers(settings, groups)
 
 
@@ -235,9 +238,10 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
 
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
-               layers: list[ModuleLayer], inner: InnerOptimizers, draw: DrawByName | None) -> ZeroOptimizer:
+               layers: list[ModuleLayer], inner: InnerOptimizers | MuonOptimizers,
+               draw: DrawByName | None) -> ZeroOptimizer:
     # prefetch=0: `ModuleGathering` starts the gathers of the next layers.
-    settings = replace(ZeroSettings.from_config(config, default_groups(inner)), prefetch=0)
+    settings = replace(ZeroSettings.from_config(config, inner.param_groups()), prefetch=0)
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
     use = ParameterUse({0: [layer.parameters for layer in layers]} if layers else {}, unread)
     return ZeroOptimizer(list(model.parameters()), settings, groups, use, world.device,

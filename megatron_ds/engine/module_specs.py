@@ -43,7 +43,7 @@ from torch import nn
 from ..errors import ConfigError, LayoutError
 from ..moe.layer import ExpertList
 from ..mpu.external_groups import SEVENTH, DataParallelWorld
-from ..mpu.param_spec import DATA_AXES, Init, ParamSpec, Split
+from ..mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ..zero.gathering import LayerGathering, Unit
 
 NOT_DRAWN = Init("zeros")       # the values come with the module
@@ -74,6 +74,15 @@ def is_marked(p: nn.Parameter) -> bool:
 def is_expert(p: nn.Parameter) -> bool:
     """Whether ranks of one expert-parallel group hold different values of it, by its mark or its spec."""
     return is_marked(p) or hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
+
+
+def has_matrix(name: str, p: nn.Parameter) -> bool:
+    """Whether the parameter is the weight of a hidden layer, a matrix for Muon: by its spec, its mark
+    `use_muon`, or, as in DeepSpeed, its dimensions and name."""
+    if hasattr(p, "spec"):
+        return p.spec.matrices is not None
+    is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
+    return p.dim() == 2 and getattr(p, "use_muon", not is_outer)
 
 
 def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
@@ -141,12 +150,14 @@ def _owners(name: str) -> list[str]:
 def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
     is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
     distinct = ("ep",) if is_expert(p) else ()
+    matrices = Matrices() if has_matrix(name, p) else None
     if not is_split or tp_size == 1:
         partial = ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
-        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, partial_over=partial, distinct_over=distinct)
+        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, partial_over=partial, distinct_over=distinct,
+                         matrices=matrices)
     split = Split("tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1))
     shape = tuple(n * tp_size if d == split.dim else n for d, n in enumerate(p.shape))
-    return ParamSpec(name, shape, NOT_DRAWN, (split,), distinct_over=distinct)
+    return ParamSpec(name, shape, NOT_DRAWN, (split,), distinct_over=distinct, matrices=matrices)
 
 
 def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:

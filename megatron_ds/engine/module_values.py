@@ -7,7 +7,7 @@ Specs and global names come from module_specs.py.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -178,14 +178,21 @@ def gathered_parameters(engine: EngineStatus,
         raise ConfigError(f"modifier_rank is {modifier_rank}, but data-parallel ranks are 0 to "
                           f"{engine.world.data.size - 1}.")
     with engine.gathering.whole(chosen) if engine.gathering else nullcontext():
+        # Quantized weights are not what their masters round to: they are compared with what they were.
+        is_rounded = modifier_rank is not None and engine.optimizer.settings.weight_blocks is not None
+        before = {p.spec.name: p.detach().clone().view(-1) for p in chosen} if is_rounded else {}
         yield
         if modifier_rank is not None:
-            _keep(engine, chosen, modifier_rank)
+            _keep(engine, chosen, modifier_rank, before)
 
 
 @torch.no_grad()
-def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int) -> None:
-    """Take rank `source`'s values, of other experts the first rank's, into parameters and masters."""
+def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int,
+          before: Mapping[str, torch.Tensor]) -> None:
+    """Take rank `source`'s values, of other experts the first rank's, into parameters and masters.
+
+    before: the values of parameters before they were changed, where masters do not round to them
+    """
     values, world = {}, engine.world
     for p in parameters:
         group = world.by_axes[p.spec.reduced_over]
@@ -197,7 +204,10 @@ def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int) -> 
         if piece.kind == "weight" and piece.spec.name in values:
             value = values[piece.spec.name][piece.start:piece.stop].to(piece.tensor.device)
             # A master that rounds to the value was not changed, and keeps its further bits.
-            changed = piece.tensor.to(value.dtype) != value
+            held = before.get(piece.spec.name)
+            shown = piece.tensor.to(value.dtype) if held is None else held[piece.start:piece.stop].to(
+                piece.tensor.device)
+            changed = shown != value
             piece.tensor.copy_(torch.where(changed, value.to(piece.tensor.dtype), piece.tensor))
     engine.optimizer.after_load()
 

@@ -13,6 +13,7 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext, new_parameter
-from ..mpu.param_spec import Init, ParamSpec, Split
+from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import attention
@@ -188,6 +189,8 @@ class SelfAttention(nn.Module):
                                                name=f"{name}.linear_qkv",
                                                init_std=config.init_method_std,
                                                bias=config.add_bias_linear or config.add_qkv_bias)
+        weight = self.linear_qkv.weight
+        weight.spec = replace(weight.spec, matrices=Matrices(g, (n // g * d, d, d), head=d))
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)

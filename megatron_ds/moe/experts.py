@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config.model_options import ModelConfig
 from ..mpu.context import ParallelContext
-from ..mpu.param_spec import Init, ParamSpec, Split
+from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.activation import ACTIVATIONS
 from ..ops.grouped import Runs, grouped_affine, grouped_product, sums_of_runs
 from ..tensor_parallel.linear import new_shard
@@ -59,8 +59,8 @@ class GroupedLinear(nn.Module):
         """
         super().__init__()
         experts = Split("ep", 0)
-        self.weight = new_shard(ParamSpec(f"{name}.weight", shape, Init("normal", init_std), (experts, cut)),
-                                ctx)
+        self.weight = new_shard(ParamSpec(f"{name}.weight", shape, Init("normal", init_std), (experts, cut),
+                                          matrices=Matrices()), ctx)
         self.bias, self.adds_bias = None, True
         if bias:
             is_output_cut = cut.dim == 1

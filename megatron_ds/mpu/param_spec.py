@@ -62,6 +62,33 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Matrices:
+    """The matrices that a parameter consists of, for optimizers whose update is that of whole matrices.
+
+    The last two dimensions are rows and columns, leading ones count matrices (experts). The rows of several
+    matrices may be packed by groups, as those of queries, keys and values:
+
+        groups=2, parts=(3 d, d, d)      | Q Q Q K V | Q Q Q K V |       matrices [6 d, h], [2 d, h], [2 d, h]
+
+    groups, parts  the rows are `groups` runs of `parts`; a matrix has the rows of one part in all groups.
+                   Without parts all rows are one matrix
+    head           rows of a head of attention; None: the rows are not those of heads
+    """
+
+    groups: int = 1
+    parts: tuple[int, ...] = ()
+    head: int | None = None
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of each matrix of a tensor of this shape, without leading dimensions."""
+        return tuple((self.groups * rows, shape[-1]) for rows in self.parts) or (tuple(shape[-2:]),)
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Multiplications of a product of all matrices with their transposes, as a measure of work."""
+        return math.prod(shape[:-2]) * sum(o * i * min(o, i) for o, i in self.sizes(shape))
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """A parameter's description. Raises LayoutError for splits that contradict each other or the shape.
 
@@ -78,6 +105,8 @@ class ParamSpec:
     is_vocabulary  its rows are tokens: the weight of a word embedding or an output layer
     distinct_over  axes along which the other ranks hold other parameters, not shards of this one: "ep" for
                    one expert of a list of experts
+    matrices       what the weight of a hidden linear layer consists of; None: not such a weight, but a
+                   vector, an embedding, an output layer, a router
     """
 
     name: str
@@ -90,6 +119,7 @@ class ParamSpec:
     decay: bool = True
     distinct_over: tuple[str, ...] = ()
     is_vocabulary: bool = False
+    matrices: Matrices | None = None
 
     def __post_init__(self):
         named = {"splits": tuple(split.axis for split in self.splits), "partial_over": self.partial_over,
@@ -104,6 +134,11 @@ class ParamSpec:
                               "their own: name each axis once.")
         for split in self.splits:
             self._check(split)
+        packed = self.matrices is not None and self.matrices.groups * sum(self.matrices.parts)
+        if self.matrices is not None and (len(self.shape) < 2 or packed and packed != self.shape[-2]):
+            raise LayoutError(f"{self.name}: {self.matrices} of a tensor of shape {list(self.shape)}. Use "
+                              "parts whose rows, times groups, are those of the tensor, which has at least "
+                              "2 dimensions.")
 
     def _check(self, split: Split) -> None:
         if not 0 <= split.dim < len(self.shape):

@@ -5,9 +5,10 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/blocked_attention.py for causal attention of medium length and for narrow
-windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where
-the processor has no matrix products of the dtype.
+probabilities. On a CPU, cpu/compiled_attention.py for bf16 on processors with AVX-512 BF16 and without AMX;
+cpu/blocked_attention.py for causal attention of medium length and for narrow windows, where it is faster;
+cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where the processor has no matrix
+products of the dtype.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_pattern import CAUSAL, AttentionPattern
+from .cpu import compiled_attention
 from .cpu.blocked_attention import blocked_attention, worth_blocking
 from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
@@ -67,6 +69,21 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Att
 @attention.example
 def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     return tuple(random_tensors(dtype, device, (rows, 2, 4, width), *[(rows, 2, 2, width)] * 2))
+
+
+def _suits_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+                    pattern: AttentionPattern = CAUSAL, mask: torch.Tensor | None = None,
+                    documents: Any = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN) -> bool:
+    others = (mask, documents, keep, scoring.sink, scoring.alibi)
+    is_bare = all(other is None for other in others) and pattern.is_plain
+    return is_bare and not is_widened(q) and compiled_attention.suits(q, k, pattern.causal)
+
+
+@attention.implementation("c++", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_compiled,
+                          available=compiled_attention.reason_against)
+def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+              scoring: Scoring = PLAIN, **_: None) -> torch.Tensor:
+    return compiled_attention.compiled_attention(q, k, v, scoring.scale_of(q.shape[-1]), pattern.causal)
 
 
 def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,

@@ -1,7 +1,8 @@
 """Matrix products in the dtype of their factors.
 
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
-cpu/widened_products.py; on CPUs with them, torch's kernel in place of oneDNN's for a single row.
+cpu/widened_products.py; on CPUs with them, torch's kernel in place of oneDNN's for a single row, and sums of
+16-bit products in fp32 by cpu/compiled_addition.py.
 """
 
 import threading
@@ -9,6 +10,7 @@ import threading
 import torch
 from torch._subclasses import FakeTensor
 
+from .cpu import compiled_addition
 from .cpu.widened_products import add_widened_product_, has_instructions, is_widened, widened_product
 from .kernel_table import CPU, Operation, random_tensors
 
@@ -97,4 +99,26 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     elif out.dtype == a.dtype and not is_widened(a):
         out.addmm_(a, b)
     else:
-        out.add_(product(a, b))
+        add_narrow_(out, product(a, b))
+
+
+@Operation
+def add_narrow_(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """out += x, in place and without autograd. `out` may be wider than x."""
+    return out.add_(x)
+
+
+@add_narrow_.example
+def _add_narrow_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    out, x = (t.detach() for t in random_tensors(dtype, device, (rows, width), (rows, width)))
+    return out, x.bfloat16()
+
+
+def _suits_compiled_addition(out: torch.Tensor, x: torch.Tensor) -> bool:
+    return has_memory(out) and compiled_addition.suits(out, x)
+
+
+@add_narrow_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_suits_compiled_addition,
+                            available=lambda: "" if compiled_addition.extension() else "not compiled")
+def _compiled_addition(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return compiled_addition.compiled_add_(out, x)

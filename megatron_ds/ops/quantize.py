@@ -2,10 +2,10 @@
 each block of neighbours (Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023,
 arXiv:2306.10209, section 3), and 8-bit floating point (Micikevicius et al. 2022, arXiv:2209.05433).
 
-No collective uses these operations yet: gathers of compressed parameters and gradients will.
+Gathers of weights and reductions of gradients of ZeRO send them (zero/number_blocks.py).
 
-Implementations: on GPUs one launch each (gpu/quantize_kernels.py); else torch's operations, with the same
-bits. None has a gradient.
+Implementations: on GPUs one launch each (gpu/quantize_kernels.py); on CPUs blocks are compiled
+(cpu/compiled_quantize.py); else torch's operations. All have the same bits, and none has a gradient.
 """
 
 from functools import partial
@@ -13,8 +13,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from .cpu import compiled_quantize
 from .gpu import quantize_kernels
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .product import has_memory
 
 EXAMPLE_BLOCK = 64
 
@@ -28,7 +30,7 @@ def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torc
     """
     x, most = x.detach().float().flatten(), 2 ** (bits - 1) - 1
     blocks = -(-len(x) // block)
-    table = F.pad(x, (0, blocks * block - len(x))).view(blocks, block)
+    table = (F.pad(x, (0, blocks * block - len(x))) if len(x) % block else x).view(blocks, block)
     scales = table.abs().amax(1) * (1 / most)
     scales = scales.where(scales.isfinite(), torch.nan)
     codes = (table / scales[:, None]).round().clamp(-most, most).where(scales[:, None] > 0, 0).to(torch.int8)
@@ -38,10 +40,17 @@ def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torc
 
 @Operation
 def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
-               dtype: torch.dtype) -> torch.Tensor:
-    """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once."""
-    codes = (codes if bits == 8 else _apart(codes))[:numel]
-    return (codes.float() * scales.detach().float().repeat_interleave(block)[:numel]).to(dtype)
+               dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once.
+
+    out: contiguous memory for the result; None: new memory
+    """
+    codes, scales = (codes if bits == 8 else _apart(codes))[:numel], scales.detach().float()
+    if numel % block:
+        numbers = codes * scales.repeat_interleave(block)[:numel]
+    else:
+        numbers = (codes.view(-1, block) * scales[:, None]).view(-1)
+    return numbers.to(dtype) if out is None else out.copy_(numbers)
 
 
 @Operation
@@ -60,6 +69,13 @@ for _operation, _kernel, _dtypes, _fits in (
         (dequantize, quantize_kernels.dequantize, (torch.float32,), quantize_kernels.fits_codes),
         (cast_fp8, quantize_kernels.cast_fp8, FLOATS, quantize_kernels.fits_numbers)):
     _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
+
+
+_compiled = {"devices": CPU, "suits": lambda x, *_, **__: has_memory(x),
+             "available": lambda: "" if compiled_quantize.extension() else "not compiled"}
+quantize.implementation("c++", dtypes=compiled_quantize.DTYPES, **_compiled)(compiled_quantize.quantize)
+dequantize.implementation("c++", dtypes=(torch.float32,), fits=compiled_quantize.fits_dtype,
+                          **_compiled)(compiled_quantize.dequantize)
 
 
 def _quantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:

@@ -6,6 +6,7 @@ from . import (  # noqa: F401      each registers its optimizer
     lamb,
     lion,
     momentum_sgd,
+    muon,
     onebit_adam,
     onebit_lamb,
     onebit_zero_one,

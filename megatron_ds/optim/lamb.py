@@ -54,6 +54,7 @@ class Lamb(torch.optim.Optimizer):
                  **numbers: Any):
         super().__init__(params, NUMBERS | numbers)
         self.rule, self._reduce_norms = rule, reduce_norms or _norms_of_whole
+        self._moving: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -62,36 +63,67 @@ class Lamb(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        parameters = [p for _, members in groups for p in members]
-        updates = [self._updates(group, members) if members else ([], 1.0) for group, members in groups]
-        of_weights, of_updates = self._reduce_norms([parameters, [u for us, _ in updates for u in us]],
-                                                    parameters)
-        # r, one number for each part of a parameter, on the device.
-        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
-        for (group, members), (us, factor), of_group in zip(groups, updates,
-                                                            ratios.split([len(m) for _, m in groups])):
-            if members:
-                rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (-group["lr"] * factor)
-                torch._foreach_mul_(us, list(rates.unbind()))
-                torch._foreach_add_(members, us)
+        self.advance()
+        lists, parameters = self.measured()
+        self._move(lists[1], self._reduce_norms(lists, parameters))
         return loss
 
-    def _updates(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> tuple[list, float]:
-        """(u of each parameter, c), after the moments of a parameter group are updated."""
-        (beta1, beta2), eps = group["betas"], group["eps"]
-        states = [self._state(p) for p in parameters]
-        for state in states:
-            state["step"] = int(state["step"]) + 1
-        step, grads = states[0]["step"], [p.grad for p in parameters]
-        m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_lerp_(m, grads, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+    # A step in halves, for parameters of which this optimizer has parts only.
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Update the moments with the gradients."""
+        self._moving = [(group, [p for p in group["params"] if p.grad is not None])
+                        for group in self.param_groups]
+        for group, parameters in self._moving:
+            if not parameters:
+                continue
+            (beta1, beta2), grads = group["betas"], [p.grad for p in parameters]
+            states = [self._state(p) for p in parameters]
+            for state in states:
+                state["step"] = int(state["step"]) + 1
+            m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            torch._foreach_lerp_(m, grads, 1 - beta1)
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+
+    @torch.no_grad()
+    def measured(self) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        """([p, u], p) of all parameters, after `advance`: the tensors whose norms a step needs."""
+        parameters = [p for _, members in self._moving for p in members]
+        return [parameters, [u for group, members in self._moving if members
+                             for u in self._directions(group, members)]], parameters
+
+    @torch.no_grad()
+    def finish(self, norms: torch.Tensor) -> None:
+        """Move the parameters. norms: [2, parameters] of p and u, whole, in the order of `measured`."""
+        self._move(self.measured()[0][1], norms)
+
+    def _move(self, us: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
+        of_weights, of_updates = norms
+        # r, one number for each part of a parameter, on the device.
+        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+        us, ratios = iter(us), iter(ratios.split([len(members) for _, members in self._moving]))
+        for (group, members), of_group in zip(self._moving, ratios):
+            if members:
+                _, _, factor = self._corrections(group, members)
+                of_members = [next(us) for _ in members]
+                rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (-group["lr"] * factor)
+                torch._foreach_mul_(of_members, list(rates.unbind()))
+                torch._foreach_add_(members, of_members)
+
+    def _corrections(self, group: dict[str, Any],
+                     parameters: Sequence[torch.Tensor]) -> tuple[float, float, float]:
+        """Divisors of m and of v, and c."""
+        (beta1, beta2), step = group["betas"], self.state[parameters[0]]["step"]
         first, second = (1 - beta1**step, 1 - beta2**step) if self.rule.bias_correction else (1.0, 1.0)
-        factor = 1.0
         if self.rule.form == "deepspeed":
-            factor, first, second = second**0.5 / first, 1.0, 1.0
+            return 1.0, 1.0, second**0.5 / first
+        return first, second, 1.0
+
+    def _directions(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """u of each parameter."""
+        (first, second, _), eps = self._corrections(group, parameters), group["eps"]
+        m, v = ([self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
         # m̂ / (√v̂ + eps), in one buffer beside the state.
         us = list(torch._foreach_mul(v, 1 / second))
         if self.rule.eps_inside_sqrt:
@@ -104,7 +136,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(us, 1 / first)
         if group["weight_decay"]:
             torch._foreach_add_(us, list(parameters), alpha=group["weight_decay"])
-        return us, factor
+        return us
 
     def _state(self, p: torch.Tensor) -> dict[str, Any]:
         state = self.state[p]
@@ -115,6 +147,8 @@ class Lamb(torch.optim.Optimizer):
 
 def _norms_of_whole(lists: Sequence[Sequence[torch.Tensor]],
                     parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not parameters:
+        return torch.zeros(len(lists), 0)
     norms = [torch._foreach_norm(list(tensors), 2, torch.float64) for tensors in lists]
     return torch.stack([torch.stack(list(of_list)).float() for of_list in norms])
 
@@ -128,4 +162,4 @@ def make_lamb(groups: list[dict], settings: OptimizerConfig, *,
                 eps=settings.adam_eps, max_coeff=settings.lamb_max_coeff, min_coeff=settings.lamb_min_coeff)
 
 
-make_lamb.needs_norms = True
+make_lamb.needs_norms = make_lamb.steps_in_halves = True

@@ -6,16 +6,18 @@ An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": 
 parameter, apart from a count named "step".
 
 By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An
-entry that needs whole matrices has the attribute `needs_whole_tensors = True`; one that needs norms of whole
-parameters has `needs_norms = True`; one that chooses its parameter groups has `param_groups`, a function from
-the optimizer's section of the configuration to groups. A new optimizer with groups is therefore one file.
+entry that needs whole parameters has the attribute `needs_whole_tensors = True`; one that needs norms of them
+has `needs_norms = True`, and one that changes their matrices `needs_matrices = True`; one that chooses its
+parameter groups has `param_groups`, a function from the optimizer's section of the configuration to groups. A
+new optimizer with groups is therefore one file.
 Those of this package have a file each beside this one, and a row in `config/optimizer_facts.py` with their
 options, names and state.
 
 A run has a list of `ParamGroup`s. A parameter belongs to the first group whose filter accepts its spec.
-Groups may use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without
-other instructions there are two groups of one optimizer, with and without weight decay. With --decoupled-lr
-each group is divided: word embeddings and output layers have another learning rate.
+Groups may use different optimizers: matrices Muon and the rest AdamW, for example. Without other instructions
+there are two groups of one optimizer, with and without weight decay. Each --param-group divides them: the
+parameters that its pattern matches have other numbers, or another optimizer. With --decoupled-lr each group
+is divided once more: word embeddings and output layers have another learning rate.
 """
 
 import logging
@@ -27,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from ..config import OptimizerConfig
+from ..config.group_rules import GroupRule, group_rules
 from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
@@ -54,6 +57,9 @@ class MakeOptimizer(Protocol):
 
     needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
     needs_norms          it is called with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
+    needs_matrices       it is called with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
+    steps_in_halves      with needs_norms: it has the methods `advance`, `measured` and `finish` of `Lamb`,
+                         and can update offloaded state, of which only a part is in memory at a time
     phases               `Phases`: what its ranks exchange in place of gradients; None: gradients, in full
                          precision. Then it is a `CompressedOptimizer`
     """
@@ -91,6 +97,21 @@ class ParamGroup:
         """What ranks exchange in place of gradients, if they do."""
         return getattr(self.optimizer, "phases", None)
 
+    @property
+    def needs_matrices(self) -> bool:
+        """Whether the optimizer changes whole matrices, of which ranks may have parts."""
+        return getattr(self.optimizer, "needs_matrices", False)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate in a step of the optimizer."""
+        return self.needs_norms or self.needs_matrices or self.phases is not None
+
+    @property
+    def steps_in_halves(self) -> bool:
+        """Whether a step can be interrupted for the norms of parameters."""
+        return getattr(self.optimizer, "steps_in_halves", False)
+
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
@@ -118,6 +139,16 @@ class RegisteredOptimizer:
         of_settings = getattr(OPTIMIZERS[self.name], "phases", None)
         return of_settings(self.settings) if of_settings else None
 
+    @property
+    def needs_matrices(self) -> bool:
+        """As the entry declares."""
+        return getattr(OPTIMIZERS[self.name], "needs_matrices", False)
+
+    @property
+    def steps_in_halves(self) -> bool:
+        """As the entry declares."""
+        return getattr(OPTIMIZERS[self.name], "steps_in_halves", False)
+
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
     """Parameters with weight decay, then those without."""
@@ -126,15 +157,34 @@ def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
 
 
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
-    """The groups of `--optimizer`: those that its entry chooses, else the default ones; with --decoupled-lr
-    divided by learning rate."""
+    """The groups of `--optimizer`: those that its entry chooses, else the default ones; divided by
+    --param-group and --decoupled-lr. Raises ConfigError for a --param-group that cannot be read."""
     entry = OPTIMIZERS[settings.optimizer]
     choose = getattr(entry, "param_groups", None)
     groups = choose(settings) if choose else default_groups(RegisteredOptimizer(settings.optimizer, settings))
+    divided = [_of_rule(rule, group, groups, settings) for rule in group_rules(settings.param_groups)
+               for group in groups]
+    groups = (*divided, *groups)
     if settings.decoupled_lr is None:
         return groups
     return (*(replace(group, name=f"{group.name}, decoupled", filter=partial(_is_decoupled, group),
                       rate=DECOUPLED_RATE) for group in groups), *groups)
+
+
+def _of_rule(rule: GroupRule, group: ParamGroup, groups: Sequence[ParamGroup],
+             settings: OptimizerConfig) -> ParamGroup:
+    """The parameters of `group` that match the rule."""
+    optimizer, factor = group.optimizer, group.lr_factor
+    if rule.optimizer is not None:
+        optimizer = RegisteredOptimizer(OPTIMIZERS.name_of(rule.optimizer), settings)
+        factor = next((other.lr_factor for other in groups if other.optimizer == optimizer), 1.0)
+    return replace(group, name=f"{rule.pattern}, {group.name}", filter=partial(_follows, rule, group),
+                   optimizer=optimizer, lr_factor=factor * rule.lr_factor,
+                   decay=group.decay if rule.decay is None else rule.decay)
+
+
+def _follows(rule: GroupRule, group: ParamGroup, spec: ParamSpec) -> bool:
+    return rule.matches(spec.name) and group.filter(spec)
 
 
 def _is_decoupled(group: ParamGroup, spec: ParamSpec) -> bool:

@@ -124,7 +124,7 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer
                if place == "device" or place == "cpu" and mesh.device.type == "cpu")
     gradients = gradient_buffers(list(layers.values()), UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
                                  gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2)
-    return MemoryBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in owner))
+    return MemoryBudget(memory, held, gradients, activations, sum(unit.gather_bytes for unit in owner))
 
 
 # ------------------------------------------------------------------ free memory

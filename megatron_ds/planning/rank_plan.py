@@ -17,7 +17,7 @@ from ..moe.balance import balances_of
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.group import Group, Traffic, solo
-from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec
+from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, Matrices, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import SENDS, Program
 from ..pipeline.simulate import Simulation
@@ -27,6 +27,7 @@ from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter
 from ..zero.layout import SlotPiece
+from ..zero.matrix_owners import MatrixEntry
 from ..zero.norm import DATA_BYTES, MODEL_BYTES, NormEntry, ParameterNorms
 from ..zero.prediction import (
     CountedUnit,
@@ -40,6 +41,7 @@ from ..zero.prediction import (
 from ..zero.set_plan import ParameterUse, SetPlan, is_tied, norm_entries, plan_parameters
 from ..zero.settings import ZeroSettings
 from ..zero.shard_optimizer import ShardOptimizer, make_leaf
+from ..zero.whole_matrices import WholeMatrices, whole_matrices
 from .fake_stages import FakeStage, most_kept
 from .keep_gathered import gradient_buffers
 from .run_model import DTYPES, boundary_shape
@@ -121,6 +123,9 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     for group, num_bytes in _norms_sent(plans, parameters, settings, groups):
         if group.size > 1:
             traffic.add("all_reduce", group.axes, group.size, num_bytes)
+    of_optimizers = whole_matrices(plans, parameters, settings.param_groups, groups, torch.device("cpu"))
+    for group, num_bytes in (sent for matrices in of_optimizers.values() for sent in matrices.sent()):
+        traffic.add("all_to_all_v", group.axes, group.size, num_bytes)
     remembered = sum(balance.num_experts for balance in balances_of(stage.modules for stage in stages))
     for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
                                   ("dp-cp", groups.data.size, 8 * remembered),
@@ -137,7 +142,9 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
                     len(sends))
     # Buffers: gathered layers, gradients, posted receives, and one pending send in each direction.
     receives = Simulation((program,), (), ()).peak_receives[0]
-    buffers = (whole * dtype.itemsize + _gradient_buffers(config, settings, plans, groups)
+    received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
+    buffers = (whole * dtype.itemsize + received
+               + _gradient_buffers(config, settings, plans, groups)
                + (receives + len(set(sends))) * message)
     kept = {stage.index: stage.run.kept for stage in stages}
     return RankPlan(
@@ -154,12 +161,13 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
 def _tried(optimizer: MakeOptimizer) -> tuple[int, int]:
     """Of an optimizer, on a small weight: (fp32 tensors that it keeps for each weight, norms of each that it
     asks for in a step)."""
-    spec = ParamSpec("w", (8, 8), Init("zeros"))
+    spec = ParamSpec("w", (8, 8), Init("zeros"), matrices=Matrices())
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64), shape=spec.shape)
-    group = ParamGroup("all", lambda spec: True, optimizer)
-    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], DataGroups({DATA_AXES: solo()}),
-                           torch.device("cpu"))
-    return len(list(ShardOptimizer([group], [leaf], norms).state_of(leaf))), norms.lists
+    group, alone = ParamGroup("all", lambda spec: True, optimizer), DataGroups({DATA_AXES: solo()})
+    cpu = torch.device("cpu")
+    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], alone, cpu)
+    matrices = {optimizer: WholeMatrices([MatrixEntry(spec, DATA_AXES, ())], alone, cpu)}
+    return len(list(ShardOptimizer([group], [leaf], norms, matrices).state_of(leaf))), norms.lists
 
 
 def _norms_sent(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,

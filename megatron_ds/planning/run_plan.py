@@ -4,11 +4,14 @@ Pure functions of the configuration, the same on every rank. `training.build` ma
 the plan.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from ..config import RunConfig
+from ..config.group_rules import group_rules, pattern_problems
 from ..config.training_schedule import make_batch_size
 from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer
@@ -199,7 +202,22 @@ def optimizer_problems(config: RunConfig) -> list[str]:
         ZeroSettings.from_config(config)
     except ConfigError as error:
         return [str(error)]
-    return []
+    return list(_group_problems(config)) if config.optimizer.param_groups else []
+
+
+def _group_problems(config: RunConfig) -> Iterator[str]:
+    """Parameter groups that do not fit the parameters of the model."""
+    layers = MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta")))
+    specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
+    rules = group_rules(config.optimizer.param_groups)
+    yield from pattern_problems(rules, list(specs))
+    for rule in rules:
+        needs = rule.optimizer is not None and getattr(OPTIMIZERS[rule.optimizer], "needs_matrices", False)
+        others = [name for name, spec in specs.items() if needs and rule.matches(name) and not spec.matrices]
+        if others:
+            yield (f"--param-group {rule.pattern!r} gives {others[0]} to {rule.optimizer}, which is for "
+                   "weights of hidden linear layers, and not for embeddings, output layers, routers, norms "
+                   "and biases. Use a pattern of such weights.")
 
 
 RULES = (schedule_problems, cut_problems, optimizer_problems)

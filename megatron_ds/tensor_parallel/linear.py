@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
-from ..mpu.param_spec import Init, ParamSpec, Split
+from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.product import affine, product
 from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 
@@ -46,7 +46,8 @@ class ColumnParallelLinear(nn.Module):
         interleaved = gather_output and parts > 1
         assert not interleaved, "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
         rows = Split("tp", 0, parts)
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (rows,))
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (rows,),
+                           matrices=Matrices())
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
@@ -70,7 +71,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std),
-                           (Split("tp", 1),))
+                           (Split("tp", 1),), matrices=Matrices())
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:

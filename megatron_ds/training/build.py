@@ -6,13 +6,14 @@ configuration.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
 
 from ..config import RunConfig
+from ..config.group_rules import GroupRule, group_rules
 from ..models import build_stages, count_uses
 from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks
@@ -91,6 +92,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     built = build_stages({stage: plan.stage_layers(stage) for stage in held})
     modules = nn.ModuleList(module for stage in built.values() for module in stage)
     parameters = list(modules.parameters())
+    _scale_initial_weights(parameters, group_rules(config.optimizer.param_groups))
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.coordinates)
 
@@ -105,6 +107,15 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     metrics = StepMetrics(mesh, config.train.calculate_per_token_loss)
     return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters,
                   optimizer, executor, keeps, why, metrics, StepState(modules, mesh.reduction, mesh.device))
+
+
+def _scale_initial_weights(parameters: Iterable[nn.Parameter], rules: Sequence[GroupRule]) -> None:
+    """Multiply the standard deviations in the specs by `init_factor` of --param-group."""
+    for p in parameters:
+        for rule in rules:
+            if rule.matches(p.spec.name):
+                init = replace(p.spec.init, std=p.spec.init.std * rule.init_factor)
+                p.spec = replace(p.spec, init=init)
 
 
 def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module],

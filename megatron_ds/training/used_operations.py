@@ -5,7 +5,10 @@
 
 from collections.abc import Callable
 
+import torch
+
 from ..config import RunConfig
+from ..ops.cpu.widened_products import has_products
 from ..ops.kernel_table import OPERATIONS
 
 Condition = Callable[[RunConfig, str], bool]        # (configuration, type of the device)
@@ -68,6 +71,12 @@ def _has_gelu(config: RunConfig, device: str) -> bool:
     return model.activation == "gelu" or model.model == "bert" and model.is_gated
 
 
+def _has_wider_gradients(config: RunConfig, device: str) -> bool:
+    dtype = config.optimizer.params_dtype
+    is_added_up = device == "cpu" and not has_products(getattr(torch, dtype))       # fp32 products are added
+    return config.optimizer.gradient_dtype != dtype and not is_added_up
+
+
 def _normalizes(by: str) -> Condition:
     return lambda config, device: config.model.normalization == by
 
@@ -88,6 +97,7 @@ CONDITIONS: dict[str, Condition] = {
     "cross_entropy_facts": _is_on_gpu, "cross_entropy_gradient_": _is_on_gpu,
     "gelu": _has_gelu, "swiglu": _has("swiglu"), "squared_relu": _has("squared_relu"),
     "layer_norm": _normalizes("LayerNorm"), "rms_norm": _normalizes("RMSNorm"),
+    "add_narrow_": _has_wider_gradients,
     "probabilities_": _is_on_cpu, "probability_gradient_": _is_on_cpu,
     "lion": _optimizes("lion"), "adagrad": _optimizes("adagrad"),
     "adamw": lambda config, device: (config.optimizer.optimizer in ("adam", "adamw")

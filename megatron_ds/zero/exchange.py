@@ -88,7 +88,59 @@ class GradientExchange(Protocol):
         """Wait for everything that was begun."""
 
 
-class FullPrecisionExchange(GradientExchange):
+class OrderedExchange(GradientExchange):
+    """A `GradientExchange` of one or two hops that runs beside the backward, in one order on all ranks.
+
+    A class that is derived from it has `_start`.
+    """
+
+    def __init__(self, device: torch.device):
+        self._beside = side_stream(device, "reductions") if device.type == "cuda" else None
+        self._last: TwoHops | None = None
+        self._unsettled: Beside | None = None
+
+    def begin(self) -> None:
+        self.finish()
+
+    def reduce(self, bucket: BucketGradient) -> Work:
+        if not bucket.is_sharded and bucket.ranks.data.size == 1:
+            return DONE
+        if self._beside is None:
+            return self._start(bucket)
+        with self._beside.behind_current():
+            begun = Beside(self._start(bucket), self._beside)
+        before, self._unsettled = self._unsettled, begun
+        if before is not None:
+            before.settle()
+        return begun
+
+    def finish(self) -> None:
+        if self._unsettled is not None:
+            self._unsettled.wait()
+            self._unsettled = None
+        with nullcontext() if self._beside is None else self._beside.behind_current():
+            if self._last is not None:
+                self._last.wait()
+                self._last = None
+            self._retire()
+        if self._beside is not None:
+            self._beside.mark().wait()
+
+    def _start(self, bucket: BucketGradient) -> Work:
+        """Begin the sum of a bucket; `out` is valid after the wait."""
+
+    def _retire(self) -> None:
+        """Wait for what is still under way."""
+
+    def _two_hops(self, first: Work, second: Callable[[], Work]) -> Work:
+        """The second hop follows the first one when that of the next bucket has begun."""
+        before, self._last = self._last, TwoHops(first, second)
+        if before is not None:
+            before.go_on()
+        return self._last
+
+
+class FullPrecisionExchange(OrderedExchange):
     """A `GradientExchange` that sums every element, in one dtype.
 
     accumulates  dtype of the gradients
@@ -98,11 +150,9 @@ class FullPrecisionExchange(GradientExchange):
 
     def __init__(self, accumulates: torch.dtype, device: torch.device, sent_dtype: torch.dtype | None = None,
                  divisor: float | None = 1.0):
+        super().__init__(device)
         self.dtype = sent_dtype or accumulates
         self._divisor = divisor
-        self._beside = side_stream(device, "reductions") if device.type == "cuda" else None
-        self._last: TwoHops | None = None
-        self._unsettled: Beside | None = None
         self._wire = None if self.dtype == accumulates else BufferPool(self.dtype, device)
 
     @property
@@ -120,35 +170,11 @@ class FullPrecisionExchange(GradientExchange):
         yield "reduce_scatter", ranks.inner, nbytes, buckets
         yield "reduce_scatter", ranks.outer, numel // ranks.inner.size * self.dtype.itemsize, buckets
 
-    def begin(self) -> None:
-        self.finish()
+    def _retire(self) -> None:
+        if self._wire:
+            self._wire.retire_all()
 
-    def reduce(self, bucket: BucketGradient) -> Work:
-        if not bucket.is_sharded and bucket.ranks.data.size == 1:
-            return DONE
-        if self._beside is None:
-            return self._begin(bucket)
-        with self._beside.behind_current():
-            begun = Beside(self._begin(bucket), self._beside)
-        before, self._unsettled = self._unsettled, begun
-        if before is not None:
-            before.settle()
-        return begun
-
-    def finish(self) -> None:
-        if self._unsettled is not None:
-            self._unsettled.wait()
-            self._unsettled = None
-        with nullcontext() if self._beside is None else self._beside.behind_current():
-            if self._last is not None:
-                self._last.wait()
-                self._last = None
-            if self._wire:
-                self._wire.retire_all()
-        if self._beside is not None:
-            self._beside.mark().wait()
-
-    def _begin(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Work:
         group, whole = bucket.ranks.data, bucket.whole
         buffer, sent = self._cast(whole, group)
         if not bucket.is_sharded:
@@ -165,10 +191,7 @@ class FullPrecisionExchange(GradientExchange):
         part = sent[ranks.inner.rank * numel:(ranks.inner.rank + 1) * numel]
         first = reduce_scatter_into_(part, sent, ranks.inner, async_op=True)
         second = lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True)
-        before, self._last = self._last, TwoHops(first, second)
-        if before is not None:
-            before.go_on()
-        return self._last
+        return self._two_hops(first, second)
 
     def _divisor_of(self, group: Group) -> float:
         return 1.0 if group.size == 1 else self._divisor or float(group.size)

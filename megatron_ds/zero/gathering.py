@@ -86,6 +86,11 @@ class Unit(GatherUnit):
         self._works: list[Work] = []
         self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
 
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of the flat buffer and of what a gather receives in another format."""
+        return self.nbytes
+
     def fetch(self) -> None:
         if self.is_free and self._near is None:
             self._near = [self._fetch(array) for _, array in self.buckets]

@@ -131,6 +131,15 @@ class Layout:
                     result.append(SlotPiece(i, start - slot.start, stop - slot.start, start, offset, padded))
         return tuple(result)
 
+    def spans(self, slot: int) -> tuple[tuple[int, int], ...]:
+        """Elements [start, stop) of the flattened parameter of slots[slot] in each shard; (0, 0): none."""
+        s = self.slots[slot]
+        bucket = self.buckets[s.bucket]
+        size = (bucket.stop - bucket.start) // self.shards
+        starts = (bucket.start - s.start + shard * size for shard in range(self.shards))
+        return tuple((max(start, 0), min(start + size, s.numel)) if start < s.numel and start + size > 0
+                     else (0, 0) for start in starts)
+
     def whole_slots(self) -> tuple[SlotPiece, ...]:
         """The pieces of a rank that owns everything; `offset` is then the place in the flat buffer."""
         return tuple(SlotPiece(i, 0, s.numel, s.start, s.start, s.padded_stop - s.start)

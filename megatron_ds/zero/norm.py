@@ -185,14 +185,26 @@ class ParameterNorms:
 
         lists: of tensors, one for each of `parameters`: the parts themselves, their updates, ...
         """
+        return self.of(self.reduced(self.squares(lists, parameters)), parameters)
+
+    def squares(self, lists: Sequence[Sequence[torch.Tensor]],
+                parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """float64 [len(lists), entries]: sums of squares of these parts, to add to those of other parts."""
         self.lists = len(lists)
         squares = torch.zeros(len(lists), len(self._position), dtype=torch.float64, device=self._device)
-        index = self._index(parameters)
-        if len(index):
+        if parameters:
             values = [tensor for tensors in lists for tensor in tensors]
             norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(len(lists), -1)
-            squares.index_add_(1, index, norms.square())
-        return self._sum(squares)[:, index].sqrt().float()
+            squares.index_add_(1, self._index(parameters), norms.square())
+        return squares
+
+    def reduced(self, squares: torch.Tensor) -> torch.Tensor:
+        """Norms of all entries, fp32, from the squares of all parts that this rank has. Collective."""
+        return self._sum(squares).sqrt().float()
+
+    def of(self, norms: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The columns of `reduced` of the logical parameters with the parts `parameters`."""
+        return norms[:, self._index(parameters)]
 
     def largest(self, values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Maxima, fp32 [len(parameters)], over all parts of the logical parameters.

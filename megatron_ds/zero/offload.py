@@ -13,16 +13,18 @@ part of it (weights, gradients, moments). Sub-groups begin at a page of a file f
 `plan_sub_groups` cuts them, a pure function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
 from ..mpu.group import DONE, AllOf, Work
 from ..mpu.param_spec import ParamSpec
-from ..optim import ParamGroup
+from ..optim import MakeOptimizer, ParamGroup
 from .layout import Layout, SlotPiece
+from .norm import ParameterNorms
 from .shard_optimizer import Leaf, Rates, ShardOptimizer, make_leaf
 from .tiers import Array, Buffers, Tier
 
@@ -117,10 +119,12 @@ class SubGroup:
         self._move_state(tier)
         self.rest()
 
-    def stage(self, buffers: Buffers) -> Staged:
-        """Begin to copy to the host the state that is not there."""
+    def stage(self, buffers: Buffers, without: Sequence[str] = ()) -> Staged:
+        """Begin to copy to the host the state that is not there. without: arrays that are not needed."""
         tensors, works = {}, []
         for name, array in self.arrays.items():
+            if name in without:
+                continue
             dtype = torch.float32 if name == GRAD else array.tensor.dtype
             if array.is_at(HOST, dtype):
                 tensors[name] = array.tensor
@@ -139,12 +143,33 @@ class SubGroup:
         if LOW in staged.tensors and not all(self.optimizer.writes_low(leaf) for leaf in self.leaves):
             staged.tensors[LOW].copy_(staged.tensors[MASTER])
 
-    def write(self, staged: Staged, buffers: Buffers) -> Work:
-        """Begin to write what the update changed to its tiers."""
+    def begin(self, staged: Staged, numbers: tuple[Rates, float, float],
+              norms: ParameterNorms) -> dict[MakeOptimizer, torch.Tensor]:
+        """The first half of an update. See `ShardOptimizer.begin`."""
+        staged.work.wait()
+        self._point_to(staged.tensors)
+        return self.optimizer.begin(*numbers, norms)
+
+    def finish(self, staged: Staged, reduced: Mapping[MakeOptimizer, torch.Tensor],
+               norms: ParameterNorms) -> None:
+        """The second half. See `ShardOptimizer.finish`."""
+        staged.work.wait()
+        self._point_to(staged.tensors)
+        self.optimizer.finish(reduced, norms)
+        if LOW in staged.tensors:
+            staged.tensors[LOW].copy_(staged.tensors[MASTER])
+
+    def write(self, staged: Staged, buffers: Buffers, without: Sequence[str] = ()) -> Work:
+        """Begin to write what the update changed to its tiers. without: arrays that it did not change."""
         self.rest()
         return AllOf([array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
                       for name, array in self.arrays.items()
-                      if name != GRAD and staged.tensors[name] is not array.tensor])
+                      if name not in (GRAD, *without) and staged.tensors[name] is not array.tensor])
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the arrays of the optimizer's own state."""
+        return tuple(self._state_names)
 
     def rest(self) -> None:
         """Between updates the leaves are the tensors of the tiers."""
@@ -195,16 +220,57 @@ class OffloadedUpdate:
 
     def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """See `ShardOptimizer.step`."""
+        for group, staged in self._in_turn():
+            group.update(staged, lr, weight_decay, divisor)
+
+    def begin(self, numbers: tuple[Rates, float, float],
+              norms: ParameterNorms) -> Iterator[dict[MakeOptimizer, torch.Tensor]]:
+        """The first half of an update; the squares of each sub-group. norms: on the host."""
+        for group, staged in self._in_turn(unread=(LOW,), unwritten=(LOW,)):
+            yield group.begin(staged, numbers, norms)
+
+    def finish(self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms) -> None:
+        """The second half: moments are read again, and weights are written. reduced, norms: on the host."""
+        states = tuple(dict.fromkeys(name for group in self.groups for name in group.state_names))
+        for group, staged in self._in_turn(unread=(GRAD,), unwritten=states):
+            group.finish(staged, reduced, norms)
+
+    def _in_turn(self, unread: Sequence[str] = (),
+                 unwritten: Sequence[str] = ()) -> Iterator[tuple[SubGroup, Staged]]:
+        """The sub-groups, each to be updated before the next is asked for."""
         writing: list[Work] = [DONE] * IN_FLIGHT
 
         def stage(k: int) -> Staged:
             writing[k % IN_FLIGHT].wait()
-            return self.groups[k].stage(self._buffers[k % IN_FLIGHT])
+            return self.groups[k].stage(self._buffers[k % IN_FLIGHT], unread)
 
         ahead = stage(0) if self.groups else None
         for k, group in enumerate(self.groups):
             staged, ahead = ahead, stage(k + 1) if k + 1 < len(self.groups) else None
-            group.update(staged, lr, weight_decay, divisor)
-            writing[k % IN_FLIGHT] = group.write(staged, self._buffers[k % IN_FLIGHT])
+            yield group, staged
+            writing[k % IN_FLIGHT] = group.write(staged, self._buffers[k % IN_FLIGHT], unwritten)
         for work in writing:
             work.wait()
+
+
+class UpdateInHalves:
+    """An update whose norms are sums over leaves on the device and over sub-groups, which do not fit into
+    memory together: all moments, one reduction of the norms, then all weights. State on a disk is read twice.
+
+    norms, host_norms: of the same parameters, on the device and on the host
+    """
+
+    def __init__(self, resident: ShardOptimizer, offloaded: OffloadedUpdate, norms: ParameterNorms,
+                 host_norms: ParameterNorms):
+        self._resident, self._offloaded = resident, offloaded
+        self._norms, self._host_norms = norms, host_norms
+
+    def step(self, *numbers: Any) -> None:
+        """See `ShardOptimizer.step`. Collective."""
+        squares = self._resident.begin(*numbers, self._norms)       # it has all optimizers that need norms
+        for found in self._offloaded.begin(numbers, self._host_norms):
+            for maker, of_maker in found.items():
+                squares[maker] += of_maker.to(squares[maker].device)
+        reduced = {maker: self._norms.reduced(total) for maker, total in squares.items()}
+        self._resident.finish(reduced, self._norms)
+        self._offloaded.finish({maker: norms.to(HOST) for maker, norms in reduced.items()}, self._host_norms)

@@ -35,7 +35,7 @@ from .norm import (
     squared_norm,
     sum_over_ranks,
 )
-from .offload import OffloadedUpdate
+from .offload import HOST, OffloadedUpdate, UpdateInHalves
 from .param_store import Draw
 from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
@@ -43,6 +43,7 @@ from .set_plan import ParameterUse, norm_entries, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .tiers import DEVICE, open_tiers
+from .whole_matrices import whole_matrices
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
 
@@ -111,8 +112,14 @@ class ZeroOptimizer:
         leaves = [leaf for s in self.trained for leaf in s.resident]
         norms = None                # of parameters, for optimizers that ask for them
         if any(group.needs_norms for group in settings.param_groups):
-            norms = ParameterNorms(norm_entries(plans, parameters, settings, groups), groups, self.device)
-        self.resident = ShardOptimizer(settings.param_groups, leaves, norms)
+            entries = norm_entries(plans, parameters, settings, groups)
+            norms = ParameterNorms(entries, groups, self.device)
+        matrices = whole_matrices(plans, parameters, settings.param_groups, groups, self.device)
+        self.resident = ShardOptimizer(settings.param_groups, leaves, norms, matrices)
+        self._in_halves = None
+        if norms is not None and settings.offload.optimizer != DEVICE:
+            self._in_halves = UpdateInHalves(self.resident, self.offloaded, norms,
+                                             ParameterNorms(entries, groups, HOST))
         # What ranks exchange in place of gradients; None: nothing.
         self.compressed = None if settings.phases is None else CompressedUpdate(
             settings.phases, self.trained, groups, self.resident, self.exchange, self.device)
@@ -276,11 +283,14 @@ class ZeroOptimizer:
         numbers = lr, weight_decay, divisor * max(excess, 1.0)
         if self.compressed:
             self.compressed.before_update(numbers[-1])
-        self.resident.step(*numbers)
+        if self._in_halves:
+            self._in_halves.step(*numbers)
+        else:
+            self.resident.step(*numbers)
+            self.offloaded.step(*numbers)
         if self.compressed:
             self.compressed.after_update()
         round_masters(leaf for s in self.trained for leaf in s.resident if not self.resident.writes_low(leaf))
-        self.offloaded.step(*numbers)
         self._tiers.settle()
 
     # -------------------------------------------------------------------------------- state

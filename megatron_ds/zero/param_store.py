@@ -199,11 +199,21 @@ class ShardedParameters(ParameterStore):
             unit = Unit(layer, first, stop - 1, flat, group)
         unit.buckets = [(unit.flat[bucket.start - start:bucket.stop - start], array)
                         for bucket, array in zip(buckets, self._arrays[first:stop])]
-        for i in range(buckets[0].first_slot, buckets[-1].last_slot):
-            slot, p = self.layout.slots[i], parameters[i]
-            become(p, unit.flat[slot.start - start:slot.stop - start].view(p.shape))
-        unit.free()         # only now: views cannot be made of a storage of no bytes
+        show_unit(unit, self.layout, parameters)
         return unit
+
+
+def show_unit(unit: Unit, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the parameters of a new unit views of its flat buffer, then free it.
+
+    parameters: of the whole set, by slot
+    """
+    buckets = layout.buckets[unit.first_bucket:unit.last_bucket + 1]
+    start = buckets[0].start
+    for i in range(buckets[0].first_slot, buckets[-1].last_slot):
+        slot, p = layout.slots[i], parameters[i]
+        become(p, unit.flat[slot.start - start:slot.stop - start].view(p.shape))
+    unit.free()             # only now: views cannot be made of a storage of no bytes
 
 
 @torch.no_grad()

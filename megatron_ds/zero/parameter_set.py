@@ -23,6 +23,7 @@ from .layout import SlotPiece
 from .norm import is_counted, norm_views
 from .offload import GRAD, LOW, MASTER, OffloadedUpdate, SubGroup, SubGroupPlan, plan_sub_groups
 from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameters
+from .quantized_parameters import QuantizedParameters
 from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, make_leaf
@@ -109,6 +110,9 @@ class SetMaker:
         if not plan.units:
             sharded = plan.policy.optimizer is not None
             return WholeParameters(parameters, plan.layout, ranks, sharded, self.device, self.draw)
+        if plan.blocks is not None:
+            return QuantizedParameters(parameters, plan.layout, ranks, plan.units, self.device, plan.blocks,
+                                       self.draw)
         tier = self.tiers.parameters or MemoryTier(self.device)
         return ShardedParameters(parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw)
 

@@ -4,7 +4,8 @@ allocated. Pure.
 Bytes that are kept:
 
     kind         bytes per element, padding included     split from
-    parameters   size of the model's dtype               stage 3, over all ranks or an inner group
+    parameters   size of the model's dtype               stage 3, over all ranks or an inner group; in blocks
+                                                         also over all ranks, and the blocks over the group
     gradients    size of the gradients'                  stage 2
     masters      4, none if the model itself is fp32     stage 1
     optimizer    4 per state tensor (2 for Adam)         stage 1
@@ -22,6 +23,8 @@ micro-batches (payload as in mpu/group.py, gradients in the dtype in which they 
     stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ if the stage is kept gathered), less what
               `gathering` avoids, over an inner group of h; then over the outer one reduce-scatter 1/h of
               that, and all-gather Ψ/h
+
+Weights and gradients in blocks are counted in the bytes of the blocks (number_blocks.py).
 
 For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7. Gathers are counted by running `LayerGathering` on
 units that only count.
@@ -89,7 +92,10 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
             # Of a whole tensor the optimizer sees no padding.
             numel = piece.stop - piece.start if plan.whole else piece.padded_numel
             states += numel * FP32_BYTES * sizes.state_tensors(plan.layout.slots[piece.slot].name)
-    return ZeroMemory(parameters=held(plan.policy.parameter) * sizes.parameter,
+    parameters = held(plan.policy.parameter) * sizes.parameter
+    if plan.blocks is not None:
+        parameters = held("dp") * sizes.parameter + plan.blocks.nbytes(held(plan.policy.parameter))
+    return ZeroMemory(parameters=parameters,
                       gradients=0 if plan.frozen else held(plan.policy.gradient) * sizes.gradient,
                       masters=masters, optimizer=states)
 
@@ -221,10 +227,14 @@ def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gather
                 add(op, group, cycles * nbytes, cycles * calls)
         if not sharded:
             continue
-        add("all_gather", where.outer, layout.numel // where.inner.size * parameter_bytes, buckets)
+        # Each collective of a gather sends so many bytes of a number of elements.
+        sends = plan.blocks.parts if plan.blocks else lambda numel: (numel * parameter_bytes,)
+        for nbytes in sends(layout.numel // where.inner.size):
+            add("all_gather", where.outer, nbytes, buckets)
         if not plan.units:
             add("all_gather", where.inner, layout.numel * parameter_bytes, buckets)
         for (_, first, stop), count in zip(plan.units, counts):
             numel = layout.buckets[stop - 1].stop - layout.buckets[first].start
-            add("all_gather", where.inner, count * numel * parameter_bytes, count * (stop - first))
+            for nbytes in sends(numel):
+                add("all_gather", where.inner, count * nbytes, count * (stop - first))
     return sent

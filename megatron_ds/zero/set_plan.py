@@ -29,6 +29,7 @@ from ..optim import group_of
 from .data_groups import Axes, DataGroups
 from .layout import Layout, plan_layout, plan_whole_layout
 from .norm import NormEntry
+from .number_blocks import Blocks
 from .settings import ShardPolicy, ZeroSettings
 from .tiers import DEVICE
 
@@ -100,6 +101,7 @@ class SetPlan:
     policy   what is split, after all exceptions
     inner    ranks of an inner group (data_groups.py), over which gathered parameters are split
     units    of gathered parameters: (layer, first bucket, last bucket + 1), in the order of the buckets
+    blocks   the format in which gathered parameters are kept for others and sent; None: their dtype
     """
 
     members: tuple[int, ...]
@@ -112,6 +114,7 @@ class SetPlan:
     stage: int | None
     inner: int
     units: tuple[tuple[int, int, int], ...] = ()
+    blocks: Blocks | None = None
 
 
 def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, groups: DataGroups,
@@ -160,20 +163,19 @@ def plan_sets(facts: Sequence[Fact], settings: ZeroSettings, shards: Mapping[Axe
     shards        number of ranks along the axes over which gradients are summed
     inner_shards  data-parallel ranks of an inner group, for the policy that has inner groups
     """
-    policy = settings.policy
     alone = settings.offload.parameters != DEVICE       # one rank gathers too, from an offload tier
     threshold = (smallest([fact.numel for fact in facts]) if settings.persistence is None
                  else settings.persistence)
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
-        split = policy.gradient is not None and (shards[fact.reduced_over] > 1 or alone)
-        gathered = split and policy.parameter is not None and fact.numel >= threshold
+        split = settings.policy.gradient is not None and (shards[fact.reduced_over] > 1 or alone)
+        gathered = split and settings.policy.parameter is not None and fact.numel >= threshold
         key = (fact.reduced_over, fact.frozen, gathered, split and fact.tied, fact.dtype,
                fact.stage if split else None, fact.whole)
         groups.setdefault(key, []).append(i)
     bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
-    return tuple(_plan_set(facts, groups[key], key, policy, shards[key[0]], inner_shards, bucket_elements)
+    return tuple(_plan_set(facts, groups[key], key, settings, shards[key[0]], inner_shards, bucket_elements)
                  for key in order)
 
 
@@ -187,9 +189,10 @@ def smallest(sizes: Sequence[int]) -> int:
     return 0
 
 
-def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, policy: ShardPolicy, shards: int,
+def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, settings: ZeroSettings, shards: int,
               inner_shards: int | None, bucket_elements: int) -> SetPlan:
     axes, frozen, gathered, tied, _, stage, whole = key
+    policy, align = settings.policy, settings.align
     inner = inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
     if not gathered:
         policy = replace(policy, parameter=None)
@@ -204,14 +207,15 @@ def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, policy: Sha
     items = [(facts[i].name, facts[i].numel) for i in forward]
     # The layout. Tied: a bucket each, so that shards are the same on stages whose sizes of buckets differ.
     if whole and policy.optimizer is not None:
-        layout = plan_whole_layout(items, bucket_elements, shards, alone=tied)
+        layout = plan_whole_layout(items, bucket_elements, shards, align, alone=tied)
     else:
         units = [facts[i].layer for i in forward] if gathered else None
-        layout = plan_layout(items, 1 if tied else bucket_elements, shards, units=units)
+        layout = plan_layout(items, 1 if tied else bucket_elements, shards, align, units=units)
     index_of = {facts[i].name: i for i in forward}
     in_buffer = tuple(index_of[slot.name] for slot in layout.slots)
     units = _units(layout, [facts[i].layer for i in in_buffer]) if gathered else ()
-    return SetPlan(in_buffer, layout, policy, axes, frozen, tied, whole, stage, inner, units)
+    return SetPlan(in_buffer, layout, policy, axes, frozen, tied, whole, stage, inner, units,
+                   settings.weight_blocks if gathered else None)
 
 
 def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

@@ -4,8 +4,9 @@ of ZeRO stages.
 Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p are stages 1, 2 and 3.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -17,10 +18,15 @@ from ..optim import ParamGroup, param_groups_of
 from ..optim.onebit_phases import Phases
 from .compressed_exchange import SwitchedExchange
 from .exchange import FullPrecisionExchange, GradientExchange
+from .layout import ALIGN
 from .norm import LossScaler, make_scaler
+from .number_blocks import Blocks
+from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
 
 Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
+WEIGHT_BITS, GRADIENT_BITS = 8, 4      # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
+FIRST_HOP_BITS = 8                     # of gradients inside an inner group, before they leave it
 LARGEST_BUCKET, SMALLEST_BUCKET = 40_000_000, 1_000_000     # elements, unless the configuration gives a size
 
 
@@ -56,6 +62,9 @@ class ZeroSettings:
     sent_divisor     they are divided by it before the sum and multiplied after it; None: by the number of
                      ranks
     exchange         makes another `GradientExchange` than the full-precision one
+    weight_blocks    stage 3: the format in which weights are gathered; None: their dtype
+    gradient_blocks  stages 2 and 3: the format in which gradients are sent; None: sent_dtype. Inside an inner
+                     group with FIRST_HOP_BITS
     clip_grad        largest gradient norm; 0: no clipping
     make_scaler      makes the loss scaler
     persistence      stage 3: parameters with fewer elements stay whole; None: the smallest, a thousandth of
@@ -73,6 +82,8 @@ class ZeroSettings:
     sent_dtype: torch.dtype | None = None
     sent_divisor: float | None = 1.0
     exchange: Callable[["ZeroSettings", torch.device], GradientExchange] | None = None
+    weight_blocks: Blocks | None = None
+    gradient_blocks: Blocks | None = None
     clip_grad: float = 0.0
     make_scaler: Callable[[], LossScaler] = LossScaler
     persistence: int | None = None
@@ -95,18 +106,30 @@ class ZeroSettings:
             overlap=zero.overlap_comm is not False,
             grad_dtype=_dtype(o.gradient_dtype), sent_dtype=_dtype(zero.sent_dtype),
             sent_divisor=zero.sent_divisor,
+            weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block
+                                 ) if zero.zero_quantized_weights else None,
+            gradient_blocks=Blocks(GRADIENT_BITS, zero.zero_quantization_block
+                                   ) if zero.zero_quantized_gradients else None,
             clip_grad=o.clip_grad, make_scaler=partial(make_scaler, o),
             persistence=zero.param_persistence_threshold, prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero))
 
     def __post_init__(self):
+        if self.weight_blocks and (self.policy.parameter is None or self.offload.parameters != "device"):
+            raise ConfigError("quantized weights are those that ZeRO stage 3 splits and gathers from the "
+                              "device. Use --zero-stage 3 without --offload-param, or leave "
+                              "--zero-quantized-weights out.")
+        if self.gradient_blocks and self.policy.gradient is None:
+            raise ConfigError("quantized gradients are exchanged as shards, which ZeRO stages 2 and 3 make. "
+                              "Use --zero-stage 2 or 3, or leave --zero-quantized-gradients out.")
         for group in self.param_groups:
             if group.needs_whole_tensors and self.policy.parameter is not None:
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
                     "splits every parameter over all ranks and gathers it for its layer only. Use "
                     "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
-            if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
+            needs_all = group.needs_whole_tensors or group.is_collective and not group.steps_in_halves
+            if needs_all and self.offload.optimizer != "device":
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, "
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
@@ -144,6 +167,11 @@ class ZeroSettings:
                 "needs all of the optimizer state, but ZeRO splits it. Use --zero-stage 0, or onebit_adam "
                 "with --zero-stage 1.")
 
+    @property
+    def align(self) -> int:
+        """Elements of which slots and shards have a multiple: so that blocks cross no border."""
+        return math.lcm(ALIGN, *(b.length for b in (self.weight_blocks, self.gradient_blocks) if b))
+
     def elements_of_bucket(self, num_parameters: int) -> int:
         """The size of a bucket: small enough that most of the reduction is hidden behind backward.
 
@@ -156,6 +184,9 @@ class ZeroSettings:
         """The strategy that sums gradients over the ranks."""
         if self.exchange is not None:
             return self.exchange(self, device)
+        if self.gradient_blocks is not None:
+            first = replace(self.gradient_blocks, bits=FIRST_HOP_BITS)
+            return QuantizedExchange(self.gradient_blocks, first, device)
         kind = FullPrecisionExchange if self.phases is None else SwitchedExchange
         return kind(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
 

@@ -31,9 +31,10 @@ import torch
 from torch import nn
 
 from ..mpu.param_spec import ParamSpec
-from ..optim import ParamGroup, group_of
+from ..optim import MakeOptimizer, ParamGroup, group_of
 from .layout import SlotPiece
 from .norm import ParameterNorms
+from .whole_matrices import WholeMatrices
 
 Rates = float | Mapping[str, float] | None
 """Learning rates by name (`ParamGroup.rate`), one for all groups, or None: torch's groups have their own."""
@@ -99,24 +100,27 @@ class ShardOptimizer:
     """The torch optimizers of the parameter groups, on the leaves that this rank has of them.
 
     Groups of the same optimizer share one torch optimizer. A rank without leaves of an optimizer does not
-    make it, unless it asks for norms, or for an exchange of its own, which are collective: it then has empty
-    groups.
+    make it, unless its step is collective: it then has empty groups.
+
+    norms, matrices: what collective optimizers are given, the matrices by optimizer
     """
 
     def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
-                 norms: ParameterNorms | None = None):
-        self.num_updates = 0
+                 norms: ParameterNorms | None = None,
+                 matrices: Mapping[MakeOptimizer, WholeMatrices] | None = None):
+        self.num_updates, self._norms, self._matrices = 0, norms, matrices or {}
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for leaf in leaves:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._of: dict[int, torch.optim.Optimizer] = {}
+        self._maker_of: dict[int, MakeOptimizer] = {}
         for i, group in enumerate(groups):
             same = [(g, tensors) for g, tensors in zip(groups, members)
-                    if g.optimizer == group.optimizer and (tensors or group.needs_norms or group.phases)]
+                    if g.optimizer == group.optimizer and (tensors or group.is_collective)]
             is_first = all(g.optimizer != group.optimizer for g in groups[:i])
             if same and is_first:
-                self._make(same, norms)
+                self._make(same)
         # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
         # zero yet).
         for optimizer in self._optimizers:
@@ -138,15 +142,32 @@ class ShardOptimizer:
         """
         self.num_updates += 1
         for optimizer in self._optimizers:
-            if self.num_updates == 1 and hasattr(optimizer, "restart"):
-                optimizer.restart()
-            for group in optimizer.param_groups if lr is not None else ():
-                rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr
-                group["lr"] = rate * group["lr_factor"]
-                group["weight_decay"] = weight_decay if group["decay"] else 0.0
-            with _wide_grads(optimizer):
-                self._set_divisor(optimizer, divisor)
+            with self._prepared(optimizer, lr, weight_decay, divisor):
                 optimizer.step()
+
+    def begin(self, lr: Rates, weight_decay: float, divisor: float,
+              norms: ParameterNorms) -> dict[MakeOptimizer, torch.Tensor]:
+        """The first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
+        optimizers make their step. → for each optimizer the squares of the norms (`ParameterNorms.squares`).
+        """
+        self.num_updates += 1
+        squares = {}
+        for optimizer in self._optimizers:
+            maker = self._maker_of[id(optimizer)]
+            with self._prepared(optimizer, lr, weight_decay, divisor):
+                if not getattr(maker, "needs_norms", False):
+                    optimizer.step()
+                    continue
+                optimizer.advance()
+                squares[maker] = norms.squares(*optimizer.measured())
+        return squares
+
+    def finish(self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms) -> None:
+        """The second half. reduced: the norms of all parts (`ParameterNorms.reduced`), for each optimizer."""
+        for optimizer in self._optimizers:
+            if (maker := self._maker_of[id(optimizer)]) in reduced:
+                parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+                optimizer.finish(norms.of(reduced[maker], parameters))
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
@@ -184,14 +205,31 @@ class ShardOptimizer:
             elif "step" in state:
                 state["step"] = count
 
-    def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]],
-              norms: ParameterNorms | None) -> None:
-        options = {"reduce_norms": norms} if groups[0][0].needs_norms else {}
-        optimizer = groups[0][0].optimizer(
+    def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]]) -> None:
+        first = groups[0][0]
+        options = {"reduce_norms": self._norms} if first.needs_norms else {}
+        if first.needs_matrices:
+            options["for_each"] = self._matrices[first.optimizer]
+        optimizer = first.optimizer(
             [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
         self._optimizers.append(optimizer)
+        self._maker_of[id(optimizer)] = groups[0][0].optimizer
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
+
+    @contextmanager
+    def _prepared(self, optimizer: torch.optim.Optimizer, lr: Rates, weight_decay: float,
+                  divisor: float) -> Iterator[None]:
+        """Inside, an optimizer has the numbers of a step, and gradients that it can read."""
+        if self.num_updates == 1 and hasattr(optimizer, "restart"):
+            optimizer.restart()
+        for group in optimizer.param_groups if lr is not None else ():
+            rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr
+            group["lr"] = rate * group["lr_factor"]
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+        with _wide_grads(optimizer):
+            self._set_divisor(optimizer, divisor)
+            yield
 
     @staticmethod
     def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:

@@ -1,5 +1,6 @@
 """What ZeRO asks of every registered optimizer."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,24 +10,34 @@ from torch import nn
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
+from megatron_ds.mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec
+from megatron_ds.ops.newton_schulz import SETS
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.layout import SlotPiece
+from megatron_ds.zero.matrix_owners import MatrixEntry
 from megatron_ds.zero.norm import NormEntry, ParameterNorms
 from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
-from tests.harness.plain_optimizers import PlainLamb, PlainLion
+from megatron_ds.zero.whole_matrices import WholeMatrices
+from tests.harness.plain_optimizers import PlainLamb, PlainLion, PlainMuon
 
 SETTINGS = OptimizerConfig(adam_beta2=0.95)
-SIZE, CUTS = 320, (0, 64, 192, 320)
+SHAPE, SIZE, CUTS = (16, 20), 320, (0, 64, 192, 320)
+# A rank has one part of a matrix at most.
+PARTS_OF_MATRICES = {"muon": (0, 320)}
 # By torch, or by the formula in double precision.
 PLAIN = {"adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False),
          "sgd": partial(torch.optim.SGD, lr=0.01, weight_decay=0.1, momentum=0.9, foreach=False),
          "adagrad": partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1, foreach=False),
          "lion": partial(PlainLion, lr=0.01, weight_decay=0.1, betas=(0.95, 0.98)),
-         "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))}
+         "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
+         "muon": partial(PlainMuon, lr=0.01, weight_decay=0.1, columns=SHAPE[1],
+                         coefficients=SETS["quintic"].steps)}
 # At first:
 PLAIN |= {"onebit_adam": PLAIN["adam"], "zero_one_adam": PLAIN["adam"], "onebit_lamb": PLAIN["lamb"]}
+
+
+SPEC = ParamSpec("w", (8, 8), Init("ones"), matrices=Matrices())
 
 
 def noise(seed):
@@ -38,14 +49,15 @@ def noise(seed):
 def shard_optimizer(name, leaves, make=None):
     """The registered optimizer on leaves, all parts of whose parameters are here."""
     specs = {leaf.spec.name: leaf.spec for leaf in leaves}
-    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False) for spec in specs.values()],
-                           DataGroups({DATA_AXES: solo()}), torch.device("cpu"))
-    return ShardOptimizer(default_groups(make or RegisteredOptimizer(name, SETTINGS)), leaves, norms)
+    alone, make, cpu = DataGroups({DATA_AXES: solo()}), make or RegisteredOptimizer(name, SETTINGS), "cpu"
+    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False) for spec in specs.values()], alone, cpu)
+    matrices = WholeMatrices([MatrixEntry(spec, DATA_AXES, ()) for spec in specs.values()], alone, cpu)
+    return ShardOptimizer(default_groups(make), leaves, norms, {make: matrices})
 
 
 def run(name, cuts, divisor=1.0):
     """Three steps on one tensor, given to the optimizer cut at `cuts`. The values and the optimizer."""
-    spec = ParamSpec("w", (SIZE,), Init("normal", 1.0))
+    spec = ParamSpec("w", SHAPE, Init("normal", 1.0), matrices=Matrices())
     values, grad = noise(0), torch.zeros(SIZE)
     leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b])
               for a, b in zip(cuts, cuts[1:])]
@@ -70,19 +82,20 @@ def test_three_steps_equal_those_of_the_plain_torch_optimizer(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_aligned_cuts_change_no_bit(name):
-    assert torch.equal(run(name, (0, SIZE))[0], run(name, CUTS)[0])
+    assert torch.equal(run(name, (0, SIZE))[0], run(name, PARTS_OF_MATRICES.get(name, CUTS))[0])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_padding_stays_zero(name):
-    values, inner, leaves = run(name, CUTS)
+    values, inner, leaves = run(name, PARTS_OF_MATRICES.get(name, CUTS))
     assert not values[300:].any() and values[:300].all()
-    assert all(not state[300 - 192:].any() for _, state in inner.state_of(leaves[-1]))
+    assert all(not state[300 - SIZE:].any() for _, state in inner.state_of(leaves[-1]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_a_divisor_gives_the_same_as_gradients_divided_beforehand(name):
-    assert torch.equal(run(name, CUTS, divisor=8.0)[0], run(name, CUTS)[0])     # powers of two divide exactly
+    cuts = PARTS_OF_MATRICES.get(name, CUTS)
+    assert torch.equal(run(name, cuts, divisor=8.0)[0], run(name, cuts)[0])     # powers of two divide exactly
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
@@ -92,9 +105,10 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
-    make.needs_norms = RegisteredOptimizer(name, SETTINGS).needs_norms
+    registered = RegisteredOptimizer(name, SETTINGS)
+    make.needs_norms, make.needs_matrices = registered.needs_norms, registered.needs_matrices
 
-    spec, grad = ParamSpec("w", (64,), Init("ones")), torch.zeros(64)
+    spec, grad = SPEC, torch.zeros(64)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)
     inner = shard_optimizer(name, [leaf], make)
     grad.fill_(6.0)
@@ -105,7 +119,7 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(name, dtype):
-    spec, grad, updated = ParamSpec("w", (64,), Init("ones")), noise(1)[:64].to(dtype), []
+    spec, grad, updated = SPEC, noise(1)[:64].to(dtype), []
     for given in (grad.clone(), grad.float()):
         leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given)
         inner = shard_optimizer(name, [leaf])
@@ -118,7 +132,7 @@ def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(nam
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
-    spec, low = ParamSpec("w", (64,), Init("ones")), torch.zeros(64, dtype=dtype)
+    spec, low = SPEC, torch.zeros(64, dtype=dtype)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
     inner = shard_optimizer(name, [leaf])
     inner.step(0.01, 0.1, 3.0)
@@ -128,7 +142,7 @@ def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_groups_that_do_not_decay_get_no_weight_decay(name):
-    leaves = [make_leaf(ParamSpec(n, (64,), Init("ones"), decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
+    leaves = [make_leaf(replace(SPEC, name=n, decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
                         torch.ones(64), torch.zeros(64)) for n in ("decays", "stays")]
     inner = shard_optimizer(name, leaves)
     inner.step(0.5, 0.1, 1.0)

@@ -30,6 +30,7 @@ import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
+from megatron_ds.ops.cpu import compiled_attention
 from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
@@ -246,8 +247,15 @@ def _document_bias(work: Workload, recompute: str | None) -> int:
     return work.tokens * work.positions * (4 if _is_widened(work) else work.itemsize)
 
 
+def _is_compiled(work: Workload) -> bool:
+    is_bare = not work.apart and work.model.model != "bert" and not work.model.attention_dropout
+    is_bf16 = work.device == "cpu" and work.dtype == torch.bfloat16 and not _is_widened(work)
+    has_size = work.model.head_dim in compiled_attention.CHANNELS
+    return is_bare and is_bf16 and has_size and not compiled_attention.reason_against()
+
+
 def _goes_by_blocks(work: Workload) -> bool:
-    return (work.device == "cpu" and (work.dtype in KERNELS or _is_widened(work))
+    return (work.device == "cpu" and not _is_compiled(work) and (work.dtype in KERNELS or _is_widened(work))
             and is_worth_blocking(work.positions, work.model.head_dim))
 
 
@@ -296,7 +304,10 @@ def _core(work: Workload) -> int:
     # the output, once more as the projection takes it
     copied = q if own or work.device != "cpu" and work.samples > 1 else 0
     padding = 0 if causal else work.tokens * work.itemsize          # which keys count, as numbers to be added
-    return (own or _arguments(work)) + sums + copied + padding
+    arguments = own or _arguments(work)
+    if _is_compiled(work) and (model.is_rotary or model.qk_layernorm):              # values are copied
+        arguments = work.query_bytes + 2 * work.key_bytes + _head_norms(work)
+    return arguments + sums + copied + padding
 
 
 def _blocked_arguments(work: Workload) -> int:

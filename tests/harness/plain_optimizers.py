@@ -1,4 +1,4 @@
-"""Lion and LAMB of whole parameters, from the formulas of their papers, in double precision."""
+"""Lion, LAMB and Muon of whole parameters, from the formulas of their papers, in double precision."""
 
 import torch
 
@@ -53,4 +53,24 @@ class PlainLamb(Plain):
         low, high = group["bounds"]
         state["r"] = min(max(float(p.norm() / u.norm()) if p.norm() and u.norm() else 1.0, low), high)
         state["p"] = p - group["lr"] * factor * state["r"] * u
+        return state["p"]
+
+
+class PlainMuon(Plain):
+    """Jordan et al. 2024 without Nesterov's momentum, on a matrix of `columns` columns: the polynomials
+    (a, b, c) of `coefficients` are of its singular values."""
+
+    def __init__(self, params, lr, coefficients, columns, momentum=0.9, weight_decay=0.0):
+        super().__init__(params, lr, (momentum, 0), weight_decay, coefficients=coefficients, columns=columns)
+
+    def formula(self, p, g, state, group):
+        mu = group["betas"][0]
+        state["m"] = m = mu * state.get("m", torch.zeros_like(p)) + (1 - mu) * g
+        matrix = m.view(-1, group["columns"])
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        s = s / s.norm()
+        for a, b, c in group["coefficients"]:
+            s = a * s + b * s**3 + c * s**5
+        update = (u * s @ vh).view_as(p) * max(matrix.shape) ** 0.5
+        state["p"] = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
         return state["p"]

@@ -161,6 +161,8 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (4, f"{GOOD} --zero-stage 3 --zero-hpz-partition-size 3"),
     (1, f"{GOOD} --zero-hpz-partition-size 2 --prescale-gradients --gradient-predivide-factor 4"),
     (1, f"{GOOD} --zero-stage 3 --zero3-pin-stage maybe"),
+    (4, f"{GOOD} --zero-stage 1 --zero-quantized-weights --zero-quantized-gradients --offload-param cpu "
+        "--communication-data-type bf16"),
     (1, f"{MODEL} {RUN} --train-samples 100 --mock-data --deepspeed_config lr.json"),
 )), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--config experts.yaml"),

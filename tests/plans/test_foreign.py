@@ -95,7 +95,7 @@ def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off)
 @pytest.mark.parametrize("key, value", [
     ("gradient_allreduce_op", "sum"), ("progressive_layer_drop", {"enabled": True}),
     ("activation_checkpointing.profile", True),
-    ("zero_optimization.zero_quantized_weights", True),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True),
     ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False),
     ("compression_training", {"layer_reduction": {"enabled": True}})])
 def test_a_key_that_would_change_numbers_or_is_missing_here_is_refused(key, value):

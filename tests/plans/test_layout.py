@@ -23,9 +23,11 @@ def test_every_element_of_every_parameter_is_in_exactly_one_shard(sizes, bucket_
         for piece in layout.slot_intersections(shard):
             slot = layout.slots[piece.slot]
             assert piece.flat == slot.start + piece.start
+            assert layout.spans(piece.slot)[shard] == (piece.start, piece.stop)
             for element in range(piece.start, piece.stop):
                 owners[slot.name][element] += 1
     assert all(count == 1 for owner in owners.values() for count in owner)
+    assert all(sum(b - a for a, b in layout.spans(i)) == slot.numel for i, slot in enumerate(layout.slots))
 
 
 @settings(max_examples=200, deadline=None)

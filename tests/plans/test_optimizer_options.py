@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ds.config import OptimizerConfig, parse
-from megatron_ds.config.optimizer_facts import COMMON, FACTS, NORMS
+from megatron_ds.config.optimizer_facts import COMMON, FACTS, MATRIX, NORMS
 from megatron_ds.errors import ConfigError
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer
 from megatron_ds.planning.rank_plan import _tried
@@ -27,17 +27,19 @@ def read(tmp_path):
 
 @pytest.mark.parametrize("name", FACTS)
 def test_the_facts_are_those_of_the_optimizer(name):
-    """State, hyper-parameters of a group, and whether it asks for norms."""
-    settings, p = OptimizerConfig(), torch.nn.Parameter(torch.ones(64))
-    p.grad = torch.ones(64)
+    """State, hyper-parameters of a group, and whether it asks for norms or matrices."""
+    settings, p = OptimizerConfig(), torch.nn.Parameter(torch.ones(8, 8))
+    p.grad = torch.ones(8, 8)
     optimizer = OPTIMIZERS[name]([{"params": [p]}], settings)
     optimizer.step()
     assert {key for key, value in optimizer.state[p].items() if key != "step"} == set(FACTS[name].state)
     numbers = FACTS[name].numbers(settings) | {"lr": 0.0, "weight_decay": 0.0}
     group = optimizer.param_groups[0] | {"weight_decay": 0.0}
+    numbers = {key: number for key, number in numbers.items() if name != "muon" or key in group}
     assert {key: group[key] for key in numbers} == numbers
     assert _tried(RegisteredOptimizer(name, settings))[0] == len(FACTS[name].state)              # of plans
     assert getattr(OPTIMIZERS[name], "needs_norms", False) == (FACTS[name].depends == NORMS)
+    assert getattr(OPTIMIZERS[name], "needs_matrices", False) == (FACTS[name].depends == MATRIX)
     assert set(FACTS) == set(OPTIMIZERS.names())
 
 
@@ -46,6 +48,9 @@ def test_names_of_deepspeed_choose_the_optimizer(read):
         short = {"freeze_step": 5} if "freeze_step" in facts.params else {}
         for kind in (*facts.types, facts.types[0].upper()):
             assert read(kind, **short).optimizer == facts.name
+    for kind, name in (("MuAdam", "AdamW"), ("MuSGD", "SGD")):
+        with pytest.raises(ConfigError, match=f"'{kind}', which is not available: write {name}, and the l"):
+            read(kind)
     with pytest.raises(ConfigError, match="'Sophia', which is not available. Available: Adam"):
         read("Sophia")
 
@@ -62,6 +67,35 @@ def test_keys_reach_the_options_of_their_optimizer(read):
             lamb.adam_beta1, lamb.adam_beta2) == (0.3, 0.1, 1e-6, True, 0.8, 0.9)
     assert read("SGD").sgd_momentum == 0.0 and read("SGD", momentum=0.3).sgd_momentum == 0.3
     assert read("Adam", amsgrad=True).adam_amsgrad
+
+
+def test_each_source_of_muon_has_its_own_defaults(read):
+    """Megatron's of flags, DeepSpeed's of a JSON."""
+    flags = parse([*MODEL, "--optimizer", "muon"], 1).optimizer
+    assert (flags.muon_momentum, flags.muon_use_nesterov, flags.muon_coefficient_type, flags.muon_scale_mode,
+            flags.adam_beta2, flags.adam_eps) == (0.9, False, "quintic", "spectral", 0.999, 1e-8)
+    muon = read("Muon", ns_method="gram")
+    assert (muon.muon_momentum, muon.muon_use_nesterov, muon.muon_coefficient_type, muon.muon_scale_mode,
+            muon.adam_beta2, muon.adam_eps) == (0.95, True, "simple", "shape_scaling", 0.95, 1e-10)
+    muon = read("Muon", momentum=0.8, betas=[0.7, 0.6], eps=1e-6, muon_lr=0.02, adam_lr=3e-4,
+                per_head_muon=True)
+    assert (muon.muon_momentum, muon.adam_beta1, muon.adam_beta2, muon.adam_eps, muon.muon_lr,
+            muon.muon_scalar_lr, muon.muon_per_head) == (0.8, 0.7, 0.6, 1e-6, 0.02, 3e-4, True)
+    words = "dist_muon --muon-no-split-qkv --muon-fp32-matmul-prec medium --muon-tp-mode distributed".split()
+    assert parse([*MODEL, "--optimizer", *words], 1).optimizer.muon_ns_dtype == "bf16"
+
+
+@pytest.mark.parametrize("words, says", [
+    ("--muon-coefficient-type cubic5 --muon-num-ns-steps 6", "coefficients of 5 iterations, but --muon-num-"),
+    ("--lion-beta1 0.9", "--lion-beta1 0.9 is not an option of --muon-scalar-optimizer adam"),
+    ("--muon-scalar-optimizer lion --adam-beta2 0.9", "--adam-beta2 0.9 is not an option of --muon-scalar-"),
+    ("--muon-per-head --muon-no-split-qkv", "--muon-per-head divides what --muon-no-split-qkv leaves in"),
+    ("--muon-tp-mode blockwise", "that of each part by itself would depend on the layout"),
+    ("--muon-scale-mode rms", "is not one of spectral, unit_rms_norm, shape_scaling, match_rms_adamw")])
+def test_options_of_muon_that_do_not_fit_are_refused(words, says):
+    with pytest.raises(ConfigError) as error:
+        parse([*MODEL, "--optimizer", "muon", *words.split()], 1)
+    assert says in str(error.value)
 
 
 @pytest.mark.parametrize("kind, params, says", [

@@ -64,6 +64,26 @@ def test_inner_groups_are_of_stage_3_and_equal():
         "--zero-stage 3 --zero-hpz-partition-size 2 --offload-param nvme --offload-nvme-path /")
 
 
+def test_blocks_are_options_of_a_json(tmp_path):
+    document = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True,
+                                      "zero_quantized_gradients": True}}
+    zero = zero_of(tmp_path, document)
+    assert (zero.zero_quantized_weights, zero.zero_quantized_gradients, zero.zero_quantization_block) == (
+        True, True, 256)
+
+
+@pytest.mark.parametrize("words, legal", [
+    ("--zero-stage 2 --zero-quantized-weights", "--zero-stage 3"),
+    ("--zero-stage 1 --zero-quantized-gradients", "--zero-stage 2"),
+    ("--zero-stage 3 --zero-quantization-block 128", "--zero-quantized-weights or"),
+    ("--zero-stage 3 --zero-quantized-gradients --zero-quantization-block 100",
+     "64, 128, 256, 512, 1024, 2048"),
+    ("--zero-stage 3 --zero-quantized-weights --offload-param cpu", "--offload-param cpu"),
+    ("--zero-stage 3 --zero-quantized-gradients --communication-data-type bf16", "Remove one of the two")])
+def test_what_cannot_be_quantized_is_refused(words, legal):
+    assert legal in problem_of(words)
+
+
 @pytest.mark.parametrize("words, means", [
     ("", "off"), ("--zero3-pin-stage", "on"), ("--zero3-pin-stage auto", "auto"),
     ("--zero3-pin-stage=off", "off"),

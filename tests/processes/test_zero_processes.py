@@ -9,6 +9,7 @@ import torch
 from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.zero.gathering import SharedParts
 from megatron_ds.zero.layout import plan_layout
+from megatron_ds.zero.number_blocks import Blocks
 from megatron_ds.zero.settings import HIERARCHICAL
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
@@ -27,10 +28,14 @@ def test_two_processes_give_the_same_bits_as_two_threads(stage, dtype, sent):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
 
 
-def test_a_hierarchy_of_four_processes_gives_the_bits_of_four_threads():
+def train_quantized(*here):
+    return train_hierarchy(*here, weight_blocks=Blocks(8, 256), gradient_blocks=Blocks(4, 256))
+
+
+@pytest.mark.parametrize("train_it", [train_hierarchy, train_quantized])
+def test_a_hierarchy_of_four_processes_gives_the_bits_of_four_threads(train_it):
     options = (4, 2, HIERARCHICAL, torch.bfloat16)
-    results = (run_processes(4, train_hierarchy, *options),
-               run_ranks(4, lambda *here: train_hierarchy(*here, *options)))
+    results = (run_processes(4, train_it, *options), run_ranks(4, lambda *here: train_it(*here, *options)))
     for (norms, parameters), (expected_norms, expected) in zip(*results):
         assert norms == pytest.approx(expected_norms, rel=1e-12)        # of four terms, in another order
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected))

@@ -79,6 +79,7 @@ def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] =
 
 CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,comm=fp16", "fp32", 1),
          ("zero=3,dp=2", "bf16", 1), ("zero=3,dp=4,hpz=2", "fp32", 1),
+         ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
          ("zero=1,offload=cpu", "bf16", None), ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
          ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
          ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1)]

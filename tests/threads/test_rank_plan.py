@@ -24,6 +24,7 @@ LAYOUTS = [
     "dp=2,zero=1,grads=bf16",
     "cp=2,dp=2,zero=2", "cp=2,comm_type=a2a,tp=2,sp=1,recompute=selective",
     "cp=2,comm_type=all_gather,pp=2,zero=3", "cp=3,recompute=full,mbs=2", "cp=4,comm_type=a2a,zero=1",
+    "tp=2,pp=2,dp=2,zero=3,qw=1,qg=1",
 ]
 
 
@@ -100,6 +101,13 @@ def test_so_it_does_under_every_schedule(schedule, zero):
           f"{ranks},zero={zero},schedule={schedule}")
 
 
-@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0"])
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=4,zero=3,hpz=2", "tp=2,zero=0"])
+def test_matrices_that_an_optimizer_gathers_are_planned(layout):
+    """In each step with a learning rate above 0."""
+    check([*tiny_job("llama", "fp32", True, 0.0, 2, BATCH, STEPS), "--optimizer", "muon", "--lr-warmup-iters",
+           "0"], layout)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0", "dp=2,zero=2,offload=cpu"])
 def test_norms_that_an_optimizer_asks_for_are_planned(layout):
     check([*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--optimizer", "lamb"], layout)

@@ -20,7 +20,7 @@ PADDED = [*MOE, "--moe-expert-capacity-factor", "1", "--moe-pad-expert-input-to-
 @pytest.mark.parametrize("style, dropout, more", [
     ("gpt2", 0.1, []), ("llama", 0.0, []), ("gpt2", 0.0, MOE), ("llama", 0.0, PADDED),
     ("llama", 0.0, ["--qk-layernorm"]), ("llama", 0.0, ["--rotary-interleaved"]),
-    ("gpt2", 0.0, ["--use-parallel-residual", "--no-adam-bias-correction"])])
+    ("gpt2", 0.0, ["--use-parallel-residual", "--no-adam-bias-correction"]), ("gpt2", 0.0, ["--bf16"])])
 def test_listed_operations_are_those_that_run(style, dropout, more):
     flags = [*tiny_job(style, "fp32", False, dropout, 1, 2, 1), "--micro-batch-size", "2", *more]
     config, called, call = parse(flags, world_size=1), set(), Operation.__call__

@@ -180,7 +180,8 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
                                     "dp=2,pp=2,zero=3,schedule=zb-h1",
                                     "dp=2,pp=2,zero=3,schedule=interleaved",
                                     "dp=2,pp=2,zero=3,schedule=zb-v", "dp=2,pp=2,zero=3,schedule=zb-v,pin=1",
-                                    "dp=2,pp=2,zero=2,schedule=zb-v", "dp=2,pp=2,zero=1,schedule=zb-v"])
+                                    "dp=2,pp=2,zero=2,schedule=zb-v", "dp=2,pp=2,zero=1,schedule=zb-v",
+                                    "dp=4,zero=3,hpz=2,qw=1,qg=1", "dp=2,zero=2,qg=1"])
 @pytest.mark.parametrize("untie", [False, True])
 def test_planned_traffic_is_counted_traffic(layout, untie):
     def main(engine):

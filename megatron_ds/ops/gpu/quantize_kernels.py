@@ -40,10 +40,10 @@ def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torc
 
 
 def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
-               dtype: torch.dtype) -> torch.Tensor:
-    """What `quantize` made → numbers [numel] of `dtype`."""
+               dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What `quantize` made → numbers [numel] of `dtype`, in `out` if it is given."""
     scales, codes = scales.detach().contiguous(), codes.contiguous()
-    y = scales.new_empty(numel, dtype=dtype)
+    y = scales.new_empty(numel, dtype=dtype) if out is None else out
     width = vector_width([numel, block], y)
     each = max(width, 8 // bits)
     if vector_width([each * bits // 8], codes) < each * bits // 8:
