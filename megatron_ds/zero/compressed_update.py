@@ -99,7 +99,7 @@ class CompressedUpdate:
         self._sets = [_compressed_set(s, phases, groups, resident, device) for s in sets]
         self._is_whole = False              # `momentum` of all sets, beyond this rank's shard
         self._noise = NoiseShare()
-        exchange.measured = {name: views for s in self._sets for name, views in matrices_of(s.of, groups)}
+        exchange.measured = matrices_of(sets, groups)
         self.begin()
 
     @property
@@ -125,7 +125,7 @@ class CompressedUpdate:
         return total
 
     def full_squares(self, device: torch.device) -> torch.Tensor | None:
-        """This rank's addend of Σ_i ‖g_i‖² / P of matrices, before they are reduced; None in other steps."""
+        """This rank's addend of Σ_i ‖g_i‖² / P of `matrices_of`, not yet reduced; None in other steps."""
         if self.is_local:
             return None
         none = torch.zeros((), dtype=torch.float64, device=device)
@@ -275,16 +275,25 @@ class CompressedUpdate:
         return total.div_(s.mean.group.size)
 
 
-def matrices_of(s: ParameterSet, groups: DataGroups) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """(name of a bucket, its matrices that this rank counts in the norm). Not vectors: their gradients may
-    still be partial sums over tensor-parallel ranks."""
-    layout = s.plan.layout
-    counted = {piece.slot: piece for piece in layout.whole_slots()
-               if is_counted(s.parameters[piece.slot].spec, groups.tp.rank)
-               and not is_vector(s.parameters[piece.slot].spec)}
-    for bucket in layout.buckets:
-        pieces = [counted[i] for i in range(bucket.first_slot, bucket.last_slot) if i in counted]
-        yield layout.slots[bucket.first_slot].name, norm_views(s.buckets.flat, pieces, s.buckets.start_of)
+def matrices_of(sets: Sequence[ParameterSet], groups: DataGroups) -> dict[str, list[torch.Tensor]]:
+    """Name of a bucket → its matrices that this rank counts in the norm.
+
+    Where tensor parallelism can split some of them, only these: gradients of others may still be partial sums
+    when they are reduced, and the noise is to be measured on the same parameters under every layout.
+    """
+    matrices = [p.spec for s in sets for p in s.parameters if not is_vector(p.spec)]
+    wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {spec.name for spec in matrices}
+    found = {}
+    for s in sets:
+        layout = s.plan.layout
+        counted = {piece.slot: piece for piece in layout.whole_slots()
+                   if s.parameters[piece.slot].spec.name in wanted
+                   and is_counted(s.parameters[piece.slot].spec, groups.tp.rank)}
+        for bucket in layout.buckets:
+            pieces = [counted[i] for i in range(bucket.first_slot, bucket.last_slot) if i in counted]
+            name = layout.slots[bucket.first_slot].name
+            found[name] = norm_views(s.buckets.flat, pieces, s.buckets.start_of)
+    return found
 
 
 def _compressed_set(s: ParameterSet, phases: Phases, groups: DataGroups, resident: ShardOptimizer,

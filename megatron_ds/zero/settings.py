@@ -115,6 +115,7 @@ class ZeroSettings:
             offload=OffloadSettings.from_config(zero))
 
     def __post_init__(self):
+        self._check_phases()
         if self.weight_blocks and (self.policy.parameter is None or self.offload.parameters != "device"):
             raise ConfigError("quantized weights are those that ZeRO stage 3 splits and gathers from the "
                               "device. Use --zero-stage 3 without --offload-param, or leave "
@@ -135,7 +136,6 @@ class ZeroSettings:
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
                     "none, or an optimizer that treats elements one by one, such as adam.")
 
-        self._check_phases()
 
     @property
     def phases(self) -> Phases | None:
