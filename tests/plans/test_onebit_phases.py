@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_ds.optim.onebit_phases import Exchange, FrozenVariance, ZeroOnePhases
+from megatron_ds.zero.compressed_noise import NoiseShare
 from megatron_ds.zero.compressed_signs import pack_signs, unpack_signs
 from tests.harness.onebit_simulator import SimulatedMean
 
@@ -61,3 +62,15 @@ def test_intervals_between_exchanges_of_0_1_adam_double_up_to_the_clipper():
     assert sums == {11, 12, 13, 14, 16, 18, 20, 24, 32, 40, 48, 56}
     assert set(after.values()) == {Exchange.SUM, Exchange.NONE}
     assert phases.at(9) is phases.at(10) is Exchange.GRADIENT
+
+
+def test_the_share_of_noise_is_that_of_the_global_batch_on_any_number_of_ranks():
+    """‖G‖² = 3, noise of variance 8 in a global batch: the mean over 2 or 4 ranks of ‖g_i‖² is 3 + 8 P."""
+    shares = []
+    for ranks in (2, 4):
+        shares.append(NoiseShare())
+        for _ in range(3):
+            shares[-1].add((3 + 8 * ranks) / (3 + 8), ranks)
+        assert shares[-1].ratio(ranks) == pytest.approx(((3 + 8 * ranks) / 11) ** 0.5)
+    assert [share.value for share in shares] == pytest.approx([8 / 11] * 2)
+    assert NoiseShare().ratio(8) == 1.0
