@@ -6,6 +6,8 @@ import logging
 import pytest
 from hypothesis import settings
 
+from megatron_ds.ops import kernel_table
+
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
@@ -19,6 +21,13 @@ def _root_logger_as_before():
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_as_before():
+    """A run with --kernels torch that a test starts in this process leaves the choice of the others alone."""
+    with kernel_table.selected("auto"):
+        yield
 
 
 def pytest_collection_modifyitems(items):

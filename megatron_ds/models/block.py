@@ -87,7 +87,8 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
                     comm_type=ctx.comm_type(i)),
             _kind(config, experts, pattern, ctx, i), is_block=True, recompute=ctx.recompute,
             noun="block with experts" if experts else "",
-            flops=partial(block_flops, config, experts, pattern=pattern, tiles=ctx.mlp_tiles)))
+            flops=partial(block_flops, config, experts, pattern=pattern, tiles=ctx.mlp_tiles,
+                          ranks=ctx.cp.size)))
     return blocks
 
 
@@ -193,12 +194,12 @@ def output_std(config: ModelConfig) -> float:
 
 
 def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
-                pattern: AttentionPattern = CAUSAL, tiles: int = 1) -> LayerFlops:
+                pattern: AttentionPattern = CAUSAL, tiles: int = 1, ranks: int = 1) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
     window the scores within it.
 
     A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
-    feed-forward, as in `ParallelContext.mlp_tiles`
+    feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
     """
     s, h = seq_length, config.hidden_size
     queries = config.num_attention_heads * config.head_dim
@@ -208,5 +209,5 @@ def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: 
              else config.ffn_size)
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * pattern.pairs(s) * queries
-    again = s * feed_forward / 3 if number_of_tiles(tiles, s, h) > 1 else 0.0
+    again = s * feed_forward / 3 if number_of_tiles(tiles, s // ranks, h) > 1 else 0.0
     return LayerFlops(float(s * (projections + feed_forward)), scores, again)

@@ -2,7 +2,8 @@
 with each way of sharing keys, values and heads (`models.context_attention.COMM_TYPES`).
 
 The core attention of each block runs alone, forward and backward, without memory and among simulated peers,
-so the bytes are those that the same code sends in a run; tests compare them.
+so the bytes are those that the same code sends in a run; tests compare them. Of the divisions of the ranks
+for a2a+p2p the one that sends least is listed.
 """
 
 from collections import Counter
@@ -74,13 +75,32 @@ def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
     """Comm type → the configuration with it for all layers, or why there is none; without the present one."""
     found: dict[str, RunConfig | str] = {}
     for comm_type in COMM_TYPES:
-        if set(config.parallel.cp_comm_type) == {comm_type} or comm_type == "a2a+p2p":
-            continue                                            # it needs a division of the ranks, too
-        changed = config.with_values({"parallel.cp_comm_type": (comm_type,)}, Source("derived", "the plan"))
-        # The sizes of a2a+p2p are of no use to the others.
-        problems = [p for p in context_parallel(changed) if "[hierarchical_context_parallel_sizes]" not in p]
-        found[comm_type] = changed if not problems else (
+        if set(config.parallel.cp_comm_type) == {comm_type}:
+            continue
+        if comm_type == "a2a+p2p":
+            found |= _divisions(config)
+            continue
+        changed = _with_type(config, comm_type, (1,))
+        found[comm_type] = changed if not [*context_parallel(changed)] else (
             "this number of heads" if comm_type == "a2a" else "sequences of this length")
+    return found
+
+
+def _with_type(config: RunConfig, comm_type: str, sizes: tuple[int, ...]) -> RunConfig:
+    return config.with_values({"parallel.cp_comm_type": (comm_type,),
+                               "parallel.hierarchical_context_parallel_sizes": sizes},
+                              Source("derived", "the plan"))
+
+
+def _divisions(config: RunConfig) -> dict[str, RunConfig]:
+    """"a2a+p2p", ranks that exchange heads × ranks that pass keys on → the configuration, for each division
+    of the context-parallel ranks that this number of heads allows."""
+    found, c = {}, config.parallel.context_parallel_size
+    for inner in range(2, c):
+        if c % inner == 0:
+            changed = _with_type(config, "a2a+p2p", (inner, c // inner))
+            if not [*context_parallel(changed)]:
+                found[f"a2a+p2p {inner} × {c // inner}"] = changed
     return found
 
 
@@ -96,6 +116,8 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
     others = other_types(config)
     sent = {chosen: attention_bytes(plan)} | {
         name: attention_bytes(plan, other) for name, other in others.items() if isinstance(other, RunConfig)}
+    divisions = sorted((name for name in sent if name.startswith("a2a+p2p ")), key=sent.__getitem__)
+    sent = {name: count for name, count in sent.items() if name not in divisions[1:]}       # the best alone
     if not sent[chosen]:
         return
     listed = [f"{in_bytes(count)} by {name}{' (chosen)' * (name == chosen)}" for name, count in sent.items()]
@@ -109,7 +131,9 @@ def _least(chosen: str, sent: dict[str, float]) -> str:
     least, most = (of(sent.values()) for of in (min, max))
     if sent[chosen] > least:
         cheaper = min(sent, key=sent.__getitem__)
-        return (f"least by --cp-comm-type {cheaper}: {in_bytes(sent[chosen] - least)} less than {chosen}, "
+        kind, _, sizes = cheaper.replace(" × ", " ").partition(" ")
+        how = f"{kind} --hierarchical-context-parallel-sizes {sizes}" if sizes else kind
+        return (f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {chosen}, "
                 f"{1 - least / sent[chosen]:.1%}")
     others = [count for count in sent.values() if count > least]
     if not others:

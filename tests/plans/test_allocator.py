@@ -66,6 +66,7 @@ def test_threads_share_the_main_heap_and_freed_memory_is_kept_if_asked(asked, on
                          [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False),
                           (["--recompute-granularity", "full"], False), (["--tiled-mlp", "2"], False),
                           (["--tiled-logits"], False), (["--recompute-granularity", "selective"], True),
+                          (["--context-parallel-size", "2"], False),
                           (["--micro-batch-size", "131072", "--global-batch-size", "131072"], False)])
 def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_unless_it_is_scarce(flags, kept,
                                                                                         monkeypatch):
@@ -73,5 +74,8 @@ def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_unless_it_is
     monkeypatch.setattr(distributed, "set_allocator", lambda keep_freed: events.append(keep_freed))
     monkeypatch.setattr(distributed.launching, "start", lambda *arguments: events.append("start")
                         or start(*arguments))
-    with distributed.joined(parse([*JOB, *flags], world_size=1), Launch()):
-        assert events == [kept, "start"]
+    config = parse([*JOB, *flags], world_size=2 if "--context-parallel-size" in flags else 1)
+    assert distributed.is_memory_scarce(config) != kept
+    if config.world_size == 1:
+        with distributed.joined(config, Launch()):
+            assert events == [kept, "start"]

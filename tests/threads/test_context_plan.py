@@ -3,8 +3,8 @@ those of one rank, and what a dry run says of them."""
 
 import pytest
 
-from megatron_ds.config import parse
-from megatron_ds.planning.context_text import attention_bytes, context_text
+from megatron_ds.config import RunConfig, parse
+from megatron_ds.planning.context_text import attention_bytes, context_text, other_types
 from megatron_ds.planning.dry_run import flops_text, plan_text
 from megatron_ds.planning.expert_text import flops_of_rank
 from megatron_ds.planning.world_plan import plan_world
@@ -87,14 +87,28 @@ def test_a_dry_run_says_which_way_is_cheaper_and_which_are_not_possible():
     assert says(ranks=4)[:2] == [
         "context: each of 4 ranks holds 8 of the 32 tokens of a sequence, in two chunks",
         "  attention of rank 0 sends in a step 216.0 KiB by p2p (chosen), 216.0 KiB by all_gather, 72.00 KiB "
-        "by a2a"]
+        "by a2a, 120.0 KiB by a2a+p2p 2 × 2"]
     assert says(ranks=4)[2] == "  least by --cp-comm-type a2a: 144.0 KiB less than p2p, 66.7%"
     chosen, indivisible = says(ranks=4, kinds="a2a"), says(ranks=16)
     assert chosen[0].endswith("in one run")
     assert chosen[2] == "  least by a2a: 144.0 KiB less than the most, 66.7%"
-    assert indivisible[1].endswith("a2a cannot divide this number of heads")
-    assert indivisible[2] == "  all of them send the same"
-    assert says(ranks=1) == []
+    assert indivisible[1].endswith("39.00 KiB by a2a+p2p 8 × 2, a2a cannot divide this number of heads")
+    assert indivisible[2] == ("  least by --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 2: "
+                              "231.0 KiB less than p2p, 85.6%")
+    assert says(ranks=2)[1].endswith(" by a2a") and says(ranks=1) == []
+
+
+@pytest.mark.parametrize("inner, outer", [(2, 2), (4, 2)])
+def test_the_alternative_of_two_levels_sends_what_a_run_with_it_sends(inner, outer):
+    """Chosen, it is compared with the others: its division is of no use to them."""
+    c = inner * outer
+    config = job("--hierarchical-context-parallel-sizes", inner, outer, ranks=c, kinds="a2a+p2p")
+    plan, ring = plan_world(config, 0, "cpu"), job(ranks=c)
+    traffic = plan.rank_plan(0).traffic.wire_bytes()
+    of_cp = sum(count for (_, axes, _), count in traffic.items() if axes.startswith("cp"))
+    other = other_types(ring)[f"a2a+p2p {inner} × {outer}"]
+    assert attention_bytes(plan_world(ring, 0, "cpu"), other) == attention_bytes(plan) == of_cp
+    assert all(isinstance(other_types(config)[kind], RunConfig) for kind in ("p2p", "all_gather", "a2a"))
 
 
 def test_the_grid_has_context_ranks_and_the_text_all_parts():
@@ -116,3 +130,11 @@ def test_context_ranks_divide_the_flops_of_a_step_and_not_its_tokens():
     assert float(rank_of_four) == pytest.approx(float(rank_of_one) / 4, rel=1e-3)
     layers = [layer for stage in one.stages for layer in stage.layers]
     assert flops_of_rank(four, layers) == flops_of_rank(one, layers) / 4
+
+
+def test_a_part_of_a_sequence_that_is_one_tile_is_not_computed_again():
+    """Tiles have as many tokens as the hidden size."""
+    flags = ["--tiled-mlp", "--hidden-size", S // 2]
+    one, two = (plan_world(job(*flags, ranks=ranks), 0, "cpu").stages[0].layers for ranks in (1, 2))
+    again = lambda layers: {layer.flops(S, VOCAB).again for layer in layers if layer.is_block}
+    assert min(again(one)) > 0 and again(two) == {0.0}

@@ -141,6 +141,8 @@ class ProbabilitiesKept:
 
 
 def row_blocks(t: torch.Tensor, elements: int) -> list[slice]:
-    """Runs of rows of t [n, columns] with about so many elements, at least one row each."""
+    """Runs of rows of t [n, columns] with about so many elements, at least one row each. Without memory the
+    first run, as all others need no more: plans of long sequences would have thousands."""
     rows = max(1, elements // max(1, t.shape[1]))
-    return [slice(start, start + rows) for start in range(0, t.shape[0], rows)]
+    stop = t.shape[0] if has_memory(t) else min(rows, t.shape[0])
+    return [slice(start, start + rows) for start in range(0, stop, rows)]

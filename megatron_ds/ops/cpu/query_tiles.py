@@ -67,12 +67,14 @@ class BlockTiles:
     keys   int64 [t, k], numbers of blocks
     seen   bool [t, m, k], which of them are computed in vain, being False
     block  positions of a block
+    whole  keys of each tile, the first ones, of which all of its queries see all positions
     """
 
     rows: np.ndarray
     keys: np.ndarray
     seen: np.ndarray
     block: int
+    whole: int
 
     @property
     def scores(self) -> int:
@@ -98,9 +100,18 @@ def block_tiles(pattern: AttentionPattern, positions: int, most: int) -> tuple[B
     found = []
     for first in range(0, len(seen), together):
         part = seen[first:first + together]
-        found.append((first, np.flatnonzero(part.any(axis=0)), part))
-    found.sort(key=lambda tile: (len(tile[2]), len(tile[1])))           # alike next to each other
+        found.append((first, *_whole_first(part, first if pattern.causal else len(seen)), part))
+    found.sort(key=lambda tile: (len(tile[-1]), len(tile[1])))          # alike next to each other
     return tuple(_stacked(tiles, block) for tiles in _batches(found, block, most))
+
+
+def _whole_first(part: np.ndarray, edge: int) -> tuple[np.ndarray, int]:
+    """(numbers of the blocks that a tile [m, blocks] sees, how many of these, the first ones, all of its
+    queries see). edge: the first block of which queries see only some positions."""
+    whole = part.all(axis=0)
+    whole[edge:edge + len(part)] = False
+    partly = np.flatnonzero(part.any(axis=0) & ~whole)
+    return np.concatenate((np.flatnonzero(whole), partly)), int(whole.sum())
 
 
 def _cost(seen: np.ndarray, block: int, together: int) -> float:
@@ -115,9 +126,9 @@ def _batches(found: list, block: int, most: int) -> Iterator[list]:
     """Runs of tiles with equal numbers of rows and nearly equal numbers of keys."""
     batch: list = []
     for tile in found:
-        _, keys, part = tile
+        _, keys, _, part = tile
         if batch:
-            same = len(part) == len(batch[0][2]) and len(keys) <= PADDING * len(batch[0][1])
+            same = len(part) == len(batch[0][-1]) and len(keys) <= PADDING * len(batch[0][1])
             scores = (len(batch) + 1) * len(part) * max(1, len(keys)) * block**2
             if not same or scores > most:
                 yield batch
@@ -128,14 +139,14 @@ def _batches(found: list, block: int, most: int) -> Iterator[list]:
 
 def _stacked(tiles: list, block: int) -> BlockTiles:
     """Tiles as one value; missing keys are block 0, which no query of the tile sees."""
-    width = max(1, max(len(keys) for _, keys, _ in tiles))
+    width, together = max(1, max(len(keys) for _, keys, *_ in tiles)), len(tiles[0][-1])
     blocks = np.zeros((len(tiles), width), dtype=np.int64)
-    seen = np.zeros((len(tiles), len(tiles[0][2]), width), dtype=bool)
-    for i, (_, keys, part) in enumerate(tiles):
+    seen = np.zeros((len(tiles), together, width), dtype=bool)
+    for i, (_, keys, _, part) in enumerate(tiles):
         blocks[i, :len(keys)] = keys
         seen[i, :, :len(keys)] = part[:, keys]
-    rows = np.array([first for first, _, _ in tiles])[:, None] + np.arange(len(tiles[0][2]))
-    return BlockTiles(rows, blocks, seen, block)
+    rows = np.array([first for first, *_ in tiles])[:, None] + np.arange(together)
+    return BlockTiles(rows, blocks, seen, block, min(whole for _, _, whole, _ in tiles))
 
 
 def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[RangeTile]:

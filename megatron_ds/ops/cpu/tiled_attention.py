@@ -142,9 +142,8 @@ class _TiledAttention(torch.autograd.Function):
             part.add_keys(dvalues, p.transpose(1, 2).bmm(do_tile))
             ds = do_tile.bmm(part.keys_of(values).transpose(1, 2))                  # dp
             ds.sub_(part.rows_of(of_row)).mul_(p)
-            part.put_rows(dqueries, ds.bmm(k_tile).mul_(ctx.scale))
-            part.add_keys(dkeys, ds.transpose(1, 2).bmm(q_tile))
-        dkeys *= ctx.scale
+            part.put_rows(dqueries, _products(ds, k_tile, ctx.scale))
+            part.add_keys(dkeys, _products(ds.transpose(1, 2), q_tile, ctx.scale))
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         query_view(dq, k).copy_(dqueries)
         dsink = None
@@ -175,7 +174,7 @@ class _RangePart:
         t[self.some, self.keys] += more
 
     def scores(self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
-        scores = _products(q_tile, k_tile, scale)
+        scores = _products(q_tile, k_tile.transpose(1, 2), scale)
         if has_memory(scores):
             views = scores.unflatten(1, (-1, len(self.tile.rows)))                  # [heads, r, R, K]
             for edge in self.tile.edges:
@@ -210,11 +209,13 @@ class _BlockPart:
         blocks.index_add_(1, self.keys, more.view(blocks.shape[0], len(self.keys), -1))
 
     def scores(self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
-        scores = _products(q_tile, k_tile, scale)
+        scores = _products(q_tile, k_tile.transpose(1, 2), scale)
         if has_memory(scores):
             count, rows = self.tiles.rows.shape[0], self.tiles.rows.shape[1] * self.tiles.block
             views = scores.view(-1, count, q_tile.shape[1] // rows, rows, scores.shape[2])
-            views += _block_bias(self.tiles, self.seen.pattern.causal)[:, None]
+            if self.tiles.whole < self.tiles.keys.shape[1]:
+                part = views[..., self.tiles.whole * self.tiles.block:]
+                part += _block_bias(self.tiles, self.seen.pattern.causal)[:, None]
             hides = (self.seen.documents, self.seen.padding, self.seen.slopes)
             if any(each is not None for each in hides):
                 self.seen.close(views, self._positions(self.tiles.rows), self._positions(self.tiles.keys),
@@ -271,21 +272,23 @@ def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) 
 
 
 def _block_bias(tiles: BlockTiles, is_causal: bool) -> torch.Tensor:
-    """[t, rows, keys], -inf where a query does not see a key: in hidden blocks, and above the diagonal."""
-    hidden, block = torch.from_numpy(~tiles.seen), tiles.block
+    """[t, rows, keys of which queries see some], -inf where a query does not see a key: in hidden blocks, and
+    above the diagonal."""
+    seen, keys, block = tiles.seen[..., tiles.whole:], tiles.keys[:, tiles.whole:], tiles.block
+    hidden = torch.from_numpy(~seen)
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
     bias = bias[:, :, None, :, None].expand(-1, -1, block, -1, block).contiguous()
     if is_causal:
-        diagonal = (tiles.rows[:, :, None] == tiles.keys[:, None]) & tiles.seen
+        diagonal = (tiles.rows[:, :, None] == keys[:, None]) & seen
         tile, row, column = map(torch.from_numpy, np.nonzero(diagonal))
         bias[tile, row, :, column] = torch.full((block, block), -math.inf).triu(1)
     return bias.view(len(hidden), hidden.shape[1] * block, -1)
 
 
-def _products(q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * q kᵀ."""
-    scores = q_tile.new_empty(len(q_tile), q_tile.shape[1], k_tile.shape[1])
-    return torch.baddbmm(scores, q_tile, k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
+def _products(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * a b, of each matrix of two batches."""
+    result = a.new_empty(len(a), a.shape[1], b.shape[2])
+    return torch.baddbmm(result, a, b, beta=0, alpha=scale, out=result)
 
 
 def _of_rows(sink: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
