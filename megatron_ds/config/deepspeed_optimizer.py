@@ -7,10 +7,9 @@ from .optimizer_facts import FACTS
 from .option import Option, json_key
 
 TYPES = {kind.lower(): facts.name for facts in FACTS.values() for kind in facts.types}
-# Of DeepSpeed, but not here.
-COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 ADAM_W_MODE = "optimizer.params.adam_w_mode"
-NAMES = "Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Muon, Adagrad, SGD"
+NAMES = ("Adam and AdamW (both with decoupled weight decay), Lamb, Lion, Muon, Adagrad, SGD, OneBitAdam, "
+         "ZeroOneAdam, OneBitLamb")
 WIDTHS = ("muadam", "muadamw", "musgd")
 
 # Keys whose option depends on the type.
@@ -59,8 +58,6 @@ def is_adamw(document: JsonDocument) -> bool:
 
 
 def _why(kind: str) -> str:
-    if kind.lower() in COMPRESSED:
-        return ": its gradients would be compressed to a bit, and here they are summed in full precision"
     if kind.lower() in WIDTHS:
         return (f": write {'SGD' if kind.lower() == 'musgd' else 'AdamW'}, and the learning rates of muP as "
                 "--param-group (docs/optimizers.md)")

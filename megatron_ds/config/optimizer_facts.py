@@ -11,6 +11,7 @@ from typing import Any
 
 from .group_rules import group_rules
 from .messages import flag, given
+from .onebit_rules import one_bit
 from .run import RunConfig
 from .training_options import OptimizerConfig
 
@@ -59,6 +60,8 @@ class OptimizerFacts:
 
 MOMENTS = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",),
            "bias_correction": ("adam_bias_correction",)}
+# Of 1-bit optimizers: DeepSpeed's choice of a transport has no effect here.
+ONE_BIT = MOMENTS | {"cuda_aware": (), "comm_backend_name": ()}
 FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
     OptimizerFacts(
         "adam", ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"),
@@ -75,6 +78,19 @@ FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
         MOMENTS | {"eps_inside_sqrt": ("lamb_eps_inside_sqrt",), "max_coeff": ("lamb_max_coeff",),
                    "min_coeff": ("lamb_min_coeff",)},
         ("exp_avg", "exp_avg_sq"), ("lamb_form",), depends=NORMS),
+    OptimizerFacts("onebit_adam", ("OneBitAdam",), ONE_BIT | {"freeze_step": ("freeze_step",)},
+                   ("exp_avg", "exp_avg_sq")),
+    OptimizerFacts(
+        "zero_one_adam", ("ZeroOneAdam",),
+        ONE_BIT | {key: (key,) for key in ("var_freeze_step", "var_update_scaler", "local_step_scaler",
+                                           "local_step_clipper")},
+        ("exp_avg", "exp_avg_sq", "local_sum")),
+    OptimizerFacts(
+        "onebit_lamb", ("OneBitLamb",),
+        ONE_BIT | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
+        | {key: (key,) for key in ("freeze_step", "coeff_beta", "factor_max", "factor_min",
+                                   "factor_threshold")},
+        ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"), depends=NORMS),
     OptimizerFacts(
         "muon", ("Muon",),
         MOMENTS | {"adam_w_mode": ("decoupled_weight_decay",), "momentum": ("muon_momentum",),
@@ -107,6 +123,7 @@ def optimizer_options(config: RunConfig) -> Iterator[str]:
                            if name not in fields)
     yield from given(config, others, "is not an option of [optimizer], which has "
                                      f"{', '.join(map(flag, own))}. Remove it.")
+    yield from one_bit(config)
     yield from _adam_variants(config) if facts.name == "adam" else ()
     yield from _muon_parts(config) if facts.name == "muon" else ()
     if config.optimizer.lamb_min_coeff > config.optimizer.lamb_max_coeff:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .muon_options import MuonConfig
+from .onebit_options import OneBitOptions
 from .option import DTYPE_NAMES, option
 
 # DeepSpeed's schedulers, which count steps.
@@ -17,14 +18,14 @@ MAIN_RATE, DECOUPLED_RATE = "main", "decoupled"
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(MuonConfig):
+class OptimizerConfig(MuonConfig, OneBitOptions):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """
 
     optimizer: str = option(
         "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, muon, "
-                     "adagrad, sgd (docs/optimizers.md).")
+                     "adagrad, sgd, onebit_adam, zero_one_adam, onebit_lamb (docs/optimizers.md).")
     lr: float = option(required=True, above=0, json="optimizer.params.lr", flags=["--cycle-max-lr"],
         help="Highest learning rate; LRRangeTest begins with it.")
     min_lr: float = option(0.0, at_least=0, flags=["--cycle-min-lr"],

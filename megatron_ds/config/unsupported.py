@@ -129,9 +129,11 @@ KEYS = table(
             "optimizer.params.ns_method",
         "with --sequence-parallel only a slice of each activation is sent":
             "pipeline.grad_partitioned pipeline.pipe_partitioned",
+        "signs are sent by the collectives of the run's groups":
+            "optimizer.params.comm_backend_name optimizer.params.cuda_aware",
         "recomputation never re-enters autograd": "pipeline.use_reentrant",
         "all gradients are dense": "sparse_gradients",
-        "every optimizer here works with every ZeRO stage": "zero_allow_untested_optimizer",
+        "an optimizer that does not work with a ZeRO stage is refused": "zero_allow_untested_optimizer",
         "offloaded state is updated by the optimizers of this package": "zero_force_ds_cpu_optimizer",
         "every checkpoint loads at any layout": "zero_optimization.elastic_checkpoint",
         "there are as many buffers as are read, updated and written at a time; see sub_group_size":
@@ -160,12 +162,6 @@ KEYS = table(
         "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
         "the errors of quantized gradients are not carried over to the next step. Remove it.":
             "zero_optimization.zeropp_loco_param",
-        "it is of 1-bit optimizers, and gradients are not compressed. Remove it.":
-            "optimizer.params.coeff_beta optimizer.params.comm_backend_name optimizer.params.cuda_aware "
-            "optimizer.params.factor_max optimizer.params.factor_min optimizer.params.factor_threshold "
-            "optimizer.params.freeze_step optimizer.params.local_step_clipper "
-            "optimizer.params.local_step_scaler "
-            "optimizer.params.var_freeze_step optimizer.params.var_update_scaler",
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":

@@ -59,7 +59,7 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
            "client_state": dict(client_state or {})}
-    pieces = [*engine.optimizer.pieces(), *buffers, *engine.step_state.pieces()]
+    pieces = [*engine.optimizer.pieces(saving=True), *buffers, *engine.step_state.pieces()]
     path = save(folder, engine.global_steps, pieces, run=run, coordinates=engine.world.coordinates,
                 world=engine.world.world, limit=1 if tagged else None)
 

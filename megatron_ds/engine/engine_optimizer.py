@@ -15,7 +15,6 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from ..config.training_options import DEEPSPEED_STYLES
 from ..config.training_schedule import make_beta1, make_learning_rate
 from ..cycles import CycledBeta, OneCycle, RangeTest
 from ..errors import ConfigError
-from ..optim import OPTIMIZERS, ParamGroup, default_groups
+from ..optim import ParamGroup, RegisteredOptimizer, default_groups
+from ..optim.onebit_phases import Phases
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
 
@@ -46,14 +46,15 @@ class InnerOptimizers:
     client  the user's own optimizer, None where the JSON's is used
     needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, and steps in halves, or `for_each`
                                  (optim/optimizers.py)
+    phases  what its ranks exchange in place of gradients; None: gradients
     """
 
     def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
                  client: torch.optim.Optimizer | None = None, needs_norms: bool = False,
-                 needs_matrices: bool = False):
+                 needs_matrices: bool = False, phases: Phases | None = None):
         self.kind, self.groups, self.client, self._make = kind, groups, client, make
-        self.needs_norms = self.steps_in_halves = needs_norms
-        self.needs_matrices = needs_matrices
+        self.needs_norms, self.needs_matrices, self.phases = needs_norms, needs_matrices, phases
+        self.steps_in_halves = needs_norms and phases is None
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
@@ -62,8 +63,8 @@ class InnerOptimizers:
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
-        # Norms and matrices are collective: a rank without parts of any parameter has empty groups.
-        is_collective = self.needs_norms or self.needs_matrices
+        # Norms, matrices, exchanges are collective: a rank without parts of any parameter has empty groups.
+        is_collective = self.needs_norms or self.needs_matrices or self.phases is not None
         present = range(len(self.groups)) if is_collective else sorted(members)
         optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
         self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
@@ -159,9 +160,9 @@ def _key(piece) -> str:
 def json_optimizers(settings: RunConfig, groups: Sequence[Group]) -> InnerOptimizers:
     """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's."""
     o = settings.optimizer
-    numbers, entry = FACTS[o.optimizer].numbers(o), OPTIMIZERS[o.optimizer]
-    return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups],
-                           partial(entry, settings=o), needs_norms=getattr(entry, "needs_norms", False))
+    numbers, entry = FACTS[o.optimizer].numbers(o), RegisteredOptimizer(o.optimizer, o)
+    return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups], entry,
+                           needs_norms=entry.needs_norms, phases=entry.phases)
 
 
 def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:

@@ -1,6 +1,16 @@
 """Optimizers by name, and the groups of parameters that they update."""
 
-from . import adagrad, adam_choice, lamb, lion, momentum_sgd, muon  # noqa: F401      each registers its optimizer
+from . import (  # noqa: F401      each registers its optimizer
+    adagrad,
+    adam_choice,
+    lamb,
+    lion,
+    momentum_sgd,
+    muon,
+    onebit_adam,
+    onebit_lamb,
+    onebit_zero_one,
+)
 from .optimizers import (
     OPTIMIZERS,
     MakeOptimizer,

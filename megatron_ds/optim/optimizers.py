@@ -34,6 +34,7 @@ from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
+from .onebit_phases import Phases
 
 logger = logging.getLogger(__name__)
 OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer")
@@ -59,6 +60,8 @@ class MakeOptimizer(Protocol):
     needs_matrices       it is called with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
     steps_in_halves      with needs_norms: it has the methods `advance`, `measured` and `finish` of `Lamb`,
                          and can update offloaded state, of which only a part is in memory at a time
+    phases               `Phases`: what its ranks exchange in place of gradients; None: gradients, in full
+                         precision. Then it is a `CompressedOptimizer`
     """
 
     def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer: ...
@@ -90,6 +93,11 @@ class ParamGroup:
         return getattr(self.optimizer, "needs_norms", False)
 
     @property
+    def phases(self) -> Phases | None:
+        """What ranks exchange in place of gradients, if they do."""
+        return getattr(self.optimizer, "phases", None)
+
+    @property
     def needs_matrices(self) -> bool:
         """Whether the optimizer changes whole matrices, of which ranks may have parts."""
         return getattr(self.optimizer, "needs_matrices", False)
@@ -97,7 +105,7 @@ class ParamGroup:
     @property
     def is_collective(self) -> bool:
         """Whether ranks communicate in a step of the optimizer."""
-        return self.needs_norms or self.needs_matrices
+        return self.needs_norms or self.needs_matrices or self.phases is not None
 
     @property
     def steps_in_halves(self) -> bool:
@@ -124,6 +132,12 @@ class RegisteredOptimizer:
     def needs_norms(self) -> bool:
         """As the entry declares."""
         return getattr(OPTIMIZERS[self.name], "needs_norms", False)
+
+    @property
+    def phases(self) -> Phases | None:
+        """As the entry declares, a function of the configuration."""
+        of_settings = getattr(OPTIMIZERS[self.name], "phases", None)
+        return of_settings(self.settings) if of_settings else None
 
     @property
     def needs_matrices(self) -> bool:

@@ -21,6 +21,8 @@ from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, Matrices, ParamS
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import SENDS, Program
 from ..pipeline.simulate import Simulation
+from ..zero.compressed_mean import messages
+from ..zero.compressed_update import state_bytes
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter
@@ -110,7 +112,8 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     dtype = DTYPES[config.optimizer.params_dtype]
     specs = {p.spec.name: p.spec for p in parameters}
     sizes = ElementBytes(dtype.itemsize, settings.grad_dtype.itemsize,
-                         lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0])
+                         lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
+                         settings.keeps_masters)
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
     # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
@@ -141,7 +144,7 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     receives = Simulation((program,), (), ()).peak_receives[0]
     received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
     buffers = (whole * dtype.itemsize + received
-               + _gradient_buffers(config, settings, plans, groups.data.size)
+               + _gradient_buffers(config, settings, plans, groups)
                + (receives + len(set(sends))) * message)
     kept = {stage.index: stage.run.kept for stage in stages}
     return RankPlan(
@@ -173,6 +176,8 @@ def _norms_sent(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], se
     norms = ParameterNorms(norm_entries(plans, parameters, settings, groups), groups, torch.device("cpu"))
     for optimizer in dict.fromkeys(g.optimizer for g in settings.param_groups if g.needs_norms):
         yield from norms.sent(_tried(optimizer)[1])
+        if getattr(optimizer, "phases", None):          # the factors of 1-bit LAMB
+            yield from norms.sent_of_largest()
 
 
 def _gathers(config: RunConfig, plans: Sequence[SetPlan], use: ParameterUse,
@@ -205,10 +210,17 @@ def _state_traffic(config: RunConfig, settings: ZeroSettings, groups: DataGroups
                               microbatches=microbatches,
                               reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
                               parameter_bytes=DTYPES[config.optimizer.params_dtype].itemsize)
+    # What a step after the freeze sends in place of gradients.
+    for plan in plans if settings.phases else ():
+        if not plan.frozen:
+            members = [parameters[i] for i in plan.members]
+            for operation, group, num_bytes, calls in messages(plan, members, groups):
+                if group.size > 1:
+                    traffic.add(operation, group.axes, group.size, num_bytes, calls)
     # Gradients that are partial sums over tensor-parallel ranks, and those of tied weights.
     for plan, where in zip(plans, ranks):
         pieces = plan.layout.whole_slots()
-        if plan.policy.optimizer:
+        if plan.policy.optimizer and settings.phases is None:
             pieces = plan.layout.slot_intersections(where.shard)
         member = lambda slot, plan=plan: parameters[plan.members[slot]]
         partial = sum(piece.padded_numel for piece in pieces if "tp" in member(piece.slot).spec.partial_over)
@@ -225,7 +237,7 @@ def _state_traffic(config: RunConfig, settings: ZeroSettings, groups: DataGroups
 
 
 def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence[SetPlan],
-                      data_size: int) -> int:
+                      groups: DataGroups) -> int:
     """Bytes of the buckets in which gradients accumulate, if only shards are kept, and of the exchange."""
     lengths = lambda plan: ([_numel(plan, unit) for unit in range(len(plan.units))] if plan.units else
                             [bucket.stop - bucket.start for bucket in plan.layout.buckets])
@@ -233,4 +245,6 @@ def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence
     longest = max((bucket.stop - bucket.start for plan in plans for bucket in plan.layout.buckets), default=0)
     return (gradient_buffers(filling, UNDER_WAY, kept_whole=config.zero.zero_accumulate == "full",
                              gradient_bytes=settings.grad_dtype.itemsize)
-            + settings.make_exchange(torch.device("cpu")).planned_bytes(longest, data_size))
+            + settings.make_exchange(torch.device("cpu")).planned_bytes(longest, groups.data.size)
+            + sum(state_bytes(plan, settings.phases, groups.ranks_of(plan.reduced_over).shard)
+                  for plan in plans if settings.phases and not plan.frozen))

@@ -184,22 +184,24 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
     config, mesh, begin = engine.config, engine.mesh, time.perf_counter()
     run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
-    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine),
+    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine, saving=True),
                 coordinates=mesh.coordinates, world=mesh.group("world"), run=run,
                 limit=config.checkpoint.save_total_limit, retain=config.checkpoint.save_retain_interval)
     if mesh.rank == 0:
         logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
 
 
-def saved_pieces(engine: Engine) -> list[Piece]:
-    """This rank's pieces of a checkpoint."""
+def saved_pieces(engine: Engine, saving: bool = False) -> list[Piece]:
+    """This rank's pieces of a checkpoint. saving: see `ZeroOptimizer.pieces`."""
     weights_only = engine.config.checkpoint.no_save_optim
-    return [piece for piece in all_pieces(engine) if piece.kind == WEIGHT or not weights_only]
+    return [piece for piece in all_pieces(engine, saving and not weights_only)
+            if piece.kind == WEIGHT or not weights_only]
 
 
-def all_pieces(engine: Engine) -> list[Piece]:
-    """This rank's weights, optimizer state, and what layers remember from step to step."""
-    return [*engine.optimizer.pieces(), *engine.step_state.pieces()]
+def all_pieces(engine: Engine, saving: bool = False) -> list[Piece]:
+    """This rank's weights, optimizer state, and what layers remember from step to step. saving: see
+    `ZeroOptimizer.pieces`."""
+    return [*engine.optimizer.pieces(saving), *engine.step_state.pieces()]
 
 
 def load_run(engine: Engine, start: Start) -> Progress:

@@ -155,16 +155,18 @@ class GradientStore:
 class GradBuckets(GradientStore):
     """A `GradientStore` of whole gradients.
 
-    sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
-    dtype    gradients accumulate in it
+    sharded      reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
+    stays_whole  the exchange leaves some steps unreduced, and the whole gradient of each rank is read
+    dtype        gradients accumulate in it
     """
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
-                 dtype: torch.dtype = torch.float32):
+                 stays_whole: bool = False, dtype: torch.dtype = torch.float32):
         flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
-        pieces = layout.slot_intersections(reduction.ranks.shard) if sharded else layout.whole_slots()
+        in_shard = sharded and not stays_whole
+        pieces = layout.slot_intersections(reduction.ranks.shard) if in_shard else layout.whole_slots()
         super().__init__(holders, layout, reduction, flat, pieces)
-        self.sharded = sharded
+        self.sharded, self._stays_whole = sharded, stays_whole
         self._works: list[Work] = []
         for slot, holder in zip(layout.slots, holders):
             holder.parameter.main_grad = flat[slot.start:slot.stop].view(holder.parameter.shape)
@@ -189,7 +191,9 @@ class GradBuckets(GradientStore):
         """
         self._launch_up_to(len(self.layout.buckets))
         self._wait()
-        if self.sharded:
+        if self._stays_whole and self._exchange.is_off:
+            pass
+        elif self.sharded:
             at = 0
             for piece in self._shard_pieces:
                 self.flat[at:piece.start].zero_()

@@ -206,6 +206,25 @@ class ParameterNorms:
         """The columns of `reduced` of the logical parameters with the parts `parameters`."""
         return norms[:, self._index(parameters)]
 
+    def largest(self, values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Maxima, fp32 [len(parameters)], over all parts of the logical parameters.
+
+        values: fp32 [len(parameters)], not negative, of the parts `parameters`. Collective, as a call.
+        """
+        found = torch.zeros(len(self._position), device=self._device)
+        index = self._index(parameters)
+        found.scatter_reduce_(0, index, values, "amax")
+        for group, _ in self.sent_of_largest():
+            all_reduce_(found, group, "max")
+        return found[index]
+
+    def sent_of_largest(self) -> Iterator[tuple[Group, int]]:
+        """(group, bytes) of each all-reduce of `largest`."""
+        if self._position and self._sums_over_data:
+            yield self._groups.data, 4 * len(self._position)
+        if self._position and self._groups.tp.size > 1:
+            yield self._groups.tp, 4 * len(self._position)
+
     def sent(self, lists: int) -> Iterator[tuple[Group, int]]:
         """(group, bytes) of each all-reduce of a call with this many lists."""
         whole = 8 * lists * len(self._position)

@@ -24,6 +24,7 @@ from torch import nn
 from ..mpu.collectives import barrier
 from ..mpu.param_spec import ParamSpec
 from .arrival import Arrivals, is_gathered_whole
+from .compressed_update import CompressedUpdate
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
 from .gathering import LayerGathering
@@ -119,6 +120,9 @@ class ZeroOptimizer:
         if norms is not None and settings.offload.optimizer != DEVICE:
             self._in_halves = UpdateInHalves(self.resident, self.offloaded, norms,
                                              ParameterNorms(entries, groups, HOST))
+        # What ranks exchange in place of gradients; None: nothing.
+        self.compressed = None if settings.phases is None else CompressedUpdate(
+            settings.phases, self.trained, groups, self.resident, self.exchange, self.device)
         self._of_offloaded = {id(leaf.tensor): group.optimizer
                               for group in self.offloaded.groups for leaf in group.leaves}
 
@@ -180,6 +184,8 @@ class ZeroOptimizer:
         """Discard the gradients of the last step."""
         for gathering in self._gathering.values():
             gathering.reset()
+        if self.compressed:
+            self.compressed.begin()
         for s in self.trained:
             s.buckets.begin()
         self.exchange.begin()
@@ -218,10 +224,16 @@ class ZeroOptimizer:
         for s in self.trained:
             s.buckets.finish()
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for s in self.trained:
-            squares += squared_norm(s.norm_views, self.device)
+        local = None
+        if self.compressed:
+            local = self.compressed.full_squares(self.device)
+        if self.compressed and local is None:
+            squares += self.compressed.squares(self.device)
+        else:
+            for s in self.trained:
+                squares += squared_norm(s.norm_views, self.device)
         counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
-                      torch.zeros_like(squares)) if zeros else None
+                      torch.zeros_like(squares)) if zeros else local
         return sum_over_ranks(squares, self._received(), self.groups, counted)
 
     @torch.no_grad()
@@ -241,7 +253,7 @@ class ZeroOptimizer:
             report_divergence(self._received(), self.groups.data, self.groups.model)
         scale = self.loss_scale
         divisor = scale * grad_divisor
-        norm = math.sqrt(squares) / divisor
+        norm = (self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)) / divisor
         skipped = self._check_overflow(norm)
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)
@@ -269,35 +281,50 @@ class ZeroOptimizer:
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
         numbers = lr, weight_decay, divisor * max(excess, 1.0)
+        if self.compressed:
+            self.compressed.before_update(numbers[-1])
         if self._in_halves:
             self._in_halves.step(*numbers)
         else:
             self.resident.step(*numbers)
             self.offloaded.step(*numbers)
+        if self.compressed:
+            self.compressed.after_update()
         round_masters(leaf for s in self.trained for leaf in s.resident if not self.resident.writes_low(leaf))
         self._tiers.settle()
 
     # -------------------------------------------------------------------------------- state
-    def pieces(self) -> Iterator[StatePiece]:
-        """All state of this rank's shard, in a fixed order."""
+    def pieces(self, saving: bool = False) -> Iterator[StatePiece]:
+        """All state of this rank's shard, in a fixed order.
+
+        saving: with the mean over ranks in place of state that differs on them; then it is collective, and
+        only for reading.
+        """
         self.wait_for_weights()
+        means = self.compressed.means() if self.compressed and saving else {}
         for s in self.sets:
             group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
                 state = () if s.buckets is None else self._optimizer_of(leaf).state_of(leaf)
                 for kind, tensor in [("weight", leaf.tensor.detach()), *state]:
+                    tensor = means.get((kind, id(leaf.tensor)), tensor)
                     flat, piece = leaf.unpadded(tensor), leaf.piece
                     yield StatePiece(leaf.spec, kind, piece.start, piece.stop, flat, replica, replicas)
+        for p in self.compressed.own_pieces(saving) if self.compressed else ():
+            yield StatePiece(p.spec, p.kind, p.start, p.stop, p.tensor, p.replica, p.replicas)
 
     def extra_state(self) -> dict[str, float]:
         """Numbers that belong to the state, equal on all ranks."""
-        return {"num_updates": self.resident.num_updates, **self.scaler.numbers()}
+        compressed = self.compressed.numbers() if self.compressed else {}
+        return {"num_updates": self.resident.num_updates, **self.scaler.numbers(), **compressed}
 
     def load_extra_state(self, numbers: Mapping[str, float]) -> None:
         """Restore what `extra_state` returned."""
         for optimizer in (self.resident, *(group.optimizer for group in self.offloaded.groups)):
             optimizer.set_num_updates(int(numbers["num_updates"]))
+        if self.compressed:
+            self.compressed.load_numbers(numbers)
         self.scaler.load_numbers(numbers)
 
     def before_change(self) -> None:
@@ -312,6 +339,8 @@ class ZeroOptimizer:
         """Set the model's parameters from the masters, after pieces were loaded. Collective over the data
         group."""
         round_masters(leaf for s in self.sets for leaf in s.leaves)
+        if self.compressed:
+            self.compressed.after_load()
         self._tiers.settle()
         self._refresh()
 
@@ -339,7 +368,8 @@ class ZeroOptimizer:
     @property
     def working_bytes(self) -> int:
         """Bytes of buffers in which gradients fill up and are sent, and offloaded state is updated."""
-        return self._pool.nbytes + self.exchange.nbytes + self.offloaded.working_bytes
+        compressed = self.compressed.nbytes if self.compressed else 0
+        return self._pool.nbytes + self.exchange.nbytes + self.offloaded.working_bytes + compressed
 
     def traffic(self, microbatches: int, reduce_each: bool, keeps_gathered: bool,
                 moments: Iterable[tuple[str, int]] | None = None) -> Counter:
@@ -353,6 +383,9 @@ class ZeroOptimizer:
         sent = predict_traffic([s.plan for s in self.sets], [s.store.ranks for s in self.sets],
                                [[gathers[unit] for unit in s.store.units] for s in self.sets], self.exchange,
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize)
+        for operation, group, nbytes, calls in self.compressed.sent() if self.compressed else ():
+            if group.size > 1:
+                sent.add(operation, group.axes, group.size, nbytes, calls)
         return Counter({(operation, axes): count for (operation, axes, _), count in sent.bytes.items()})
 
     def _optimizer_of(self, leaf: Leaf) -> ShardOptimizer:

@@ -127,7 +127,7 @@ class SetMaker:
                               self._overlaps(plan))
         if whole:
             return GradBuckets(holders, plan.layout, reduction, sharded=plan.policy.optimizer is not None,
-                               dtype=self.pool.dtype)
+                               stays_whole=self.settings.phases is not None, dtype=self.pool.dtype)
         return GradShards(holders, plan.layout, reduction, pool=self.pool)
 
     def _overlaps(self, plan: SetPlan) -> bool:
@@ -148,7 +148,7 @@ class SetMaker:
                   pieces: Sequence[SlotPiece]) -> tuple[torch.Tensor | None, list[Leaf]]:
         values = [store.values_of(piece) for piece in pieces]
         lows, masters = [None] * len(pieces), None
-        if values and values[0].dtype != torch.float32:
+        if values and (values[0].dtype != torch.float32 or self.settings.keeps_masters):
             lows, masters = values, huge_page_zeros(sum(v.numel() for v in values), device=self.device)
             values = list(masters.split([v.numel() for v in lows]))
             for master, low in zip(values, lows):

@@ -66,16 +66,20 @@ class ZeroMemory:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Sizes per element. state_tensors: name of a parameter → number of fp32 optimizer tensors."""
+    """Sizes per element.
+
+    state_tensors: name of a parameter → number of fp32 optimizer tensors. keeps_masters: also of fp32 weights
+    """
 
     parameter: int
     gradient: int = FP32_BYTES
     state_tensors: Callable[[str], int] = lambda name: 2
+    keeps_masters: bool = False
 
     @property
     def master(self) -> int:
-        """Bytes of the fp32 copy of a 16-bit weight; 0 for fp32 weights."""
-        return 0 if self.parameter == FP32_BYTES else FP32_BYTES
+        """Bytes of the fp32 copy of a weight; 0 for fp32 weights that are updated themselves."""
+        return 0 if self.parameter == FP32_BYTES and not self.keeps_masters else FP32_BYTES
 
 
 def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory:

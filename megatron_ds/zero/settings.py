@@ -15,12 +15,14 @@ import torch
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
+from ..optim.onebit_phases import Phases
+from .compressed_exchange import SwitchedExchange
 from .exchange import FullPrecisionExchange, GradientExchange
 from .layout import ALIGN
 from .norm import LossScaler, make_scaler
 from .number_blocks import Blocks
 from .quantized_exchange import QuantizedExchange
-from .tiers import OffloadSettings
+from .tiers import DEVICE, OffloadSettings
 
 Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
 WEIGHT_BITS, GRADIENT_BITS = 8, 4      # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
@@ -113,6 +115,7 @@ class ZeroSettings:
             offload=OffloadSettings.from_config(zero))
 
     def __post_init__(self):
+        self._check_phases()
         if self.weight_blocks and (self.policy.parameter is None or self.offload.parameters != "device"):
             raise ConfigError("quantized weights are those that ZeRO stage 3 splits and gathers from the "
                               "device. Use --zero-stage 3 without --offload-param, or leave "
@@ -132,6 +135,37 @@ class ZeroSettings:
                     f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, "
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
                     "none, or an optimizer that treats elements one by one, such as adam.")
+
+
+    @property
+    def phases(self) -> Phases | None:
+        """What ranks exchange in place of gradients, if they do; the same for all parameter groups."""
+        return next((group.phases for group in self.param_groups if group.phases), None)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether fp32 weights have masters, because weights of ranks differ between exchanges."""
+        return self.phases is not None and self.phases.sums_locally
+
+    def _check_phases(self) -> None:
+        phases, name = self.phases, self.param_groups[0].name if self.param_groups else ""
+        if phases is None:
+            return
+        if other := next((group for group in self.param_groups if group.phases != phases), None):
+            raise ConfigError(
+                f"parameter groups {name!r} and {other.name!r} have optimizers that exchange different "
+                "things in place of gradients, at different steps. Use one 1-bit optimizer for all "
+                "parameters.")
+        if self.policy.gradient is not None or self.offload.optimizer != DEVICE:
+            raise ConfigError(
+                "a 1-bit optimizer adds the whole gradient of each rank to what it compresses, but ZeRO "
+                "stages 2 and 3 and offloading keep parts of it. Use --zero-stage 0 or 1 without "
+                "--offload-optimizer, or another optimizer, such as adam.")
+        if phases.sums_locally and self.policy.optimizer is not None:
+            raise ConfigError(
+                "zero_one_adam makes steps of its own on each rank between exchanges, for which every rank "
+                "needs all of the optimizer state, but ZeRO splits it. Use --zero-stage 0, or onebit_adam "
+                "with --zero-stage 1.")
 
     @property
     def align(self) -> int:
@@ -153,7 +187,8 @@ class ZeroSettings:
         if self.gradient_blocks is not None:
             first = replace(self.gradient_blocks, bits=FIRST_HOP_BITS)
             return QuantizedExchange(self.gradient_blocks, first, device)
-        return FullPrecisionExchange(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
+        kind = FullPrecisionExchange if self.phases is None else SwitchedExchange
+        return kind(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

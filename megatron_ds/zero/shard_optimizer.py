@@ -16,6 +16,8 @@ and only if there is something to divide, the gradients are multiplied beforehan
 Note: low_grad. Gradients of another dtype than the masters are `Leaf.tensor.low_grad`. An optimizer with the
 attribute `reads_low_grad` reads them there; others get an fp32 copy for the time of the update.
 
+Note: num_updates. An optimizer with this attribute counts its steps there.
+
 Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An
 optimizer with the attribute `writes_low` writes it during the update, from the new value in registers; after
 others it is cast.
@@ -128,6 +130,11 @@ class ShardOptimizer:
                 optimizer.step()
         self.set_num_updates(0)
 
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The torch optimizers of this rank."""
+        return self._optimizers
+
     def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update with gradient / divisor; afterwards the contents of the gradients are undefined.
 
@@ -172,6 +179,10 @@ class ShardOptimizer:
         """Whether the update writes the model's 16-bit weight too."""
         return getattr(self._of[id(leaf.tensor)], "writes_low", False)
 
+    def optimizer_of(self, leaf: Leaf) -> torch.optim.Optimizer:
+        """The torch optimizer that updates a leaf."""
+        return self._of[id(leaf.tensor)]
+
     def state_of(self, leaf: Leaf) -> Iterator[tuple[str, torch.Tensor]]:
         """The optimizer's tensors with as many elements as the leaf: (name, tensor)."""
         for name, value in self._of[id(leaf.tensor)].state[leaf.tensor].items():
@@ -185,6 +196,9 @@ class ShardOptimizer:
     def set_num_updates(self, count: int) -> None:
         """Continue as after `count` updates: bias corrections depend on it."""
         self.num_updates = count
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "num_updates"):
+                optimizer.num_updates = count
         for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(count)

@@ -33,6 +33,8 @@ PLAIN = {"adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.
          "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
          "muon": partial(PlainMuon, lr=0.01, weight_decay=0.1, columns=SHAPE[1],
                          coefficients=SETS["quintic"].steps)}
+# At first:
+PLAIN |= {"onebit_adam": PLAIN["adam"], "zero_one_adam": PLAIN["adam"], "onebit_lamb": PLAIN["lamb"]}
 
 
 SPEC = ParamSpec("w", (8, 8), Init("ones"), matrices=Matrices())
@@ -146,7 +148,7 @@ def test_groups_that_do_not_decay_get_no_weight_decay(name):
     inner.step(0.5, 0.1, 1.0)
     # Decay in the gradient is a step of lr with Adagrad, and of the largest trust ratio with LAMB.
     lamb = 1 - 0.5 * 10 * 0.1 * (1 - 0.95)**0.5 / (1 - 0.9)
-    expected = {"adagrad": 0.5, "lamb": lamb}.get(name, 0.95)
+    expected = {"adagrad": 0.5, "lamb": lamb, "onebit_lamb": lamb}.get(name, 0.95)
     torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), expected))
     assert torch.equal(leaves[1].tensor.detach(), torch.ones(64))
 

@@ -145,7 +145,7 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
      '"compression_training" is not supported'),
     ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),
     ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
-    ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam', which is not available"),
+    ({"optimizer": {"type": "OneBitSGD"}}, "'OneBitSGD', which is not available"),
     ({"optimizer": {"type": "SGD", "params": {"betas": [0.1, 0.2]}}},
      '"optimizer.params.betas" does not apply'),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2}}, "gradient_clipping": 1},

@@ -34,6 +34,7 @@ FLAGS = {"lamb": ["--lamb-min-coeff", "0", "--lr", "1e-2", "--lr-warmup-iters", 
          "lion": ["--weight-decay", "0.3"],
          "muon": ["--muon-scale-mode", "match_rms_adamw", "--muon-use-nesterov", "--lr", "1e-2",
                   "--muon-scalar-lr", "1e-3", "--lr-warmup-iters", "0"]}
+FLAGS |= {"onebit_adam": ["--freeze-step", "1"], "onebit_lamb": ["--freeze-step", "1"]}
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.02".split()
 
 
@@ -122,7 +123,8 @@ def test_bytes_of_state_and_16_bit_weights_with_fp32_masters(name):
         return optimizer.memory().optimizer, of(False), of(True)
 
     tensors = 2 if name == "muon" else len(FACTS[name].state) + (name == "adam")
-    for held, scalars, matrices in run(name, "dp=2,zero=1", seen, dtype="bf16"):
+    layout = "dp=2,zero=0" if name == "zero_one_adam" else "dp=2,zero=1"
+    for held, scalars, matrices in run(name, layout, seen, dtype="bf16"):
         assert held == 4 * tensors * scalars + 4 * matrices and (matrices > scalars / 4) == (name == "muon")
 
 

@@ -1,0 +1,342 @@
+"""`CompressedUpdate`: the part of a step of `ZeroOptimizer` in which ranks exchange signs in place of
+gradients.
+
+What is exchanged in a step follows from its number (`optim/onebit_phases.py`):
+
+    FULL       gradients are reduced as by any optimizer
+    GRADIENT   x_i = g_i:                  compressed mean → exp_avg ← β₁ exp_avg + (1 - β₁) x
+    MOMENTUM   x_i = β₁ m + (1 - β₁) g_i:  compressed mean → exp_avg
+    NONE       exp_avg ← β₁ exp_avg + (1 - β₁) g_i, different on each rank
+    SUM        as NONE; then the sum of the updates of each rank: compressed mean → "local_sum"
+
+g_i is P times the gradient that rank i of P has: gradients are shares of the global batch, so g is the mean
+of g_i. Except in FULL, `SwitchedExchange` leaves gradients as they are. Sums over tensor-parallel ranks and
+over the holders of tied parameters are made all the same, before the signs are taken.
+
+ZeRO 1: second moment and master are those of the rank's shard. "exp_avg" is whole on every rank, because each
+adds its own gradient to it; checkpoints contain the rank's shard of it, and the rest is gathered from other
+ranks before the first step that needs it.
+
+Note: clipping. The norm of the mean gradient is not known after the freeze, but R² = Σ_i ‖g_i‖² / P is. With
+noise of the ranks that is independent, R² = ‖g‖² (1 + (P - 1) ν), where ν is the share of noise in ‖g‖². It
+is measured in FULL steps, where both norms are known, and its running mean gives the estimate of ‖g‖ that
+clips on all ranks. (R itself would clip all steps of many ranks, and v, which is frozen, would not follow.)
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ConfigError
+from ..host.memory_maps import huge_page_zeros
+from ..mpu.collectives import all_gather_into_, all_reduce_
+from ..mpu.param_spec import ParamSpec
+from ..optim.onebit_base import CompressedOptimizer
+from ..optim.onebit_phases import Exchange, Phases
+from .compressed_exchange import SwitchedExchange
+from .compressed_mean import FP32_BYTES, CompressedMean, messages
+from .compressed_noise import NoiseShare
+from .compressed_units import is_vector
+from .data_groups import DataGroups
+from .exchange import Sent
+from .layout import SlotPiece
+from .norm import is_counted, norm_views, squared_norm
+from .parameter_set import ParameterSet
+from .set_plan import SetPlan
+from .shard_optimizer import Leaf, ShardOptimizer
+
+logger = logging.getLogger(__name__)
+TOLD = ("compressed exchanges were of %d data-parallel ranks and are of %d now: each rank continues with the "
+        "mean of their compression errors, so that nothing of the gradients is lost; the steps from here on "
+        "are those of another number of workers")
+MOMENTUM, SUM = "exp_avg", "local_sum"
+WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
+
+
+@dataclass(frozen=True)
+class CompressedSet:
+    """What a set has in addition.
+
+    momentum    "exp_avg" of the whole buffer
+    sums        "local_sum" of it, where ranks make steps of their own; else None
+    norm_views  the whole gradient of this rank, as far as it counts in the norm
+    """
+
+    of: ParameterSet
+    mean: CompressedMean
+    momentum: torch.Tensor
+    sums: torch.Tensor | None
+    norm_views: list[torch.Tensor]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The whole gradient of this rank, padding included."""
+        return self.of.buckets.flat
+
+
+@dataclass(frozen=True)
+class OwnPiece:
+    """State that is no state of a leaf; the fields of a `StatePiece`."""
+
+    spec: ParamSpec
+    kind: str
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    replica: int
+    replicas: int
+
+
+class CompressedUpdate:
+    """phases: of all parameter groups. resident: whose "exp_avg" become views of the whole buffers."""
+
+    def __init__(self, phases: Phases, sets: Sequence[ParameterSet], groups: DataGroups,
+                 resident: ShardOptimizer, exchange: SwitchedExchange, device: torch.device):
+        self._phases, self._resident, self._exchange, self._groups = phases, resident, exchange, groups
+        self._sets = [_compressed_set(s, phases, groups, resident, device) for s in sets]
+        self._is_whole = False              # `momentum` of all sets, beyond this rank's shard
+        self._noise = NoiseShare()
+        exchange.measured = matrices_of(sets, groups)
+        self.begin()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether gradients stay those of each rank in this step."""
+        return self._kind is not Exchange.FULL
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state that is not counted with the leaves: errors, and momentum of other ranks' shards."""
+        return sum(state_bytes(s.of.plan, self._phases, s.mean.group.rank) for s in self._sets)
+
+    def begin(self) -> None:
+        """A step begins: decide what is exchanged."""
+        self._kind = self._phases.at(self._resident.num_updates + 1)
+        self._exchange.is_off, self._exchange.squares = self.is_local, None
+
+    def squares(self, device: torch.device) -> torch.Tensor:
+        """This rank's addend of Σ_i ‖g_i‖² / P, float64, of gradients that stay local."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for s in self._sets:
+            total += squared_norm(s.norm_views, device) * s.mean.group.size
+        return total
+
+    def full_squares(self, device: torch.device) -> torch.Tensor | None:
+        """This rank's addend of Σ_i ‖g_i‖² / P of `matrices_of`, not yet reduced; None in other steps."""
+        if self.is_local:
+            return None
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        return none if self._exchange.squares is None else self._exchange.squares * self._workers
+
+    def norm_of(self, measured: Sequence[float]) -> float:
+        """The norm of the mean gradient, or its estimate. measured: squares, …, those of `full_squares`."""
+        norm = math.sqrt(measured[0])
+        if self.is_local:
+            return norm / self._noise.ratio(self._workers)
+        if self._workers > 1 and math.isfinite(norm) and norm > 0:
+            self._noise.add(measured[2] / measured[0], self._workers)
+        return norm
+
+    def before_update(self, divisor: float) -> None:
+        """Exchange what the optimizer needs for its update. divisor: of the gradients. Collective."""
+        self._check_betas()
+        if self._kind is Exchange.FULL:
+            self._is_whole = False
+            return
+        self._gather_momentum()
+        for optimizer in self._optimizers:
+            optimizer.before_exchange()
+        is_first = self._phases.at(self._resident.num_updates) is Exchange.FULL
+        for s in self._sets:
+            if self._starts_anew(is_first):
+                s.mean.forget()
+            self._exchange_set(s, divisor)
+
+    def after_update(self) -> None:
+        """Exchange the sums of updates, if it is time. Collective."""
+        if self._kind is Exchange.SUM:
+            for s in self._sets:
+                s.mean.reduce_(s.sums)
+            for optimizer in self._optimizers:
+                optimizer.after_exchange()
+
+    def sent(self) -> Iterator[Sent]:
+        """The messages of a compressed exchange, as planned."""
+        for s in self._sets:
+            yield from messages(s.of.plan, s.of.parameters, self._groups)
+
+    # -------------------------------------------------------------------------------- state
+    def own_pieces(self, saving: bool) -> Iterator[OwnPiece]:
+        """The errors, and numbers of parameters. saving: of the workers' errors their mean, collective."""
+        for s in self._sets:
+            rank, size, plan = s.mean.group.rank, s.mean.group.size, s.of.plan
+            error = self._mean_of(s, s.mean.worker_error) if saving else s.mean.worker_error
+            for piece in plan.layout.whole_slots():
+                yield _own(WORKER_ERROR, s, piece, error[piece.flat:], rank, size)
+            for piece in plan.layout.slot_intersections(rank):
+                yield _own(SERVER_ERROR, s, piece, s.mean.server_error[piece.offset:], 0, 1)
+            for leaf in s.of.resident:
+                yield from _numbers(leaf, self._resident.optimizer_of(leaf), plan, rank, size)
+
+    def means(self) -> dict[tuple[str, int], torch.Tensor]:
+        """(name, id of a leaf's tensor) → mean over ranks of a leaf's state that differs on them now.
+        Collective."""
+        if self._phases.at(self._resident.num_updates) is not Exchange.NONE:
+            return {}
+        found = {}
+        for s in self._sets:
+            for name, flat in ((MOMENTUM, s.momentum), (SUM, s.sums)):
+                mean = self._mean_of(s, flat)
+                found |= {(name, id(leaf.tensor)): view_of(mean, leaf) for leaf in s.of.resident}
+        return found
+
+    def numbers(self) -> dict[str, float]:
+        """Numbers of a checkpoint, equal on all ranks of a stage."""
+        found = {"workers": self._workers, "noise_share": self._noise.value, "noise_count": self._noise.count}
+        for i, optimizer in enumerate(self._optimizers):
+            found |= {f"{name}/{i}": value for name, value in optimizer.numbers().items()}
+        return found
+
+    def load_numbers(self, numbers: dict[str, float]) -> None:
+        """Restore `numbers`, with a line in the log if they are of another number of workers."""
+        before, now = numbers.get("workers"), self._workers
+        self._noise = NoiseShare(numbers.get("noise_share", 0.0), int(numbers.get("noise_count", 0)))
+        if before not in (None, now) and self._groups.data.rank == self._groups.model.rank == 0:
+            logger.warning(TOLD, before, now)
+        for i, optimizer in enumerate(self._optimizers):
+            optimizer.load_numbers({name.rpartition("/")[0]: value for name, value in numbers.items()
+                                    if name.endswith(f"/{i}")})
+        self.begin()
+
+    def after_load(self) -> None:
+        """State was overwritten: momentum of other shards is not known any more."""
+        self._is_whole = False
+        for optimizer in self._optimizers:
+            optimizer.after_load()
+
+    # -------------------------------------------------------------------------------- within
+    @property
+    def _workers(self) -> int:
+        return self._groups.data.size
+
+    @property
+    def _optimizers(self) -> Sequence[CompressedOptimizer]:
+        return self._resident.optimizers
+
+    @property
+    def _beta1(self) -> float:
+        return self._optimizers[0].param_groups[0]["betas"][0]
+
+    def _check_betas(self) -> None:
+        betas = {group["betas"] for optimizer in self._optimizers for group in optimizer.param_groups}
+        if len(betas) > 1:
+            raise ConfigError(
+                f"parameter groups have the betas {' and '.join(map(str, sorted(betas)))}: the momentum of "
+                "all parameters is compressed together, with one decay rate. Give all groups the same betas.")
+
+    def _starts_anew(self, follows_full: bool) -> bool:
+        """Whether the errors so far are of something else. Refreshes of 0/1 Adam leave them."""
+        before = self._phases.at(self._resident.num_updates)
+        if self._phases.sums_locally:
+            return self._kind in (Exchange.SUM, Exchange.NONE) and before in (Exchange.FULL,
+                                                                             Exchange.GRADIENT)
+        return follows_full
+
+    def _exchange_set(self, s: CompressedSet, divisor: float) -> None:
+        beta1, factor = self._beta1, s.mean.group.size / divisor
+        if self._kind is Exchange.GRADIENT:
+            x = s.gradient.float().mul_(factor)
+            s.mean.reduce_(x)
+            s.momentum.lerp_(x, 1 - beta1)
+            return
+        s.momentum.mul_(beta1).add_(s.gradient, alpha=(1 - beta1) * factor)
+        if self._kind is Exchange.MOMENTUM:
+            s.mean.reduce_(s.momentum)
+
+    def _gather_momentum(self) -> None:
+        """Momentum of other ranks' shards, where only the own one is known."""
+        if self._is_whole:
+            return
+        self._is_whole = True
+        for s in self._sets:
+            if s.of.plan.policy.optimizer is None:
+                continue
+            layout, group = s.of.plan.layout, s.mean.group
+            for bucket, own in zip(layout.buckets, layout.shard_pieces(group.rank)):
+                all_gather_into_(s.momentum[bucket.start:bucket.stop], s.momentum[own.start:own.stop], group)
+
+    @staticmethod
+    def _mean_of(s: CompressedSet, flat: torch.Tensor) -> torch.Tensor:
+        total = flat.clone()
+        all_reduce_(total, s.mean.group)
+        return total.div_(s.mean.group.size)
+
+
+def matrices_of(sets: Sequence[ParameterSet], groups: DataGroups) -> dict[str, list[torch.Tensor]]:
+    """Name of a bucket → its matrices that this rank counts in the norm.
+
+    Where tensor parallelism can split some of them, only these: gradients of others may still be partial sums
+    when they are reduced, and the noise is to be measured on the same parameters under every layout.
+    """
+    matrices = [p.spec for s in sets for p in s.parameters if not is_vector(p.spec)]
+    wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {spec.name for spec in matrices}
+    found = {}
+    for s in sets:
+        layout = s.plan.layout
+        counted = {piece.slot: piece for piece in layout.whole_slots()
+                   if s.parameters[piece.slot].spec.name in wanted
+                   and is_counted(s.parameters[piece.slot].spec, groups.tp.rank)}
+        for bucket in layout.buckets:
+            pieces = [counted[i] for i in range(bucket.first_slot, bucket.last_slot) if i in counted]
+            name = layout.slots[bucket.first_slot].name
+            found[name] = norm_views(s.buckets.flat, pieces, s.buckets.start_of)
+    return found
+
+
+def _compressed_set(s: ParameterSet, phases: Phases, groups: DataGroups, resident: ShardOptimizer,
+                    device: torch.device) -> CompressedSet:
+    layout, grads = s.plan.layout, s.buckets
+    counted = [p for p in layout.whole_slots() if is_counted(s.parameters[p.slot].spec, groups.tp.rank)]
+    buffers = {MOMENTUM: huge_page_zeros(layout.numel, device=device)}
+    if phases.sums_locally:
+        buffers[SUM] = huge_page_zeros(layout.numel, device=device)
+    for name, flat in buffers.items():
+        for leaf in s.resident:
+            resident.place_state(leaf, name, view_of(flat, leaf))
+    return CompressedSet(s, CompressedMean(s.plan, s.parameters, groups, device), buffers[MOMENTUM],
+                         buffers.get(SUM), norm_views(grads.flat, counted, grads.start_of))
+
+
+def view_of(flat: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """The part of a whole buffer that is a leaf's."""
+    return flat[leaf.piece.flat:leaf.piece.flat + leaf.piece.padded_numel]
+
+
+def _numbers(leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int,
+             size: int) -> Iterator[OwnPiece]:
+    """Numbers of a logical parameter. Ranks with parts of one have the same: the first part is written."""
+    of = leaf.spec
+    spec = ParamSpec(of.name, (1,), of.init, tied=of.tied, tied_copy=of.tied_copy)
+    if plan.policy.optimizer is not None:
+        rank, size = int(leaf.piece.start > 0), 1
+    for name, tensor in optimizer.numbers_of(leaf.tensor):
+        yield OwnPiece(spec, name, 0, 1, tensor, rank, size)
+
+
+def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
+    """Bytes of a set that are not counted with the leaves: errors of a worker and a server, momentum of other
+    ranks' shards, padding between buckets."""
+    layout = plan.layout
+    pieces = layout.slot_intersections(shard) if plan.policy.optimizer is not None else layout.whole_slots()
+    buffers = 1 + phases.sums_locally
+    whole = layout.numel * (1 + buffers) + layout.shard_numel
+    return FP32_BYTES * (whole - buffers * sum(piece.padded_numel for piece in pieces))
+
+
+def _own(kind: str, s: CompressedSet, piece: SlotPiece, tail: torch.Tensor, replica: int,
+         replicas: int) -> OwnPiece:
+    spec, tensor = s.of.parameters[piece.slot].spec, tail[:piece.stop - piece.start]
+    return OwnPiece(spec, kind, piece.start, piece.stop, tensor, replica, replicas)
