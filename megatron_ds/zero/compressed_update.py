@@ -47,6 +47,7 @@ from .norm import is_counted, norm_views, squared_norm
 from .parameter_set import ParameterSet
 from .set_plan import SetPlan
 from .shard_optimizer import Leaf, ShardOptimizer
+from .state_piece import StatePiece
 
 logger = logging.getLogger(__name__)
 TOLD = ("compressed exchanges were of %d data-parallel ranks and are of %d now: each rank continues with the "
@@ -75,19 +76,6 @@ class CompressedSet:
     def gradient(self) -> torch.Tensor:
         """The whole gradient of this rank, padding included."""
         return self.of.buckets.flat
-
-
-@dataclass(frozen=True)
-class OwnPiece:
-    """State that is no state of a leaf; the fields of a `StatePiece`."""
-
-    spec: ParamSpec
-    kind: str
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
 
 
 class CompressedUpdate:
@@ -169,7 +157,7 @@ class CompressedUpdate:
             yield from messages(s.of.plan, s.of.parameters, self._groups)
 
     # -------------------------------------------------------------------------------- state
-    def own_pieces(self, saving: bool) -> Iterator[OwnPiece]:
+    def own_pieces(self, saving: bool) -> Iterator[StatePiece]:
         """The errors, and numbers of parameters. saving: of the workers' errors their mean, collective."""
         for s in self._sets:
             rank, size, plan = s.mean.group.rank, s.mean.group.size, s.of.plan
@@ -316,14 +304,14 @@ def view_of(flat: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 
 def _numbers(leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int,
-             size: int) -> Iterator[OwnPiece]:
+             size: int) -> Iterator[StatePiece]:
     """Numbers of a logical parameter. Ranks with parts of one have the same: the first part is written."""
     of = leaf.spec
     spec = ParamSpec(of.name, (1,), of.init, tied=of.tied, tied_copy=of.tied_copy)
     if plan.policy.optimizer is not None:
         rank, size = int(leaf.piece.start > 0), 1
     for name, tensor in optimizer.numbers_of(leaf.tensor):
-        yield OwnPiece(spec, name, 0, 1, tensor, rank, size)
+        yield StatePiece(spec, name, 0, 1, tensor, rank, size)
 
 
 def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
@@ -337,6 +325,6 @@ def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
 
 
 def _own(kind: str, s: CompressedSet, piece: SlotPiece, tail: torch.Tensor, replica: int,
-         replicas: int) -> OwnPiece:
+         replicas: int) -> StatePiece:
     spec, tensor = s.of.parameters[piece.slot].spec, tail[:piece.stop - piece.start]
-    return OwnPiece(spec, kind, piece.start, piece.stop, tensor, replica, replicas)
+    return StatePiece(spec, kind, piece.start, piece.stop, tensor, replica, replicas)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from ..mpu.collectives import barrier
-from ..mpu.param_spec import ParamSpec
 from .arrival import Arrivals, is_gathered_whole
 from .compressed_update import CompressedUpdate
 from .data_groups import DATA_AXES, DataGroups
@@ -42,6 +41,7 @@ from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
 from .set_plan import ParameterUse, norm_entries, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
+from .state_piece import StatePiece
 from .tiers import DEVICE, open_tiers
 from .whole_matrices import whole_matrices
 
@@ -59,24 +59,6 @@ class StepResult:
     grad_norm: float
     skipped: bool
     loss_scale: float
-
-
-@dataclass(frozen=True)
-class StatePiece:
-    """Elements [start, stop) of one kind of state of a flattened local (tensor-parallel) parameter.
-
-    kind     "weight" (the fp32 value) or the optimizer's name of the tensor ("exp_avg", "exp_avg_sq", …)
-    tensor   flat view: read it to save, copy into it to load
-    replica  position of this rank among the `replicas` data-parallel ranks that hold the same content
-    """
-
-    spec: ParamSpec
-    kind: str
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
 
 
 class ZeroOptimizer:
@@ -311,8 +293,8 @@ class ZeroOptimizer:
                     tensor = means.get((kind, id(leaf.tensor)), tensor)
                     flat, piece = leaf.unpadded(tensor), leaf.piece
                     yield StatePiece(leaf.spec, kind, piece.start, piece.stop, flat, replica, replicas)
-        for p in self.compressed.own_pieces(saving) if self.compressed else ():
-            yield StatePiece(p.spec, p.kind, p.start, p.stop, p.tensor, p.replica, p.replicas)
+        if self.compressed:
+            yield from self.compressed.own_pieces(saving)
 
     def extra_state(self) -> dict[str, float]:
         """Numbers that belong to the state, equal on all ranks."""
