@@ -29,7 +29,8 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 # Wishes that some formats do not use → their flags.
 FLAGS = {"iteration": "--iteration", "vocab_size": "--vocab-size", "dtype": "--dtype", "family": "--family",
          "shard_bytes": "--max-shard-size", "tensor_parallel": "--target-tensor-parallel-size",
-         "pipeline_parallel": "--target-pipeline-parallel-size", "allow_missing": "--allow-missing",
+         "pipeline_parallel": "--target-pipeline-parallel-size",
+         "expert_parallel": "--target-expert-parallel-size", "allow_missing": "--allow-missing",
          "allow_unused": "--allow-unused", "qkv_packing": "--qkv-packing"}
 OF_VERIFY = {"vocab_size", "qkv_packing"}           # also used to read what was written
 
@@ -55,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="tensor-parallel size of the written files, for formats whose files have one")
     add("--target-pipeline-parallel-size", type=int, default=1, metavar="N",
         help="pipeline-parallel size of the written files, for formats whose files have one")
+    add("--target-expert-parallel-size", type=int, default=1, metavar="N",
+        help="expert-parallel size of the run that loads the written files, for formats whose optimizer "
+             "state depends on it")
     add("--allow-missing", action="append", default=[], metavar="PATTERN",
         help="tensors that the source may lack; they get the values of a new model")
     add("--allow-unused", action="append", default=[], metavar="PATTERN",
@@ -91,8 +95,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
     wishes = Wishes(args.iteration, args.vocab_size, args.dtype, args.max_shard_size, args.family,
                     args.target_tensor_parallel_size, args.target_pipeline_parallel_size,
-                    tuple(args.allow_missing), tuple(args.allow_unused), args.no_optim,
-                    args.qkv_packing)
+                    args.target_expert_parallel_size, tuple(args.allow_missing), tuple(args.allow_unused),
+                    args.no_optim, args.qkv_packing)
     check_used(wishes, source, target, args.verify)
     checkpoint = source.read(args.load, wishes)
     print(f"read {args.load}: {source.noun}{described(checkpoint)}", flush=True)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from ..errors import CheckpointError
+from ..host.direct_file import DirectFile, read_range
 
 MOST_BYTES_OF_PICKLE = 2**16        # of the description of one tensor; 500 are usual
 STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -48,7 +49,7 @@ class ChecksummedFiles(FileSystem):
     def create_stream(self, path: Path, mode: str) -> Iterator["_ChecksummedFile"]:
         """Open a file for writing. DCP calls this."""
         assert mode == "wb", f"{path} is opened with mode {mode}: this file system only writes"
-        with _ChecksummedFile(io.FileIO(path, mode)) as file:
+        with _ChecksummedFile(DirectFile(path)) as file:
             self._written[Path(path).name] = file
             yield file
 
@@ -65,7 +66,7 @@ class ChecksummedFiles(FileSystem):
 
 
 class _ChecksummedFile(io.BufferedWriter):
-    def __init__(self, raw: io.FileIO):
+    def __init__(self, raw: io.RawIOBase):
         super().__init__(raw)
         self.crc32 = 0
         self.crc32_at: dict[int, int] = {}
@@ -73,6 +74,11 @@ class _ChecksummedFile(io.BufferedWriter):
     def write(self, data) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         return super().write(data)
+
+    def flush(self) -> None:
+        """Also of the raw file, which collects bytes and which BufferedWriter does not flush."""
+        super().flush()
+        self.raw.flush()
 
     def tell(self) -> int:
         at = super().tell()
@@ -99,18 +105,44 @@ def read_chunk(path: Path, name: str, place: _StorageInfo, chunk: ChunkStorageMe
         raise CheckpointError(f"{path} is damaged: {name} at byte {place.offset}: {error}") from error
 
 
-def _read(path: Path, place: _StorageInfo) -> io.BytesIO:
-    with open(path, "rb") as file:
-        file.seek(place.offset)
-        content = file.read(place.length)
+class _Bytes(io.RawIOBase):
+    """A file object of a uint8 tensor; io.BytesIO would copy it."""
+
+    def __init__(self, content: torch.Tensor):
+        super().__init__()
+        self._content, self._at = memoryview(content.numpy()), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, target) -> int:
+        found = self._content[self._at:self._at + len(target)]
+        target[:len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+def _read(path: Path, place: _StorageInfo) -> _Bytes:
+    content = read_range(path, place.offset, place.length)
     if len(content) != place.length:
         raise ValueError(f"it ends after {len(content)} of {place.length} bytes")
     if (around := saved_crc32(place)) is not None:
         before, after = around
-        if (found := zlib.crc32(content, before)) != after:
+        if (found := zlib.crc32(content.numpy(), before)) != after:
             raise ValueError(f"its CRC-32 is {found:08x} and was {after:08x} when it was saved. Either bytes "
                              "have changed, or the file is that of another save or another rank")
-    return io.BytesIO(content)
+    return _Bytes(content)
 
 
 def saved_crc32(place: _StorageInfo) -> tuple[int, int] | None:
@@ -118,7 +150,7 @@ def saved_crc32(place: _StorageInfo) -> tuple[int, int] | None:
     return vars(place).get("crc32")
 
 
-def _check_archive(content: io.BytesIO, with_checksums: bool) -> int:
+def _check_archive(content: _Bytes, with_checksums: bool) -> int:
     """Size of the largest record. Refuses compressed records, which may inflate a thousandfold."""
     archive = zipfile.ZipFile(content)
     for record in archive.infolist():

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
+from ..host.direct_file import DirectFile
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from ..registry import did_you_mean
@@ -102,7 +103,7 @@ def _write_hidden(folder: Path, files: Mapping[str, Sequence[TensorEntry]],
     """Write all files under temporary names. An error is returned, since other ranks are still sending."""
     try:
         for name, entries in files.items():
-            with open(folder / _hidden(name), "wb") as file:
+            with DirectFile(folder / _hidden(name)) as file:
                 file.write(header_of(entries))
                 for entry in entries:
                     tensor = next(tensors)

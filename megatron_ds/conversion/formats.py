@@ -36,6 +36,7 @@ class Wishes:
     family: str | None = None
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: int = 1
     allow_missing: tuple[str, ...] = ()
     allow_unused: tuple[str, ...] = ()
     weights_only: bool = False

@@ -9,6 +9,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from .family import (
 )
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES, REFUSED
+from .huggingface_windows import skip_frequency
 from .published import published
 from .read_ahead import ReadAhead
 from .run_values import LOWER_CASE, TOKENIZER_CONFIG
@@ -160,14 +162,20 @@ def family_for(checkpoint: LogicalCheckpoint, model: ModelConfig, wishes: Wishes
 
 def _differences(family: Family, model: ModelConfig) -> list[str]:
     """Options that differ after a round trip through the settings of a family."""
-    wanted = model_identity(model)
+    wanted = _identity(model)
     try:
         settings = family.settings(model)
-        found = model_identity(model_of(family.options({**settings, **family.about}), family.name))
+        found = _identity(model_of(family.options({**settings, **family.about}), family.name))
     except (CheckpointError, TypeError, KeyError, ValueError) as error:
         return [str(error), *map(str, range(9))]
     return [f"{name} ({wanted.get(name)!r}, there {found.get(name)!r})" for name in sorted(wanted | found)
             if wanted.get(name) != found.get(name)]
+
+
+def _identity(model: ModelConfig) -> dict[str, Any]:
+    """`model_identity`, with one spelling of the layers that have a window."""
+    return model_identity(replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
+                          if any(model.windowed) else model)
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:

@@ -16,7 +16,8 @@ from ..config.layer_pattern import MOST_LAYERS
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
 from .huggingface_rotary import rotary_options, rotary_settings
-from .settings_table import Fixed, Key, Only, Written, options_of, settings_of
+from .huggingface_windows import FULL, Window, layers_from_first, listed_layers
+from .settings_table import Fixed, Key, Only, options_of, settings_of
 
 Settings = Mapping[str, Any]
 TIED = {True: False, False: True}           # tie_word_embeddings → untie_embeddings_and_output_weights
@@ -46,13 +47,18 @@ LLAMA = (
 LLAMA_BIAS = (Key("attention_bias", "add_bias_linear", False), Key("mlp_bias", "add_bias_linear", False))
 NO_BIAS = (Fixed("add_bias_linear", False),)
 QKV_BIAS = (*NO_BIAS, Fixed("add_qkv_bias", True))
-QWEN3 = (*NO_BIAS, Fixed("qk_layernorm", True), Only("attention_bias", (False,)))
+QK_NORM = (*NO_BIAS, Fixed("qk_layernorm", True), Only("attention_bias", (False,)))
+QWEN2 = (*LLAMA, *QKV_BIAS, Window(layers=layers_from_first))
+QWEN3 = (*LLAMA, *QK_NORM, Window(layers=layers_from_first))
+MISTRAL = (*LLAMA, *NO_BIAS, Window(has_switch=False))
 MOE = (Key("num_experts_per_tok", "moe_router_topk"),)
-MIXTRAL = (*LLAMA, *NO_BIAS, *MOE)
+MIXTRAL = (*LLAMA, *NO_BIAS, *MOE, Window(None, has_switch=False))
 QWEN_MOE = (*LLAMA, *MOE, Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
             Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}))
 SHARED = (Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
           Fixed("moe_shared_expert_gate", True))
+QWEN2_MOE = (*QWEN_MOE, *QKV_BIAS, *SHARED, Window(layers=listed_layers))
+QWEN3_MOE = (*QWEN_MOE, *QK_NORM, Window())
 
 GPT2 = (
     *_sizes("n_layer", "n_embd", "n_head", "n_positions"), _tied(True),
@@ -92,12 +98,8 @@ MEGATRON_BERT = (
     Only("is_decoder", (False,)), Only("add_cross_attention", (False,)),
     Only("position_embedding_type", ("absolute",)),
 )
-MISTRAL = (*LLAMA, *NO_BIAS, Written("sliding_window", None))
 # Values of settings that are absent, by model_type. Only gpt_neox rotates a part of each head.
-QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False}
-DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6},
-            "mistral": {"sliding_window": 4096},
-            **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), QWEN_WINDOW)}
+DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6}}
 
 
 # ---- Their settings → our options.
@@ -109,8 +111,9 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
     """
     found = options_of(table, settings)
     if ROTARY in table:
-        found |= rotary_options(settings, _defaults(settings))
-        _check_attention(settings)
+        found |= rotary_options(settings, DEFAULTS.get(settings.get("model_type", ""), {}))
+        if not any(isinstance(entry, Window) for entry in table):
+            _check_attention(settings)
     if Key("num_experts_per_tok", "moe_router_topk") in table:
         found |= _expert_options(settings)
     if settings.get("word_embed_proj_dim", found["hidden_size"]) != found["hidden_size"]:
@@ -120,21 +123,15 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
     return found
 
 
-def _defaults(settings: Settings) -> Settings:
-    return DEFAULTS.get(settings.get("model_type", ""), {})
-
-
 def _check_attention(settings: Settings) -> None:
-    known = {**_defaults(settings), **settings}
-    window = known.get("sliding_window")
-    uses_it = known.get("use_sliding_window", window is not None)
-    if uses_it and window and window < known.get("max_position_embeddings", 0):
-        raise CheckpointError(f"sliding_window is {window}: attention to the last {window} tokens alone is "
-                              "not computed. On sequences of up to so many tokens the model is the same: for "
-                              "those, set sliding_window to null and max_position_embeddings to "
-                              f"{window} in config.json")
-    if odd := sorted({*(settings.get("layer_types") or ())} - {"full_attention"}):
-        raise CheckpointError(f"layer_types has {odd[0]!r}, and this package computes 'full_attention'")
+    window = settings.get("sliding_window")
+    uses_it = settings.get("use_sliding_window", window is not None)
+    if uses_it and window and window < settings.get("max_position_embeddings", 0):
+        raise CheckpointError(f"sliding_window is {window}, and models of this model_type have no windows. "
+                              "Remove it; a Llama with windows is a mistral")
+    if odd := sorted({*(settings.get("layer_types") or ())} - {FULL}):
+        raise CheckpointError(f"layer_types has {odd[0]!r}, and models of this model_type have {FULL!r} "
+                              "alone")
 
 
 def _expert_options(settings: Settings) -> dict[str, Any]:

@@ -26,12 +26,12 @@ def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[Local
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """
     found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
-    apart = any(group.get("is_expert_parallel") for state in states for group in _groups(state))
+    apart = any(group.get("is_expert_parallel") for state in states for group in groups_of(state))
     for state in states:
         inner = fields_of(state.get("optimizer")) or fields_of(state.get("optimizer_state_dict")) or state
         by_index = fields_of(inner.get("state"))
         masters = next((state[name] for name in MASTERS if name in state), None)
-        for g, group in enumerate(_groups(state)):
+        for g, group in enumerate(groups_of(state)):
             members = [p for p in parameters if _is_in(p, group, apart)]
             indices = group.get("params", [])
             if len(members) != len(indices):
@@ -48,7 +48,8 @@ def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[Local
     return {kind: tensors for kind, tensors in found.items() if tensors}
 
 
-def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def groups_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer's state, in any of Megatron-LM's nestings."""
     inner = fields_of(state.get("optimizer")) or fields_of(state.get("optimizer_state_dict")) or state
     return [fields_of(group) for group in inner.get("param_groups") or ()]
 

@@ -33,7 +33,8 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     tensors = {kind: _tied_once(stored, kind, shapes, raw) for kind, stored in raw.tensors.items()}
     unused = _check_names(tensors[WEIGHT], shapes, raw, wishes)
     tensors = {kind: _cut(stored, shapes, kind, raw) for kind, stored in tensors.items()}
-    weights = {**tensors[WEIGHT], **tensors.pop(MASTER, {})}
+    weights = {**tensors[WEIGHT], **{name: _compared(tensors[WEIGHT][name], master) for name, master
+                                     in tensors.pop(MASTER, {}).items()}}
     moments = {kind: tensors[kind] for kind in MOMENTS if tensors.get(kind)}
     source = {"format": format_name, "iteration": raw.progress.iteration}
     ignored = tuple(name for name in raw.ignored if name != "argparse.Namespace")       # the arguments
@@ -49,6 +50,24 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights, **moments}, raw.progress, "adam",
                              training_options(raw.settings), source=source, ignored=ignored,
                                  unused=unused)
+
+
+def _compared(weight: StoredTensor, master: StoredTensor) -> StoredTensor:
+    """The master. Reading it compares it with the weight, which was rounded from it: flat buffers name no
+    parameters, and megatron-core 0.16.1 stores a wrong master of tied embeddings on two pipeline stages.
+    """
+    def read() -> torch.Tensor:
+        values, rounded = master.read(), weight.read()
+        if not torch.equal(values.to(rounded.dtype), rounded):
+            raise CheckpointError(
+                f"{master.place} is not what the weight was rounded from: the largest difference is "
+                f"{float((values - rounded).abs().max()):.3g}. The optimizer state is of another save or "
+                "rank, or in another order, or of tied embeddings on two pipeline stages with "
+                "--dist-ckpt-optim-fully-reshardable, which megatron-core 0.16.1 stores wrongly. To load the "
+                "weights alone, give --no-optim (in training, --no-load-optim).")
+        return values
+
+    return replace(master, read=read)
 
 
 def _tied_once(stored: Mapping[str, StoredTensor], kind: str, shapes: Mapping[str, tuple],
@@ -119,12 +138,21 @@ def _cut(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple], kind: 
 TRAINING = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "optimizer.adam_beta1":
             "adam_beta1", "optimizer.adam_beta2": "adam_beta2", "optimizer.adam_eps": "adam_eps",
             "optimizer.clip_grad": "clip_grad", "optimizer.min_lr": "min_lr"}
+# The same of what is true or false: in the parameter groups of the optimizer, and in newer arguments.
+CHOICES = {"optimizer.adam_bias_correction": "bias_correction",
+           "optimizer.decoupled_weight_decay": "decoupled_weight_decay"}
 
 
 def training_options(args: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the optimizer that the files record."""
-    return {path: float(args[name]) for path, name in TRAINING.items()
-            if isinstance(args.get(name), int | float) and not isinstance(args.get(name), bool)}
+    numbers = {path: float(args[name]) for path, name in TRAINING.items()
+               if isinstance(args.get(name), int | float) and not isinstance(args.get(name), bool)}
+    return numbers | {path: args[name] for path, name in CHOICES.items() if isinstance(args.get(name), bool)}
+
+
+def with_choices(args: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arguments, with `CHOICES` as the parameter groups of the optimizer have them."""
+    return {**args, **{name: group[name] for group in groups for name in CHOICES.values() if name in group}}
 
 
 def iteration_in(content: Mapping[str, Any], place: object) -> int:

@@ -3,7 +3,7 @@
     decoder.layers.mlp.linear_fc2.weight      [layers, …]: all layers of one kind in one tensor
     decoder.layers.7.mlp.linear_fc2.weight    one layer, where layers differ
     optimizer.state.exp_avg.KEY               optimizer state of a weight, in the shape of the weight
-    optimizer.distributed.dp_group_idx_0.…    flat buffers of the distributed optimizer (`flat_buffers.py`)
+    optimizer.distributed.dp_group_idx_0.…    flat buffers of the distributed optimizer
 """
 
 import re
@@ -14,12 +14,13 @@ from typing import Any
 from ..errors import CheckpointError
 from .foreign_pickle import fields_of
 from .formats import Format, Wishes
+from .indexed_optimizer import groups_of
 from .malformed import refuses_malformed
 from .megatron_args import check_arguments
 from .megatron_folder import find_iteration, iteration_folders
-from .megatron_model import adam_updates, iteration_in, logical, progress_of
+from .megatron_model import adam_updates, iteration_in, logical, progress_of, with_choices
 from .megatron_names import IGNORED, Part, is_bert, part_of
-from .stored_tensor import MASTER, WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor
+from .stored_tensor import MASTER, WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredProgress, StoredTensor
 from .tensor_views import StoredBox, changed, joined, stacked
 from .torch_dist_folder import Sharded, TorchDistFolder, is_torch_dist, read_torch_dist
 
@@ -60,10 +61,12 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     bert = is_bert(list(keys[WEIGHT]))
     tensors = {kind: _tensors(of_kind, keys[WEIGHT], bert) for kind, of_kind in keys.items() if of_kind}
     if buffers and not wishes.weights_only:
-        from .flat_buffers import from_buckets
+        from .bucketed_optimizer import from_buckets
 
         tensors |= from_buckets(stored, buffers, tensors[WEIGHT], args)
-    raw = RawCheckpoint(stored.path, tensors, args, _progress(stored, args), stored.ignored)
+    states = _optimizers(stored)
+    settings = with_choices(args, [group for state in states for group in groups_of(state)])
+    raw = RawCheckpoint(stored.path, tensors, settings, _progress(stored, args, states), stored.ignored)
     return logical(raw, bert, wishes, NAME)
 
 
@@ -121,19 +124,20 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
     return Sharded(tensor.key, shape, tensor.dtype, (StoredBox((0,) * len(shape), one),))
 
 
-def _progress(stored: TorchDistFolder, args: Mapping[str, Any]):
-    common = stored.common
-    states = optimizers_in(common.get("optimizer"))
-    for key in stored.objects:
-        if _FIRST_GROUP.fullmatch(key):
-            states.append(fields_of(stored.object(key)))
+def _optimizers(stored: TorchDistFolder) -> list[dict[str, Any]]:
+    """States of the optimizers but their tensors."""
+    states = optimizers_in(stored.common.get("optimizer"))
+    return states + [fields_of(stored.object(key)) for key in stored.objects if _FIRST_GROUP.fullmatch(key)]
+
+
+def _progress(stored: TorchDistFolder, args: Mapping[str, Any], states: list[dict[str, Any]]
+              ) -> StoredProgress:
     steps = []
     for state in states:
         inner = fields_of(state.get("optimizer")) or state
-        steps += [{"step": fields_of(inner.get("state")).get("common_step")}]
-        steps += [fields_of(group) for group in inner.get("param_groups") or ()]
+        steps += [{"step": fields_of(inner.get("state")).get("common_step")}, *groups_of(state)]
     scaler = next((fields_of(state["grad_scaler"]) for state in states if state.get("grad_scaler")), {})
-    return progress_of(args, iteration_in(common, stored.path), adam_updates(steps), scaler)
+    return progress_of(args, iteration_in(stored.common, stored.path), adam_updates(steps), scaler)
 
 
 def optimizers_in(value: Any) -> list[dict[str, Any]]:
@@ -155,4 +159,4 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 FORMAT = Format(NAME, "torch_dist checkpoint of Megatron-LM", detect, read, write,
                 reads=("iteration", "vocab_size", "allow_unused"),
-                writes=("dtype", "tensor_parallel", "pipeline_parallel", "shard_bytes"))
+                writes=("dtype", "tensor_parallel", "pipeline_parallel", "expert_parallel", "shard_bytes"))

@@ -10,11 +10,11 @@ from ..errors import CheckpointError
 from .flat_buffers import REMEDY, LocalParameter, from_file, is_shared
 from .foreign_pickle import fields_of
 from .formats import Format, Wishes
-from .indexed_optimizer import from_indices
+from .indexed_optimizer import from_indices, groups_of
 from .malformed import refuses_malformed
 from .megatron_args import local_experts
 from .megatron_folder import RELEASE, find_iteration, iteration_folders
-from .megatron_model import adam_updates, iteration_in, logical, progress_of
+from .megatron_model import adam_updates, iteration_in, logical, progress_of, with_choices
 from .megatron_names import EMBEDDING, HEAD, HEAD_COPY, Part, in_layer, is_bert, layer_of, part_of
 from .megatron_ranks import ByRank, expanded_experts, merged, repacked_qkv, with_experts_of
 from .megatron_torch_dist_format import optimizers_in
@@ -60,7 +60,9 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                if parts or kind == WEIGHT}
     ignored = tuple(sorted({name for file in files for name in file.ignored}))
     progress = StoredProgress() if path.name == RELEASE else _progress(files[0], args)
-    return logical(RawCheckpoint(path, tensors, args, progress, ignored), bert, wishes, NAME)
+    settings = with_choices(args, [group for state in optimizers_in(files[0].content.get("optimizer"))
+                                   for group in groups_of(state)])
+    return logical(RawCheckpoint(path, tensors, settings, progress, ignored), bert, wishes, NAME)
 
 
 def _named(chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool) -> Chunk:

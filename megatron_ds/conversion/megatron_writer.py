@@ -26,10 +26,11 @@ from ..errors import CheckpointError
 from .family import model_of
 from .formats import Wishes
 from .megatron_args import arguments_of
-from .megatron_model import MOMENTS, TRAINING
+from .megatron_model import CHOICES, MOMENTS, TRAINING
 from .megatron_names import VOCABULARY
 from .published import published
 from .read_ahead import ReadAhead
+from .run_values import updates_in
 from .stored_tensor import WEIGHT, LogicalCheckpoint, StoredTensor
 from .torch_dist_folder import COMMON_FILE, METADATA_FILE
 
@@ -61,10 +62,16 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     with published(folder) as hidden:
         path = hidden / name_of(step)
         path.mkdir()
-        chunks = list(_chunks(checkpoint, model, args, dtype, with_state))
+        pairs = list(_chunks(checkpoint, model, args, dtype, with_state))
+        chunks = [chunk for chunk, _ in pairs]
         sources = [StoredTensor(chunk.sizes, chunk.dtype, chunk.read, chunk.key) for chunk in chunks]
-        with ReadAhead(sources, [chunk.dtype for chunk in chunks], wishes.done) as ahead:
-            taken = (replace(chunk, read=partial(ahead.take, index)) for index, chunk in enumerate(chunks))
+
+        def take(index: int) -> torch.Tensor:
+            wishes.done(pairs[index][1])
+            return ahead.take(index)
+
+        with ReadAhead(sources, [chunk.dtype for chunk in chunks]) as ahead:
+            taken = (replace(chunk, read=partial(take, index)) for index, chunk in enumerate(chunks))
             write_dcp_folder(path, taken, _objects(model), wishes.shard_bytes)
         torch.save(_common(checkpoint, args, with_state), path / COMMON_FILE)
         (path / METADATA_FILE).write_text(json.dumps({
@@ -76,8 +83,14 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     if model.activation == "gelu_exact":
         flags.append("--no-bias-gelu-fusion")       # the fused kernel computes the tanh approximation
     kept = "weights and state of Adam" if with_state else "weights only"
+    if with_state and any(model.experts):
+        flags += ["--expert-model-parallel-size", str(wishes.expert_parallel)]
     lines = [f"wrote {folder / name_of(step)}: {kept}",
              f"to train it in Megatron-LM: {' '.join(flags)}"]
+    if with_state and any(model.experts):
+        lines.append("its optimizer state loads with --expert-model-parallel-size "
+                     f"{'above 1' if wishes.expert_parallel > 1 else '1'}; for another, convert with "
+                     "--target-expert-parallel-size")
     if args["padded_vocab_size"] > model.vocab_size:
         lines.append(f"{args['padded_vocab_size'] - model.vocab_size} rows of zeros pad the vocabulary. In "
                      "Megatron-LM they take part in the softmax, so its loss is higher than here")
@@ -94,10 +107,6 @@ def _check(checkpoint: LogicalCheckpoint, model: ModelConfig, with_state: bool) 
     if with_state and checkpoint.optimizer not in ("adam", "adamw"):
         raise CheckpointError(f"{checkpoint.folder} has the state of --optimizer {checkpoint.optimizer}, and "
                               "Megatron-LM's is written for Adam only. Write the weights: --no-optim.")
-    if with_state and any(model.experts):
-        raise CheckpointError(f"{checkpoint.folder} has experts: Megatron-LM divides their optimizer state "
-                              "by the layout that loads it, which is not written. Write the weights: "
-                              "--no-optim.")
     if any(model.experts) and (model.mlp_type != "standard" or len(set(model.experts) - {0}) > 1):
         raise CheckpointError(f"{checkpoint.folder}: Megatron-LM has no residual experts and no layers with "
                               "different numbers of experts.")
@@ -111,7 +120,8 @@ def _training(checkpoint: LogicalCheckpoint, wishes: Wishes, dtype: torch.dtype)
         "iteration": progress.iteration or 0, "consumed_train_samples": progress.samples or 0,
         "skipped_train_samples": 0, "consumed_valid_samples": 0, "ckpt_format": "torch_dist",
         "use_distributed_optimizer": True, "tensor_model_parallel_size": wishes.tensor_parallel,
-        "pipeline_model_parallel_size": wishes.pipeline_parallel, "expert_model_parallel_size": 1,
+        "pipeline_model_parallel_size": wishes.pipeline_parallel,
+        "expert_model_parallel_size": wishes.expert_parallel,
         "data_parallel_random_init": False, "tokenizer_type": None, "transformer_impl": "transformer_engine",
         "world_size": 1, "rank": 0, "data_parallel_size": 1, "overlap_grad_reduce": False}
 
@@ -124,14 +134,9 @@ def _common(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], with_state: 
     if not with_state:
         return common
     content["distrib_optim_sharding_type"] = "fully_reshardable"
-    groups = [_group(checkpoint, args, wd_mult) for wd_mult in (1.0, 0.0)]
-    state: dict[str, Any] = {"optimizer": {"param_groups": groups},
-                             "param_state_sharding_type": "fully_reshardable"}
-    if scaler := checkpoint.progress.scaler:
-        state["grad_scaler"] = {"scale": torch.tensor([float(scaler["loss_scale"])]),
-                                "growth_tracker": int(scaler["loss_scale_iteration"]
-                                                      - scaler["loss_scale_last_overflow"] - 1),
-                                "hysteresis_tracker": int(scaler["loss_scale_lives"])}
+    state: Any = _optimizer(checkpoint, args, is_of_experts=False)
+    if args["expert_model_parallel_size"] > 1:      # there the experts have an optimizer of their own
+        state = {0: state, 1: _optimizer(checkpoint, args, is_of_experts=True)}
     samples = checkpoint.progress.samples or 0
     scheduler = {"max_lr": args["lr"], "min_lr": args["min_lr"], "num_steps": samples, "lr_warmup_steps": 0,
                  "lr_decay_style": "constant", "lr_decay_steps": max(samples, 1), "start_wd":
@@ -140,21 +145,38 @@ def _common(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], with_state: 
     return common | {"optimizer": state, "opt_param_scheduler": scheduler}
 
 
-def _group(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], wd_mult: float) -> dict[str, Any]:
+def _optimizer(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], is_of_experts: bool
+               ) -> dict[str, Any]:
+    """The state of one optimizer but its tensors. Biases and norms, with wd_mult 0, have a group."""
+    factors = (1.0, 0.0) if not is_of_experts or args["add_bias_linear"] else (1.0,)
+    groups = [_group(checkpoint, args, wd_mult, is_of_experts) for wd_mult in factors]
+    state: dict[str, Any] = {"optimizer": {"param_groups": groups},
+                             "param_state_sharding_type": "fully_reshardable"}
+    if scaler := checkpoint.progress.scaler:
+        state["grad_scaler"] = {"scale": torch.tensor([float(scaler["loss_scale"])]),
+                                "growth_tracker": int(scaler["loss_scale_iteration"]
+                                                      - scaler["loss_scale_last_overflow"] - 1),
+                                "hysteresis_tracker": int(scaler["loss_scale_lives"])}
+    return state
+
+
+def _group(checkpoint: LogicalCheckpoint, args: Mapping[str, Any], wd_mult: float,
+           is_of_experts: bool) -> dict[str, Any]:
     """A parameter group as torch's Adam has it, with Megatron's factors."""
-    progress = checkpoint.progress
-    step = progress.num_updates if progress.num_updates is not None else progress.iteration or 0
-    return {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False,
+    return {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": is_of_experts, "is_decoupled_lr": False,
             "max_lr": args["lr"], "min_lr": args["min_lr"], "lr": args["lr"],
             "betas": (args["adam_beta1"], args["adam_beta2"]), "eps": args["adam_eps"],
-            "weight_decay": args["weight_decay"] * wd_mult, "step": step,
-            "bias_correction": checkpoint.training.get("optimizer.adam_bias_correction", True)}
+            "weight_decay": args["weight_decay"] * wd_mult, "step": updates_in(checkpoint.progress),
+            **{name: checkpoint.training.get(path, True) for path, name in CHOICES.items()}}
 
 
 def _objects(model: ModelConfig) -> dict[str, object]:
     """Empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
     blocks, count = "encoder.layers" if model.model == "bert" else "decoder.layers", model.num_layers
-    stacked, found = len(set(model.experts)) <= 1, {}
+    stacked = len(set(model.experts)) <= 1
+    found: dict[str, object] = {}
+    if model.model == "bert":
+        found["output_layer._extra_state/shard_0_1"] = [None]
     for layer, experts in enumerate(model.experts):
         prefix = f"{blocks}." if stacked else f"{blocks}.{layer}."
         at, of = (str(layer), str(count)) if stacked else ("0", "1")
@@ -168,8 +190,9 @@ def _objects(model: ModelConfig) -> dict[str, object]:
 
 
 def _chunks(checkpoint: LogicalCheckpoint, model: ModelConfig, args: dict[str, Any], dtype: torch.dtype,
-            with_state: bool) -> Iterator[DcpChunk]:
-    """All chunks: weights, then masters and moments under the keys of the optimizer."""
+            with_state: bool) -> Iterator[tuple[DcpChunk, int]]:
+    """All chunks: weights, then masters and moments under the keys of the optimizer; with the bytes of the
+    source that each has converted. A weight that is also a master counts once."""
     is_stacked = len(set(model.experts)) <= 1
     if is_stacked and any(model.experts):
         args["moe_layer_freq"] = 1
@@ -179,7 +202,9 @@ def _chunks(checkpoint: LogicalCheckpoint, model: ModelConfig, args: dict[str, A
         kinds += [(STATE_KEYS[kind], kind, torch.float32) for kind in (WEIGHT, *MOMENTS)]
     for prefix, kind, wanted in kinds:
         for name, tensor in checkpoint.tensors[kind].items():
-            yield _chunk(prefix, name, tensor, wanted, rows, model.num_layers if is_stacked else None)
+            counted = tensor.nbytes if kind != WEIGHT or not prefix else 0
+            yield (_chunk(prefix, name, tensor, wanted, rows, model.num_layers if is_stacked else None),
+                   counted)
 
 
 def _chunk(prefix: str, name: str, tensor: StoredTensor, dtype: torch.dtype, rows: int,

@@ -41,6 +41,7 @@ def write_release(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -
         "expert_model_parallel_size": 1, "consumed_train_samples": 0, "consumed_valid_samples": 0,
         "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "world_size": tp * pp,
         "transformer_impl": "local", "data_parallel_random_init": False, "ckpt_format": "torch"}
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors[WEIGHT].values())
     with published(folder) as hidden:
         for t, p in ((t, p) for t in range(tp) for p in range(pp)):
             weights = {name: in_dtype(values, dtype, name).clone() for name, values in
@@ -49,7 +50,7 @@ def write_release(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -
             place.mkdir(parents=True)
             torch.save({"args": argparse.Namespace(**args, rank=t + tp * p), "checkpoint_version": 3.0,
                         "iteration": 0, "model": weights}, place / WEIGHTS_FILES[0])
-            wishes.done(sum(values.nbytes for values in weights.values()))
+            wishes.done(total // (tp * pp))
         (hidden / TRACKER).write_text(RELEASE)
     return [f"wrote {folder / RELEASE}: weights for tensor × pipeline = {tp} × {pp} ranks",
             f"to train it in Megatron-LM: --load {folder} --use-checkpoint-args --ckpt-format torch "

@@ -18,6 +18,7 @@ import torch
 from ..checkpoint.folder import read_regular
 from ..checkpoint.safetensors_folder import CODES, INDEX, SINGLE
 from ..errors import CheckpointError
+from ..host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
 MOST_HEADER = 100_000_000      # bytes, as in the safetensors library
@@ -110,18 +111,15 @@ def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[i
 
 
 def _read(path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    view, done = memoryview(flat.numpy()), 0
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise OSError(f"it ends at byte {offset + done}")
-                done += count
+        flat = read_range(path, offset, nbytes)
+        if len(flat) < nbytes:
+            raise OSError(f"it ends at byte {offset + len(flat)}")
     except OSError as error:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}.") from error
+    if flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()
     return flat.view(dtype).view(shape)
 
 

@@ -4,14 +4,14 @@
     Key("hidden_act", "activation", values={"silu": "swiglu"})
     Only("scale_attn_weights", (True,))                     a setting that is computed for some values only
     Fixed("normalization", "RMSNorm")                       an option that has no setting
-    Written("sliding_window", None)                         a setting that has no option
+    Window(…)                                               settings of windows, huggingface_windows.py
 
 `options_of` and `settings_of` apply a table in its two directions.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
@@ -100,23 +100,16 @@ class Fixed:
         return {}
 
 
-@dataclass(frozen=True)
-class Written:
-    """A setting that all models that are written have; what it may be in other files is checked elsewhere."""
-
-    theirs: str
-    value: Any
+class Entry(Protocol):
+    """An entry of a table, such as those above. theirs: a setting that messages name."""
 
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """{}."""
-        return {}
+        """{our option: value}. Raises CheckpointError."""
+        ...
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{their setting: the value}."""
-        return {self.theirs: self.value}
-
-
-Entry = Key | Only | Fixed | Written
+        """{their setting: value}."""
+        ...
 
 
 def options_of(table: Sequence[Entry], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from .deepspeed_folder import count, entry, open_file, scalar, shapes_in, tag_fo
 from .foreign_names import save_with_names, scaler_object
 from .malformed import refuses_malformed
 from .published import published
+from .run_values import updates_in
 from .stored_tensor import WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
 from .tensor_views import interval
 from .torch_file import read_torch_file
@@ -176,8 +177,8 @@ def _write(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, An
                 beside = {"cat_dim": 0} | dict(about.get(name, {}))
                 torch.save(beside | {"param": value.clone()},
                            place / f"{WEIGHT_FILE if kind == WEIGHT else kind}.pt")
-                if raw.progress.num_updates is not None and kind == WEIGHT:
-                    torch.save(torch.tensor(float(raw.progress.num_updates)), place / f"{STEP}.pt")
+                if kind == WEIGHT and (len(raw.tensors) > 1 or raw.progress.num_updates is not None):
+                    torch.save(torch.tensor(float(updates_in(raw.progress))), place / f"{STEP}.pt")
                 done(value.nbytes)
         save_with_names(_state_to_write(raw), hidden / ZERO / OPTIMIZER)
         for name in MODEL_FILES:
@@ -193,7 +194,7 @@ def _checked(name: str) -> str:
 def _state_to_write(raw: RawCheckpoint) -> dict[str, Any]:
     rate = raw.settings.get("lr")
     groups = [{"params": [], **({} if rate is None else {"lr": rate})} for _ in range(GROUPS)]
-    step = torch.tensor(float(raw.progress.num_updates or 0))
+    step = torch.tensor(float(updates_in(raw.progress)))
     state = {"param_groups": groups, "ds_version": DEEPSPEED, "overflow": False,
              "optimizer_state_dict": {"state": {0: {STEP: step}}, "param_groups": groups}}
     if raw.progress.scaler:

@@ -19,6 +19,7 @@ from .shell_tokens import ShellError
 from .shell_values import IS_OPEN, Scope, fields_of, opened
 
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_\d+)?")
+NUMBERS = re.compile(r"[-+.\deE]+(\s+[-+.\deE]+)+")
 # Names of Megatron's --yaml-cfg that are not a flag's name → the flag for true, the flag for false.
 YAML_SWITCHES = {"add-bias-linear": ("", "--disable-bias-linear"), "fp16": ("--fp16", ""),
                  "bf16": ("--bf16", ""), "bias-activation-fusion": ("", "--no-bias-gelu-fusion"),
@@ -122,7 +123,8 @@ def _script_of(path: Path) -> str:
 def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
     """`--flag: value` lines, as Megatron's test runner reads them.
 
-    `true` stands for the flag without a value, a list for the words after the flag.
+    `true` stands for the flag without a value, a list for the words after the flag, and so do several numbers
+    in one line.
     """
     words: list[str] = []
     for flag, value in block.items():
@@ -133,6 +135,9 @@ def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
             words += " ".join(map(str, value)).split()
             continue
         text = str(value).strip()
+        if NUMBERS.fullmatch(text):
+            words += text.split()
+            continue
         if re.fullmatch(r"\[[^\]]+\]", text):
             words += text[1:-1].split()
         elif "$" in text:

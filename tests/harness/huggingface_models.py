@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+WINDOW = 7                              # tokens
 V, POSITIONS = 99, 24                   # 99 rows need padding at every tensor-parallel size
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=V,
              max_position_embeddings=POSITIONS)
@@ -15,6 +16,7 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
               original_max_position_embeddings=8192, rope_theta=500000.0)
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=POSITIONS)
 EXPERTS = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
+WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW)
 
 # name → (class of transformers without its ending, options)
 MODELS = {
@@ -29,7 +31,9 @@ MODELS = {
     "llama, yarn": ("LlamaForCausalLM", GATED | dict(rope_parameters=dict(
         rope_type="yarn", factor=3.0, original_max_position_embeddings=8, rope_theta=1e4))),
     "mistral": ("MistralForCausalLM", GATED | dict(sliding_window=None)),
+    "mistral, window": ("MistralForCausalLM", GATED | dict(sliding_window=WINDOW)),
     "qwen2": ("Qwen2ForCausalLM", GATED),
+    "qwen2, a layer with a window": ("Qwen2ForCausalLM", GATED | WINDOWED | dict(max_window_layers=1)),
     "qwen3, tied": ("Qwen3ForCausalLM", GATED | dict(head_dim=16, tie_word_embeddings=True)),
     "gpt_neox": ("GPTNeoXForCausalLM", SIZES | dict(intermediate_size=64)),
     "gpt_neox, serial, tied": ("GPTNeoXForCausalLM", SIZES | dict(
@@ -40,6 +44,8 @@ MODELS = {
     "qwen2_moe": ("Qwen2MoeForCausalLM", GATED | EXPERTS | dict(shared_expert_intermediate_size=24,
                                                                 norm_topk_prob=True)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", GATED | EXPERTS | dict(mlp_only_layers=[0], head_dim=8)),
+    "qwen2_moe, a layer with a window": ("Qwen2MoeForCausalLM", GATED | EXPERTS | WINDOWED | dict(
+        shared_expert_intermediate_size=24, norm_topk_prob=True)),
     "megatron-bert": ("MegatronBertForPreTraining", SIZES | dict(intermediate_size=64)),
 }
 

@@ -19,6 +19,7 @@ GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size
 MOE = {**LLAMA, "num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_router_topk": 2,
        "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none",
        "moe_token_dispatcher_type": "allgather"}
+BERT = {**GPT2, "bert": True}
 LR, STEPS = 1e-2, 2
 
 
@@ -50,13 +51,14 @@ class MegatronCore:
             stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
             cwd=Path(__file__).parents[2])
 
-    def run(self, name: str, model: dict, *, ranks: int = 2, tp: int = 1, pp: int = 1, **job) -> list[dict]:
+    def run(self, name: str, model: dict, *, ranks: int = 2, tp: int = 1, pp: int = 1, ep: int = 1,
+            vp: int = 1, **job) -> list[dict]:
         """What each rank has after one more step than was saved. Raises AssertionError with its errors."""
         self._count += 1
         after = self.folder / name / "after"
         defaults = dict(dtype="float32", distributed=False, load=None, steps=STEPS, saves=[])
-        job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "lr": LR,
-               "batches": str(self.folder / "batches.pt"), "after": str(after), "timeout": 300,
+        job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "vp": vp,
+               "lr": LR, "batches": str(self.folder / "batches.pt"), "after": str(after), "timeout": 300,
                "store": str(self.folder / f"store{self._count}")}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()

@@ -3,7 +3,8 @@
 A server, since importing megatron-core takes seconds: it reads a job as a line of JSON from standard input,
 forks its ranks, and answers with a line "done" or "failed". A job:
 
-    ranks, tp, pp     layout; the rest of the ranks are data-parallel
+    ranks, tp, pp, ep layout; the rest of the ranks are data-parallel
+    vp                chunks of the model on each pipeline rank
     model             arguments of TransformerConfig and GPTModel
     dtype             of the weights: float32 or bfloat16
     distributed       whether the optimizer is megatron-core's distributed one
@@ -14,7 +15,8 @@ forks its ranks, and answers with a line "done" or "failed". A job:
     after             folder for rank{r}.pt: {"saved" weights, then of one more step "logits" and "loss"
                       before it, "weights" after it}
 
-With pp > 1 there is no forward: gradients are random.
+With pp > 1 and for a BERT there are no batches: gradients are random. A BERT has "logits" and "order" after
+its last step, of the first of `batches`.
 
 Nothing heavy is imported at the top, because megatron-core's writer may start this file again.
 """
@@ -109,9 +111,13 @@ def train(job: dict, rank: int) -> None:
     import torch
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(job["tp"], job["pp"])
+    parallel_state.initialize_model_parallel(
+        job["tp"], job["pp"], expert_model_parallel_size=job["ep"],
+        virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None)
     model, optimizer = make(job)
-    batches = torch.load(job["batches"]) if job["pp"] == 1 else [None] * (job["steps"] + 1)
+    is_bert = job["model"].get("bert", False)
+    has_batches = job["pp"] == 1 and not is_bert
+    batches = torch.load(job["batches"]) if has_batches else [None] * (job["steps"] + 1)
     batches = batches[job.get("first_batch", 0):]
     if job["load"]:
         train_step(job, model, optimizer, batches[0], 0)    # makes state, as torch's Adam needs it
@@ -121,21 +127,40 @@ def train(job: dict, rank: int) -> None:
     for format, folder, sharding in job["saves"]:
         {"torch": save_torch, "torch_dist": save_torch_dist}[format](job, model, optimizer, folder, sharding)
     after = {"saved": weights_of(model)}
-    if job["pp"] == 1:
+    if is_bert and job["pp"] == 1:
+        after["logits"], after["order"] = outputs_of_bert(*model, torch.load(job["batches"])[0][:, :-1])
+    elif job["pp"] == 1:
         after["logits"], after["loss"] = train_step(job, model, optimizer, batches[job["steps"]], 0)
     after["weights"] = weights_of(model)
     Path(job["after"]).mkdir(parents=True, exist_ok=True)
     torch.save(after, f"{job['after']}/rank{rank}.pt")
 
 
-def weights_of(model) -> dict:
-    return {name: p.detach().clone() for name, p in model.module.named_parameters()}
+def weights_of(chunks) -> dict:
+    """Layers are numbered from 0 in each chunk; names of chunks after the first begin with its number."""
+    return {f"{number}." * (number > 0) + name: p.detach().clone() for number, chunk in enumerate(chunks)
+            for name, p in chunk.module.named_parameters()}
+
+
+def outputs_of_bert(model, tokens):
+    """(logits [b, s, vocabulary], of the order of segments [b, 2]) of sequences without padding."""
+    import torch
+
+    with torch.no_grad():
+        return model(tokens.contiguous(), torch.ones_like(tokens), torch.zeros_like(tokens))
+
+
+def names_of(chunks) -> list[str]:
+    """Keys of the chunks in checkpoints of Megatron-LM."""
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
 
 
 def make(job: dict):
     import torch
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -147,6 +172,7 @@ def make(job: dict):
     torch.manual_seed(1234)
     dtype = getattr(torch, job["dtype"])
     shape = dict(job["model"])
+    is_bert = shape.pop("bert", False)
     if shape.pop("swiglu", False):
         shape |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     of_gpt = ("position_embedding_type", "share_embeddings_and_output_weights", "vocab_size",
@@ -154,6 +180,8 @@ def make(job: dict):
     gpt = {name: shape.pop(name) for name in of_gpt if name in shape}
     config = TransformerConfig(
         use_cpu_initialization=True, tensor_model_parallel_size=job["tp"], params_dtype=dtype,
+        expert_model_parallel_size=job["ep"],
+        virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None,
         bf16=dtype == torch.bfloat16, pipeline_model_parallel_size=job["pp"], pipeline_dtype=dtype,
         hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False, bias_activation_fusion=False,
         bias_dropout_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False, **shape)
@@ -163,42 +191,51 @@ def make(job: dict):
     if isinstance(shape.get("moe_layer_freq"), list):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False,
                                           normalization=shape.get("normalization"))
-    model = GPTModel(config, spec, pre_process=parallel_state.is_pipeline_first_stage(),
-                     post_process=parallel_state.is_pipeline_last_stage(), **gpt)
+    stages = [dict(ignore_virtual=False, vp_stage=number) for number in range(job["vp"])]
+    if is_bert:
+        kind, spec, gpt = BertModel, bert_layer_local_spec, {**gpt, "num_tokentypes": 2}
+    else:
+        kind = GPTModel
+    models = [kind(config, transformer_layer_spec=spec, **gpt,
+                   pre_process=parallel_state.is_pipeline_first_stage(**stage),
+                   post_process=parallel_state.is_pipeline_last_stage(**stage),
+                   vp_stage=stage["vp_stage"] if job["vp"] > 1 else None) for stage in stages]
     with torch.no_grad():       # CPU initialization leaves biases zero and norms one
         torch.manual_seed(77)
-        for p in model.parameters():
+        for p in (p for model in models for p in model.parameters()):
             if p.dim() == 1 and not getattr(p, "tensor_model_parallel", False):
                 p.add_(0.1 * torch.randn_like(p))
-    model = model.to(dtype)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=job["distributed"],
                                         grad_reduce_in_fp32=True, bucket_size=job.get("bucket_size"))
-    wrapped = DistributedDataParallel(config, ddp, model, disable_bucketing=job.get("bucket_size") is None)
+    wrapped = [DistributedDataParallel(config, ddp, model.to(dtype), disable_bucketing=number > 0 or
+                                       job.get("bucket_size") is None) for number, model in enumerate(models)]
     optimizer = get_megatron_optimizer(OptimizerConfig(
         optimizer="adam", lr=job["lr"], min_lr=job["lr"], weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
         adam_eps=1e-8, clip_grad=1.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        use_distributed_optimizer=job["distributed"]), [wrapped])
+        use_distributed_optimizer=job["distributed"]), wrapped)
     for group in optimizer.param_groups:        # Megatron-LM's scheduler does this before each step
         group["weight_decay"] = 0.1 * group["wd_mult"]
     return wrapped, optimizer
 
 
-def train_step(job: dict, model, optimizer, batch, step: int):
+def train_step(job: dict, chunks, optimizer, batch, step: int):
     """(logits, loss) of the batch before the step."""
     import torch
     from megatron.core import parallel_state
 
-    model.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     if batch is None:
         torch.manual_seed(5 + step + 100 * parallel_state.get_pipeline_model_parallel_rank())
-        for name, p in model.module.named_parameters():
+        for name, p in (pair for chunk in chunks for pair in chunk.module.named_parameters()):
             drawn = 0.1 * torch.randn(p.shape)
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):      # tied: the same
                 drawn = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
             p.main_grad.copy_(drawn)
         optimizer.step()
         return None, None
+    model, = chunks
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = batch[rank::size]
     tokens, labels = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
@@ -221,12 +258,14 @@ def metadata_of(sharding):
             **named}
 
 
-def sharded_state(job: dict, model, optimizer, sharding, is_loading: bool) -> dict:
+def sharded_state(job: dict, chunks, optimizer, sharding, is_loading: bool) -> dict:
     metadata = metadata_of(sharding if job["distributed"] else None) | job.get("metadata", {})
-    weights = model.module.sharded_state_dict(metadata=metadata)
+    named = {name: chunk.module.sharded_state_dict(metadata=metadata)
+             for name, chunk in zip(names_of(chunks), chunks)}
     # Megatron-LM passes the same sharded tensors of the model to the optimizer.
-    return {"model": weights,
-            "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)}
+    weights = named if len(named) > 1 else named["model"]
+    return {**named, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading,
+                                                               metadata=metadata)}
 
 
 def arguments(job: dict):
@@ -255,9 +294,11 @@ def arguments(job: dict):
         make_vocab_size_divisible_by=128, openai_gelu=False, onnx_safe=None,
         num_experts=shape.get("num_moe_experts"), hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=job["tp"], pipeline_model_parallel_size=job["pp"],
-        expert_model_parallel_size=1, world_size=job["ranks"], rank=rank, data_parallel_size=job["ranks"] //
-        job["tp"] // job["pp"], optimizer="adam", lr=job["lr"], weight_decay=0.1, adam_beta1=0.9,
-        adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0, bf16=job["dtype"] == "bfloat16", fp16=False,
+        expert_model_parallel_size=job["ep"], world_size=job["ranks"], rank=rank,
+        virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None,
+        data_parallel_size=job["ranks"] // job["tp"] // job["pp"], optimizer="adam", lr=job["lr"],
+        weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+        bf16=job["dtype"] == "bfloat16", fp16=False,
         use_distributed_optimizer=job["distributed"], ckpt_format="torch_dist", consumed_train_samples=8,
         consumed_valid_samples=0, iteration=job["steps"], model_type=ModelType.encoder_or_decoder,
         attention_backend=AttnBackend.auto, transformer_impl="local", tokenizer_type="NullTokenizer",
@@ -294,12 +335,15 @@ def save_torch(job: dict, model, optimizer, folder, _) -> None:
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if job["pp"] > 1:
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if job["ep"] > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
     place = Path(folder) / f"iter_{job['steps']:07d}" / name
     place.mkdir(parents=True, exist_ok=True)
-    first = parallel_state.get_data_parallel_rank() == 0
-    state = common(job) | {"model": model.module.state_dict_for_save_checkpoint(),
-                           "optimizer": optimizer.state_dict(),
-                           "rng_state": [{"torch_rng_state": torch.get_rng_state()}]}
+    first = parallel_state.get_expert_data_parallel_rank() == 0
+    weights = {name: chunk.module.state_dict_for_save_checkpoint()
+               for name, chunk in zip(names_of(model), model)}
+    state = common(job) | weights | {"optimizer": optimizer.state_dict(),
+                                     "rng_state": [{"torch_rng_state": torch.get_rng_state()}]}
     if job["distributed"]:
         optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
     if first:
@@ -316,7 +360,8 @@ def load(job: dict, model, optimizer) -> None:
     state = sharded_state(job, model, optimizer, sharding, is_loading=True)
     accept_states_without_step()
     found = dist_checkpointing.load(state, path)
-    model.module.load_state_dict(found["model"])
+    for name, chunk in zip(names_of(model), model):
+        chunk.module.load_state_dict(found[name])
     optimizer.load_state_dict(found["optimizer"])
     for one in optimizer.chained_optimizers:        # all parameters share one tensor, which each step of
         for state in one.optimizer.state.values():  # torch's Adam would count up once for each of them

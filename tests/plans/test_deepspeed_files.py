@@ -12,9 +12,14 @@ from megatron_ds.conversion.deepspeed_stage0 import stage0_state
 from megatron_ds.conversion.family import entries_of, model_of, to_theirs
 from megatron_ds.conversion.foreign_names import save_with_names, scaler_object
 from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.stored_tensor import LogicalCheckpoint, StoredTensor
+from megatron_ds.conversion.stored_tensor import (
+    LogicalCheckpoint,
+    RawCheckpoint,
+    StoredProgress,
+    StoredTensor,
+)
 from megatron_ds.conversion.torch_file import read_torch_file
-from megatron_ds.conversion.universal_folder import _tensor
+from megatron_ds.conversion.universal_folder import _tensor, write_universal
 from megatron_ds.conversion.zero_shards import Shard, joined, merged_parts, merged_slices, replayed_slices
 from megatron_ds.engine.deepspeed_loading import deepspeed_folder
 from megatron_ds.errors import CheckpointError
@@ -211,3 +216,13 @@ def test_the_loss_scaler_is_written_under_the_name_of_deepspeed_without_it(tmp_p
     file = read_torch_file(tmp_path / "state.pt")
     assert file.ignored == ("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",)
     assert scaler_numbers(file.content["loss_scaler"]) == numbers
+
+
+def test_moments_without_a_count_of_updates_are_written_with_that_of_the_training(tmp_path):
+    one = StoredTensor((2,), torch.float32, lambda: torch.ones(2), "w")
+    raw = RawCheckpoint(tmp_path, {kind: {"w": one} for kind in ("weight", "exp_avg", "exp_avg_sq")}, {},
+                        StoredProgress(iteration=7))
+    path = write_universal(raw, tmp_path / "out")
+    state = read_torch_file(path / "zero/optimizer_state.pt").content
+    assert read_torch_file(path / "zero/w/step.pt").content.read() == 7
+    assert state["optimizer_state_dict"]["state"][0]["step"].read() == 7

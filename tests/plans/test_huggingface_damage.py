@@ -166,12 +166,22 @@ def test_a_tied_head_that_differs_from_the_embedding(tmp_path):
     assert "output_layer.weight" not in OURS.read(tmp_path / "tied", Wishes()).tensors["weight"]
 
 
+WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
 OTHER_MODELS = {
     "post-LN": ({"model_type": "bert"}, "post-LN"),
     "an unknown type": ({"model_type": "lama"}, "did you mean 'llama'"),
     "no type": ({"model_type": None}, "model_type None is not supported"),
-    "a sliding window": ({"sliding_window": 8}, "sliding_window is 8"),
+    "a sliding window": ({"sliding_window": 8}, "sliding_window is 8.*is a mistral"),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+    "a window that is text": ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window is '8'"),
+    "layers without a window": ({"model_type": "mistral", "sliding_window": 8,
+                                 "layer_types": ["full_attention"]}, "all layers of this model_type"),
+    "sliding layers, no window": ({"model_type": "qwen2", "layer_types": ["sliding_attention"]},
+                                  "no window is set"),
+    "an unknown kind of layers": ({**WINDOWED, "layer_types": ["chunked_attention"]}, "layer_types is"),
+    "layer_types of more layers": ({**WINDOWED, "layer_types": ["full_attention"] * 9}, "for each of 2 lay"),
+    "first layer that is text": ({**WINDOWED, "max_window_layers": "1"}, "max_window_layers is '1'"),
+    "qwen2_moe without layer_types": ({**WINDOWED, "model_type": "qwen2_moe"}, "layer_types is None"),
     "longrope": ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type is 'longrope'"),
     "an attention factor of nothing": (
         {"rope_scaling": {"type": "yarn", "factor": 1.0, "attention_factor": 2.0}}, "attention_factor is 2"),
@@ -185,10 +195,6 @@ OTHER_MODELS = {
     "part of a head rotated": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
                                "partial_rotary_factor is 0.5"),
     "part of a head rotated, as of 4": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    "mistral's default window": ({"model_type": "mistral", "max_position_embeddings": 8192},
-                                 "sliding_window is 4096"),
-    "qwen2's default window": ({"model_type": "qwen2", "max_position_embeddings": 8192,
-                                "use_sliding_window": True}, "sliding_window is 4096"),
     "a type that is a list": ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
     "a dtype that is a table": ({"dtype": {"a": 1}}, "dtype is {'a': 1}, not a name"),
     "a huge size": ({"hidden_size": 10**12}, "hidden_size 1000000000000, more than 1000000"),
@@ -234,11 +240,48 @@ def test_heads_rotated_in_part_have_no_family_of_llama(tmp_path):
         HUGGING_FACE.write(ours, tmp_path / "back", Wishes(family="llama"))
 
 
-def test_a_written_mistral_has_no_window(tmp_path):
+WINDOWS = {         # settings → (LEFT, --window-size; --window-attn-skip-freq) of a model of 4 layers
+    "mistral's default": (dict(max_position_embeddings=8192), "mistral", (4095, None)),
+    "none": (dict(sliding_window=None), "mistral", None),
+    "as long as the sequences": (dict(sliding_window=16), "mistral", None),
+    "mixtral's default": (dict(max_position_embeddings=8192), "mixtral", None),
+    "switched off": (dict(sliding_window=8), "qwen2", None),
+    "qwen2's defaults, too few layers": (dict(use_sliding_window=True, max_position_embeddings=8192), "qwen2",
+                                         None),
+    "all layers": ({**WINDOWED, "max_window_layers": 0}, "qwen3", (7, None)),
+    "the last layers": ({**WINDOWED, "max_window_layers": 2}, "qwen2", (7, "[0, 0, 1, 1]")),
+    "every other layer": ({**WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2}, "qwen3",
+                          (7, "2")),
+}
+
+
+@pytest.mark.parametrize("settings, kind, expected", WINDOWS.values(), ids=WINDOWS)
+def test_windows_are_read_and_written_as_they_are_read(settings, kind, expected):
+    config = {**LLAMA, "max_position_embeddings": 16, **settings, "num_hidden_layers": 4, "model_type": kind}
+    family = FAMILIES[kind]
+    if kind == "mixtral":
+        config |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    found = family.options(config)
+    assert (found.get("window_size"), found.get("window_attn_skip_freq")) == (
+        ((expected[0], 0), expected[1]) if expected else (None, None))
+    written = family.settings(model_of(found, "the test"))
+    again = family.options({**written, "model_type": kind})
+    assert all(again.get(name) == found.get(name) for name in ("window_size", "window_attn_skip_freq"))
+    assert written["sliding_window"] == (expected[0] + 1 if expected else None)
+
+
+def test_a_model_with_windows_is_written_as_a_family_that_has_them(tmp_path):
     convert(written(tmp_path / "in"), tmp_path / "ours")
-    HUGGING_FACE.write(OURS.read(tmp_path / "ours", Wishes()), tmp_path / "back", Wishes(family="mistral"))
+    ours = OURS.read(tmp_path / "ours", Wishes())
+    HUGGING_FACE.write(ours, tmp_path / "plain", Wishes(family="mistral"))
+    assert json.loads((tmp_path / "plain/config.json").read_text())["sliding_window"] is None
+    ours.model["window_size"] = (3, 0)
+    HUGGING_FACE.write(ours, tmp_path / "back", Wishes())
     config = json.loads((tmp_path / "back/config.json").read_text())
-    assert config["model_type"] == "mistral" and config["sliding_window"] is None
+    assert config["model_type"] == "mistral" and config["sliding_window"] == 4
+    ours.model["window_attn_skip_freq"] = "2"
+    with pytest.raises(CheckpointError, match="differs from this model in window_attn_skip_freq"):
+        HUGGING_FACE.write(ours, tmp_path / "other", Wishes())
 
 
 def test_rounding_is_said_and_values_that_float16_lacks_are_refused(tmp_path):

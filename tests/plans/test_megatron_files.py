@@ -342,11 +342,15 @@ def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):
     stored = {name: StoredTensor(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor, name)
               for name, tensor in tensors.items()}
     ours = LogicalCheckpoint(tmp_path, QWEN, {kind: stored for kind in (WEIGHT, "exp_avg", "exp_avg_sq")},
-                             optimizer="adam", training={"optimizer.adam_bias_correction": False})
-    lines = megatron_torch_dist_format.write(ours, tmp_path / "b", Wishes())
+                             optimizer="adam", training={"optimizer.adam_bias_correction": False,
+                                                         "optimizer.decoupled_weight_decay": False})
+    counted, place = [], tmp_path / "b"
+    lines = megatron_torch_dist_format.write(ours, place, Wishes(done=counted.append, dtype="bfloat16"))
     assert any("--override-opt_param-scheduler" in line for line in lines)
+    assert sum(counted) == 3 * sum(tensor.nbytes for tensor in stored.values())
     again = megatron_torch_dist_format.read(tmp_path / "b", Wishes())
     assert again.model["add_qkv_bias"] and again.tensors[WEIGHT].keys() == tensors.keys()
+    assert again.training.items() >= ours.training.items()
     common = read_torch_file(tmp_path / "b/iter_0000000/common.pt").content
     assert [group["bias_correction"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [
         False, False]

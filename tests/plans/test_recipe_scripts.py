@@ -146,9 +146,10 @@ def test_a_yaml_of_megatrons_tests_and_a_json_are_recipes(tmp_path):
     path = tmp_path / "model_config.yaml"
     path.write_text("ENV_VARS:\n  A: 1\nMODEL_ARGS:\n" + "\n".join([
         *lines, "  --mock-data: true", "  --vocab-size: 61", "  --save: ${SAVE_PATH}",
-        "  --train-data-path: [a b]", "  --split: 949,50,1", "  --bf16: true"]))
+        "  --train-data-path: [a b]", "  --split: 949,50,1", "  --window-size: 127 0", "  --bf16: true"]))
     training, = read_recipe(path, {})
-    assert training.words[-6:] == ("--train-data-path", "a", "b", "--split", "949,50,1", "--bf16")
+    assert training.words[-9:] == ("--train-data-path", "a", "b", "--split", "949,50,1", "--window-size",
+                                   "127", "0", "--bf16")
     assert {verdict.kind for verdict in assess(training, {}).verdicts} == {Kind.DONE}
     cfg = tmp_path / "cfg.yaml"
     cfg.write_text("language_model:\n  num_layers: 2\n  add_bias_linear: false\nbf16: true\nlr: 1e-3\n")

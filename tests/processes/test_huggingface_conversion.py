@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from megatron_ds.conversion.logits_proof import (
 from megatron_ds.conversion.own_format import FORMAT as OURS
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
-from tests.harness.huggingface_models import MODELS, saved
+from tests.harness.huggingface_models import MODELS, WINDOW, saved
 from tests.harness.pretraining import run_file, run_pretrain, train
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -60,6 +61,15 @@ def test_a_model_computes_the_same_there_here_and_back_and_its_files_are_equal(n
         before[UNUSED_ROWS][:2] = 0
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_windows_are_those_of_the_settings_and_tokens_outside_of_them_matter(tmp_path):
+    ours = HUGGING_FACE.read(saved("qwen2, a layer with a window", tmp_path / "theirs"), Wishes())
+    assert ours.model["window_size"] == (WINDOW - 1, 0) and ours.model["window_attn_skip_freq"] == "[0, 1]"
+    without = replace(ours, model={name: value for name, value in ours.model.items() if "window" not in name})
+    tokens = random_tokens(model_of(ours.model, "the test"))
+    differ = ((our_outputs(ours, tokens)[0] - our_outputs(without, tokens)[0]).abs() > 1e-5).any(2)
+    assert not differ[:, :WINDOW].any() and differ[:, WINDOW:].all()
 
 
 def test_sharded_bfloat16_with_spellings_of_transformers_4_and_without_prefix(tmp_path):

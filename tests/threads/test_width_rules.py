@@ -31,8 +31,8 @@ def run(width, steps, *words, measure):
     """measure(weights before, weights after, logits) of `steps` + 1 steps of one process on one batch."""
     job = (f"--num-layers 2 --hidden-size {width} --num-attention-heads {width // HEAD} "
            f"--seq-length {LENGTH} --vocab-size {VOCAB} --mock-data --micro-batch-size 4 --train-iters 10 "
-           "--lr 1 --clip-grad 0 --position-embedding-type rope --disable-bias-linear "
-           "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights").split()
+           "--lr 1 --clip-grad 0 --normalization RMSNorm --position-embedding-type rope --hidden-dropout 0 "
+           "--disable-bias-linear --attention-dropout 0 --untie-embeddings-and-output-weights").split()
     config = parse([*job, *words], 1)
     samples = random_samples(4, LENGTH, VOCAB, seed=1)
 

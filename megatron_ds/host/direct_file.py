@@ -1,0 +1,169 @@
+"""Large files written from start to end, and parts of them read, without the page cache.
+
+A gigabyte costs a fraction of the system time that way, and the pages of other files stay in memory. Without
+O_DIRECT in the file system, everything goes through the page cache.
+
+    `DirectFile`   collects bytes in blocks of whole pages. A full block is written on a thread while the next
+                   one is filled. The rest at the end goes through the page cache
+    `read_range`   reads whole pages around the range, unless the page cache has its beginning
+"""
+
+import errno
+import io
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from .async_io import ALIGNMENT
+from .memory_maps import round_up
+
+BLOCK = 16 * 2**20          # bytes: a disk is fast with transfers of megabytes
+LEAST_DIRECT = 2**20        # bytes: a smaller range is read through the page cache
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile(io.RawIOBase):
+    """A file object for `open(path, "wb", buffering=0)`: `write`, `tell`, `flush`, `fileno`, `close`.
+
+    Without `flush`, bytes of the last block are in memory alone. Raises OSError as `open` and `write` do,
+    also for a block that was written in the background. Not for several threads.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._path, self._direct_fd = path, None
+        self._blocks = [_new_block(), None]     # the one that is filled; the one that may be in flight
+        self._start, self._filled = 0, 0        # of the block that is filled: its offset, its bytes
+        self._pool: ThreadPoolExecutor | None = None
+        self._flight: Future | None = None
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor without O_DIRECT, such as for os.fsync."""
+        return self._fd
+
+    def tell(self) -> int:
+        """Number of bytes written."""
+        return self._start + self._filled
+
+    def write(self, data) -> int:
+        """Append all of a buffer."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            count = min(len(view) - done, BLOCK - self._filled)
+            self._blocks[0][self._filled:self._filled + count] = view[done:done + count]
+            self._filled, done = self._filled + count, done + count
+            if self._filled == BLOCK:
+                self._send()
+        return len(view)
+
+    def flush(self) -> None:
+        """Hand all bytes to the operating system; they are durable after os.fsync."""
+        super().flush()
+        self._wait()
+        if self._filled:                        # written once more, directly, when the block is full
+            _write_all(self._fd, memoryview(self._blocks[0])[:self._filled], self._start)
+
+    def close(self) -> None:
+        """Flush, and free descriptors and memory."""
+        if self.closed:
+            return
+        try:
+            super().close()                     # flushes
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(wait=True)
+            for fd in (self._fd, self._direct_fd):
+                if fd is not None:
+                    os.close(fd)
+            self._blocks = []
+
+    def _send(self) -> None:
+        """Write the full block in the background, and go on with the other one."""
+        self._wait()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "direct-file")
+            self._blocks[1] = _new_block()
+            with suppress(OSError):             # a file system without O_DIRECT
+                self._direct_fd = os.open(self._path, os.O_WRONLY | O_DIRECT | os.O_CLOEXEC)
+        self._flight = self._pool.submit(self._write_block, self._blocks[0], self._start)
+        self._blocks.reverse()
+        self._start, self._filled = self._start + BLOCK, 0
+
+    def _wait(self) -> None:
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            flight.result()
+
+    def _write_block(self, block: mmap.mmap, offset: int) -> None:
+        if self._direct_fd is not None:
+            try:
+                return _write_all(self._direct_fd, memoryview(block), offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.close(self._direct_fd)       # opened, but refused when it is used
+                self._direct_fd = None
+        _write_all(self._fd, memoryview(block), offset)
+
+
+def _new_block() -> mmap.mmap:
+    """Memory that begins at a page, as O_DIRECT needs it; pages are allocated when they are touched."""
+    return mmap.mmap(-1, BLOCK)
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
+    """uint8 [length], the bytes from `offset` on; fewer if the file ends before. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        length = max(0, min(length, os.fstat(fd).st_size - offset))
+        if length >= LEAST_DIRECT and O_DIRECT and not _is_cached(fd, offset):
+            with suppress(OSError):             # no O_DIRECT here; an error of the disk is found once more
+                return _read_pages(path, offset, length)
+        found = torch.empty(length, dtype=torch.uint8)
+        return found[:_read_all(fd, found, offset, length)]
+    finally:
+        os.close(fd)
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether the page cache has this byte. False where this is unknown."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
+
+
+def _read_pages(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
+    before = offset % ALIGNMENT
+    size = round_up(before + length, ALIGNMENT)
+    room = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    pages = room[-room.data_ptr() % ALIGNMENT:][:size]
+    fd = os.open(path, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC)
+    try:
+        count = _read_all(fd, pages, offset - before, before + length)
+    finally:
+        os.close(fd)
+    return pages[before:max(before, min(before + length, count))]
+
+
+def _read_all(fd: int, target: torch.Tensor, offset: int, least: int) -> int:
+    """Fill `target` until `least` bytes are there; the number read, less than that where the file ends."""
+    view, done = memoryview(target.numpy()), 0
+    while done < least and (count := os.preadv(fd, [view[done:]], offset + done)):
+        done += count
+    return done
