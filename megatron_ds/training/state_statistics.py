@@ -9,7 +9,7 @@ from ..mpu.collectives import all_reduce_
 from ..mpu.mesh import Mesh
 from ..zero.norm import is_counted
 from ..zero.optimizer import ZeroOptimizer
-from ..zero.shard_optimizer import StatePiece
+from ..zero.state_piece import StatePiece
 
 # Kind of state → its name in Megatron-DeepSpeed's tags.
 KINDS = {"exp_avg_sq": "variance", "exp_avg": "momentum", "weight": "weight"}

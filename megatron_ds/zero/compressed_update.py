@@ -46,7 +46,8 @@ from .layout import SlotPiece
 from .norm import is_counted, norm_views, squared_norm
 from .parameter_set import ParameterSet
 from .set_plan import SetPlan
-from .shard_optimizer import Leaf, ShardOptimizer, StatePiece
+from .shard_optimizer import Leaf, ShardOptimizer
+from .state_piece import StatePiece
 
 logger = logging.getLogger(__name__)
 TOLD = ("compressed exchanges were of %d data-parallel ranks and are of %d now: each rank continues with the "

@@ -40,7 +40,8 @@ from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
 from .set_plan import ParameterUse, norm_entries, plan_parameters
 from .settings import ZeroSettings
-from .shard_optimizer import Leaf, Rates, ShardOptimizer, StatePiece
+from .shard_optimizer import Leaf, Rates, ShardOptimizer
+from .state_piece import StatePiece
 from .tiers import DEVICE, open_tiers
 from .whole_matrices import whole_matrices
 

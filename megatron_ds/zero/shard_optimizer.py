@@ -63,24 +63,6 @@ class Leaf:
         return tensor.view(-1)[:self.piece.stop - self.piece.start]
 
 
-@dataclass(frozen=True)
-class StatePiece:
-    """Elements [start, stop) of one kind of state of a flattened local (tensor-parallel) parameter.
-
-    kind     "weight" (the fp32 value) or the optimizer's name of the tensor ("exp_avg", "exp_avg_sq", …)
-    tensor   flat view: read it to save, copy into it to load
-    replica  position of this rank among the `replicas` data-parallel ranks that hold the same content
-    """
-
-    spec: ParamSpec
-    kind: str
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
-
-
 def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor | None = None,
               low: torch.Tensor | None = None, shape: tuple[int, ...] | None = None) -> Leaf:
     """master, grad, low: flat, padding included. shape: for an optimizer that needs the parameter whole.
