@@ -41,11 +41,11 @@ class Entrant:
 ENTRANTS = {
     "Adam": Entrant("--optimizer adam --adam-beta2 0.95", (2e-3, 4e-3, 8e-3)),
     "LAMB": Entrant("--optimizer lamb --adam-beta2 0.95 --lamb-min-coeff 0 --lamb-form paper",
-                    (5e-3, 1e-2)),
+                    (5e-3, 1e-2, 2e-2)),
     "Lion": Entrant("--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --weight-decay 0.5",
-                    (5e-4, 1e-3)),
+                    (5e-4, 1e-3, 2e-3)),
     "Muon": Entrant("--optimizer muon --adam-beta2 0.95 --muon-momentum 0.95 --muon-use-nesterov "
-                    "--muon-scale-mode match_rms_adamw", (2e-3, 4e-3)),
+                    "--muon-scale-mode match_rms_adamw", (2e-3, 4e-3, 8e-3)),
     "1-bit Adam": Entrant("--optimizer onebit_adam --adam-beta2 0.999 --freeze-step {warmup}",
                           (2e-3, 4e-3), ranks=2),
     "0/1 Adam": Entrant("--optimizer zero_one_adam --adam-beta2 0.999 --var-freeze-step {warmup}",
