@@ -50,9 +50,10 @@ from .shard_optimizer import Leaf, ShardOptimizer
 from .state_piece import StatePiece
 
 logger = logging.getLogger(__name__)
-TOLD = ("compressed exchanges were of %d data-parallel ranks and are of %d now: each rank continues with the "
-        "mean of their compression errors, so that nothing of the gradients is lost; the steps from here on "
-        "are those of another number of workers")
+NEW_NUMBER_OF_RANKS = (
+    "the checkpoint was written by %d data-parallel ranks with a 1-bit optimizer, and this run has %d: each "
+    "rank continues with the mean of their compression errors, which keeps the sum of the gradients; later "
+    "steps are those of the new number of ranks")
 MOMENTUM, SUM = "exp_avg", "local_sum"
 WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
 
@@ -193,7 +194,7 @@ class CompressedUpdate:
         before, now = numbers.get("workers"), self._workers
         self._noise = NoiseShare(numbers.get("noise_share", 0.0), int(numbers.get("noise_count", 0)))
         if before not in (None, now) and self._groups.data.rank == self._groups.model.rank == 0:
-            logger.warning(TOLD, before, now)
+            logger.warning(NEW_NUMBER_OF_RANKS, before, now)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.load_numbers({name.rpartition("/")[0]: value for name, value in numbers.items()
                                     if name.endswith(f"/{i}")})

@@ -136,7 +136,6 @@ class ZeroSettings:
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
                     "none, or an optimizer that treats elements one by one, such as adam.")
 
-
     @property
     def phases(self) -> Phases | None:
         """What ranks exchange in place of gradients, if they do; the same for all parameter groups."""

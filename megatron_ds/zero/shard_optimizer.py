@@ -214,7 +214,7 @@ class ShardOptimizer:
             [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
              for group, tensors in groups], **options)
         self._optimizers.append(optimizer)
-        self._maker_of[id(optimizer)] = groups[0][0].optimizer
+        self._maker_of[id(optimizer)] = first.optimizer
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
 
     @contextmanager
