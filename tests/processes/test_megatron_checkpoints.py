@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.config import parse
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.formats import Wishes, detected
 from megatron_ds.conversion.stored_tensor import WEIGHT
 from megatron_ds.errors import CheckpointError
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.foreign_start import load_foreign
-from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness import megatron_core
 from tests.harness.megatron_core import (
     BERT,
@@ -30,10 +26,10 @@ from tests.harness.megatron_core import (
     mean_loss,
     pipeline_weights,
 )
-from tests.harness.threads import run_ranks
-from tools.layout_comparison import merge, parse_layout, train_layout
+from tests.harness.next_step import difference, next_step
 
 pytestmark = pytest.mark.skipif(bool(megatron_core.skip_reason()), reason=megatron_core.skip_reason())
+OPTIONS = dict(vocab_size=ROWS, seq_length=SEQUENCE, lr=LR, min_lr=LR, weight_decay=0.1, adam_beta2=0.95)
 READERS = {"torch_dist": megatron_torch_dist_format, "torch": megatron_torch_format}
 ALL_ROWS = Wishes(vocab_size=ROWS)
 
@@ -73,50 +69,10 @@ def same(one, other) -> bool:
                 for name, tensor in of_kind.items()) for kind, of_kind in one.tensors.items())
 
 
-def flags_of(found) -> list[str]:
-    """The run of megatron_core_program.py as our flags; the model comes from the files."""
-    values = {"--vocab-size": ROWS, "--seq-length": SEQUENCE, "--lr": LR, "--min-lr": LR,
-              "--weight-decay": 0.1, "--adam-beta2": 0.95, "--global-batch-size": 4, "--train-iters": 9,
-              "--lr-decay-style": "constant", "--tokenizer-type": "NullTokenizer"}
-    flags = ["--mock-data", *(str(part) for pair in values.items() for part in pair)]
-    for name, value in found.model.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in ("vocab_size", "seq_length"):
-            continue
-        if name == "activation" and value == "swiglu":
-            flags.append("--swiglu")
-        elif name == "add_bias_linear":
-            flags.append("--disable-bias-linear")
-        elif isinstance(value, tuple):
-            flags += [flag, *map(str, value)]
-        else:
-            flags += [flag] if value is True else [flag, str(value)]
-    return flags
-
-
-def next_step(found, batch, layout: str):
+def trained_on(found, batch, layout: str):
     """(loss, logical weights) of one step of ours on the batch, from the state that was read."""
-    trace, weights = trained(found, batch, layout)
+    trace, weights = next_step(found, batch, layout, **OPTIONS)
     return trace.losses[0], weights
-
-
-def trained(found, batch, layout: str):
-    """(trace, logical weights) of that step."""
-    request = parse_layout(layout, mbs="2")
-    config = parse([*flags_of(found), *request.flags], world_size=request.world_size)
-    grid = config.grid(request.world_size)
-
-    def rank_trains(rank, world):
-        mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return train_layout(config, mesh, 1, batch,
-                            watch=lambda engine: load_foreign(engine, found, all_pieces(engine)))
-
-    return merge(run_ranks(request.world_size, rank_trains))
-
-
-def difference(ours: dict, theirs: dict) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name].float()).abs().max()) for name in theirs)
 
 
 @pytest.mark.parametrize("layout, source", [("tp=1", "torch_dist"), ("pp=2,dp=2,zero=1", "torch"),
@@ -125,7 +81,7 @@ def test_the_next_step_of_a_llama_is_that_of_megatron_core(layout, source, core,
     folder, ranks = llama
     found = read(folder / source)
     assert (found.progress.iteration, found.progress.num_updates, found.progress.samples) == (STEPS, STEPS, 8)
-    loss, weights = next_step(found, core.batches[STEPS], layout)
+    loss, weights = trained_on(found, core.batches[STEPS], layout)
     theirs = logical_weights(ranks, LLAMA)
     moved = difference({name: found.tensors[WEIGHT][name].read() for name in theirs}, theirs)
     assert moved > 1e-3, "the step changes too little to compare"
@@ -137,7 +93,7 @@ def test_the_next_step_of_a_llama_is_that_of_megatron_core(layout, source, core,
 def test_the_next_step_of_a_gpt_with_the_distributed_optimizer_is_that_of_megatron_core(layout, core, gpt2):
     folder, ranks = gpt2
     found = read(folder / "fully_reshardable")
-    loss, weights = next_step(found, core.batches[STEPS], layout)
+    loss, weights = trained_on(found, core.batches[STEPS], layout)
     assert abs(loss - mean_loss(ranks)) < 1e-5
     assert difference(weights, logical_weights(ranks[:1], GPT2)) < 1e-5
 
@@ -178,7 +134,7 @@ def test_the_next_step_of_a_model_with_experts_is_that_of_megatron_core(name, co
     found = read(folder / "torch_dist")
     assert all(same(found, read(other)) for other in folder.iterdir())
     layout = "ep=2,dp=2" if name == "plain" else "tp=2,ep=2,dp=2"
-    loss, weights = next_step(found, core.batches[STEPS], layout)
+    loss, weights = trained_on(found, core.batches[STEPS], layout)
     assert abs(loss - mean_loss(ranks)) < 1e-5
     assert difference(weights, logical_experts(ranks)) < 1e-5
 
@@ -206,7 +162,7 @@ def keys_of(folder: Path) -> set[str]:
 def test_without_the_moments_the_next_step_is_another(core, llama):
     folder, ranks = llama
     found = read(folder / "torch_dist", Wishes(vocab_size=ROWS, weights_only=True))
-    _, weights = next_step(found, core.batches[STEPS], "tp=1")
+    _, weights = trained_on(found, core.batches[STEPS], "tp=1")
     assert difference(weights, logical_weights(ranks, LLAMA)) > 1e-3
 
 
@@ -269,7 +225,7 @@ def test_virtual_pipeline_stages_are_merged(virtual):
 def test_the_next_step_of_virtual_stages_is_that_of_megatron_core(core, virtual):
     tied, folder, ranks = virtual
     layout, source = ("pp=2,chunks=2", "torch") if tied else ("dp=2,zero=3", "fully_reshardable")
-    loss, weights = next_step(read(folder / source), core.batches[STEPS], layout)
+    loss, weights = trained_on(read(folder / source), core.batches[STEPS], layout)
     theirs = pipeline_weights(ranks)
     if tied:
         assert torch.equal(theirs.pop("output_layer.weight"), theirs["embedding.word_embeddings.weight"])
@@ -289,7 +245,7 @@ def test_the_next_step_of_a_bert_is_that_of_megatron_core(layout, source, core, 
     """Of masked tokens and of the order of segments, whose head and pooler are trained, too."""
     folder, ranks = bert
     found = read(folder / source)
-    trace, weights = trained(found, core.sentences[STEPS], layout)
+    trace, weights = next_step(found, core.sentences[STEPS], layout, **OPTIONS)
     assert abs(trace.losses[0] - mean_loss(ranks)) < 1e-5
     assert abs(trace.metrics[0]["sop loss"] - mean_loss(ranks, "order")) < 1e-5
     theirs = logical_weights(ranks, BERT)
