@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_ds.conversion import deepspeed_format, mds_family
-from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder, scaler_numbers
+from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
 from megatron_ds.conversion.deepspeed_folder import files_of, tag_folder
+from megatron_ds.conversion.deepspeed_optimizer_files import scaler_numbers
 from megatron_ds.conversion.deepspeed_stage0 import stage0_state
 from megatron_ds.conversion.family import entries_of, model_of, to_theirs
 from megatron_ds.conversion.foreign_names import save_with_names, scaler_object
