@@ -26,12 +26,16 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
                                      reason="DeepSpeed is not installed: pip install deepspeed")
 
 
+KEEPERS = []
+
+
 @functools.cache
-def made() -> Path:
-    """The folder with all of `runs.CASES`."""
-    keeper = made.keeper = tempfile.TemporaryDirectory(prefix="deepspeed-")
-    run_deepspeed("make", keeper.name)
-    return Path(keeper.name)
+def made(experts: bool = False) -> Path:
+    """The folder with the cases of `runs.CASES` with or without experts."""
+    KEEPERS.append(tempfile.TemporaryDirectory(prefix="deepspeed-"))
+    cases = [case for case in runs.CASES if case.startswith("experts") == experts]
+    run_deepspeed("make", KEEPERS[-1].name, *cases)
+    return Path(KEEPERS[-1].name)
 
 
 def run_deepspeed(*words: str) -> None:

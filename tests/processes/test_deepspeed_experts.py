@@ -19,7 +19,7 @@ STEP = "global_step2"
 @pytest.fixture(scope="module")
 def made():
     """The folder with all cases."""
-    return harness.made()
+    return harness.made(experts=True)
 
 
 @pytest.mark.parametrize("case", CASES)
