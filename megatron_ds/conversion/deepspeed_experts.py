@@ -84,7 +84,7 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None
     place = files.models[0, 0]
     numbers = content.get("num_experts")
     if not files.experts:
-        if numbers:
+        if isinstance(numbers, list) and numbers:
             raise CheckpointError(f"{files.folder} has no layer_0_expert_0_mp_rank_00_model_states.pt, and "
                                   f"{place} records {numbers} experts in its layers. Copy the missing files.")
         return None
@@ -110,7 +110,7 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None
 def _check_supported(files: EngineFiles, content: Mapping[str, Any]) -> None:
     settings = content.get("ds_config")
     settings = settings if isinstance(settings, Mapping) else {}
-    is_stage3 = any(rank for _, rank in files.models)
+    is_stage3 = files.models[0, 0].name.startswith("zero_pp_rank")
     problems = {
         "tensor- or pipeline-parallel ranks": files.model_ranks > 1 or bool(files.layers),
         "experts of AutoEP (expert_parallel in the JSON)": bool(content.get("ds_autoep_layers")),

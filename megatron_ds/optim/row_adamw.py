@@ -4,12 +4,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam import AdamRow, AdamStep, adamw
+from ..ops.adam import UNCORRECTED, AdamRow, AdamStep, adamw
 from .row_optimizer import RowOptimizer
 
 
 class RowAdamW(RowOptimizer):
     """AdamW on contiguous fp32 parameters, for devices with an implementation of `adamw` (`has_kernel`).
+
+    bias_correction  divide the moments by 1 - beta^step, as the algorithm does; else they are used as they
+                     are, by the same kernels
 
     Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable; "step"
     is a number, as in earlier versions of torch.
@@ -21,8 +24,9 @@ class RowAdamW(RowOptimizer):
     STATE = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.01):
+                 eps: float = 1e-8, weight_decay: float = 0.01, *, bias_correction: bool = True):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.bias_correction = bias_correction
 
     def update(self, rows: Sequence[AdamRow], group: dict, divisor: float | torch.Tensor) -> None:
         """See `RowOptimizer.update`."""
@@ -35,7 +39,8 @@ class RowAdamW(RowOptimizer):
         state.setdefault("step", 0)
         state = self.state_of(p)
         state["step"] = step = int(state["step"]) + 1        # loaded from torch's optimizer it is a tensor
-        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"], step, getattr(p, "low", None))
+        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"],
+                       step if self.bias_correction else UNCORRECTED, getattr(p, "low", None))
 
 
 def has_kernel(groups: Iterable[dict]) -> bool:

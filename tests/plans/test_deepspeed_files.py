@@ -219,6 +219,19 @@ def test_the_loss_scaler_is_written_under_the_name_of_deepspeed_without_it(tmp_p
     assert scaler_numbers(file.content["loss_scaler"]) == numbers
 
 
+@pytest.mark.parametrize("group, optimizer, corrects, decoupled", [
+    ({"bias_correction": False, "lr": 0.1}, {"type": "Adam", "params": {"adam_w_mode": False}}, False, False),
+    ({"bias_correction": True, "decoupled_weight_decay": True}, {"params": {"bias_correction": False}},
+     True, True),
+    ({}, {"type": "AdamW", "params": {"adam_w_mode": False, "bias_correction": False}}, False, True),
+    ({}, None, None, None)])
+def test_choices_of_adam_are_those_of_the_groups_or_the_json(group, optimizer, corrects, decoupled, tmp_path):
+    raw = RawCheckpoint(tmp_path, {}, {"param_groups": [group], "ds_config": {"optimizer": optimizer}})
+    found = deepspeed_format._training(raw)
+    assert found.get("optimizer.adam_bias_correction") is corrects
+    assert found.get("optimizer.decoupled_weight_decay") is decoupled
+
+
 def test_moments_without_a_count_of_updates_are_written_with_that_of_the_training(tmp_path):
     one = StoredTensor((2,), torch.float32, lambda: torch.ones(2), "w")
     raw = RawCheckpoint(tmp_path, {kind: {"w": one} for kind in ("weight", "exp_avg", "exp_avg_sq")}, {},
