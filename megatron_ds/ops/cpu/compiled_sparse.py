@@ -1,0 +1,148 @@
+"""Attention to the blocks of keys that a layout shows, compiled from csrc/sparse_attention.cpp, for CPUs with
+AVX-512: in fp32, and in bf16 with AVX-512 BF16.
+
+An optional extension. It keeps no probabilities: backward computes them again from the output and the
+log-sum-exp. The work falls with the scores that a layout hides, to units of 16 queries and 16 keys.
+"""
+
+import functools
+import logging
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...host import load_compiled
+from ..attention_pattern import AttentionPattern
+from ..product import has_memory
+from .block_spans import UNIT, block_spans
+
+logger = logging.getLogger(__name__)
+
+CHANNELS = range(32, 257, 32)           # of a head
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@functools.cache
+def extension() -> ModuleType | Any:
+    """The compiled attention; None, with one line in the log, where the package was installed without a
+    compiler."""
+    return load_compiled("_sparse_attention", "attention to blocks of keys",
+                         "torch's products run instead, slower on a CPU with AVX-512", logger)
+
+
+def reason_against() -> str:
+    """Why this machine has no compiled attention; "" if it has."""
+    compiled = extension()
+    if compiled is None:
+        return "not compiled"
+    return "" if compiled.has_vectors() else "no AVX-512"
+
+
+def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
+    """Whether the kernel takes tensors q [s, b, n, d] and k [s, b, g, d]: fp32 or bf16, whole blocks of a
+    multiple of 16 tokens, and a layout alone, perhaps causal."""
+    layout = pattern.layout
+    if layout is None or pattern.left is not None or not pattern.causal and pattern.right is not None:
+        return False
+    has_blocks = layout.block % UNIT == 0 and q.shape[0] % layout.block == 0
+    has_rows = q.shape[0] == k.shape[0] > 0 and q.shape[1] > 0
+    has_products = q.dtype == torch.float32 or q.dtype == torch.bfloat16 and extension().has_products()
+    return has_blocks and has_rows and has_products and q.shape[3] in CHANNELS
+
+
+class Shown(NamedTuple):
+    """What a query sees.
+
+    pattern          a layout, perhaps causal
+    ids              int32 [2, b, s], of queries and of keys: a query sees keys of its own id; None: of all
+    """
+
+    pattern: AttentionPattern
+    ids: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, pattern: AttentionPattern, documents: Any, padding: torch.Tensor | None,
+           samples: int, positions: int) -> "Shown":
+        """documents: as in `attention`. padding: bool [b, s], True where no query sees a key."""
+        if documents is None and padding is None:
+            return cls(pattern)
+        ids = torch.zeros(2, samples, positions, dtype=torch.int32)
+        if documents is not None:
+            ids.copy_(documents.ids)
+        if padding is not None:
+            ids[1].masked_fill_(padding, -1)
+        return cls(pattern, ids)
+
+
+def compiled_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scale: float,
+                    sink: torch.Tensor | None = None) -> torch.Tensor:
+    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. sink: [n], as in `Scoring`.
+
+    A query that sees no key gets zeros.
+    """
+    return _CompiledSparse.apply(q, k, v, sink, shown, scale)
+
+
+class _CompiledSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sink, shown, scale):
+        q, k, v = (_with_rows(t) for t in (q, k, v))
+        if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
+            v = v.contiguous()              # else what is kept were the whole projection, for its values
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)             # [b, n, s]
+        _run("forward", (q, k, v, out), lse, shown, scale, sink)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.shown, ctx.scale = shown, scale
+        return out.view(*q.shape[:2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        dout, dq = _with_rows(dout.reshape(q.shape)), q.new_empty(q.shape)
+        (s, b, g, d) = k.shape
+        dk, dv = (k.new_zeros(b, g, s, d, dtype=torch.float32).permute(2, 0, 1, 3) for _ in range(2))
+        _run("backward", (q, k, v, out, dout, dq, dk, dv), lse, ctx.shown, ctx.scale, sink)
+        dsink = None
+        if sink is not None:
+            of_row = (dout.float() * out).sum(-1).permute(1, 2, 0)                             # D [b, n, s]
+            dsink = -((sink.float()[:, None] - lse).exp() * of_row).sum((0, 2)).to(sink.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+
+
+def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown: Shown, scale: float,
+         sink: torch.Tensor | None) -> None:
+    q, k, *_ = tensors
+    s, b, n, d = q.shape
+    threads = torch.get_num_threads()
+    count = getattr(extension(), f"{name}_bytes")(d, q.dtype == torch.float32)
+    work = q.new_empty(threads * count, dtype=torch.uint8)
+    if not has_memory(q):
+        return
+    plan, ids = _spans(shown.pattern, s, n), [0, 0] if shown.ids is None else [*shown.ids]
+    sinks = None if sink is None else sink.detach().float().contiguous()
+    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
+    addresses += [t if t == 0 else t.data_ptr() for t in ids] if shown.ids is not None else ids
+    addresses.append(0 if sinks is None else sinks.data_ptr())
+    getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
+        (s, b, n, k.shape[2], d), [_place(t) for t in tensors], lse.data_ptr(), scale, shown.pattern.causal,
+        addresses, work.data_ptr(), threads)
+
+
+@lru_cache(maxsize=256)
+def _spans(pattern: AttentionPattern, positions: int, heads: int):
+    return block_spans(pattern.layout, positions, heads, pattern.causal)
+
+
+def _with_rows(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with the channels of a head next to each other."""
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _place(t: torch.Tensor) -> tuple[int, int, int, int]:
+    """Address, and the strides of positions, samples and heads."""
+    return t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)
