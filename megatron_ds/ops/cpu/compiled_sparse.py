@@ -64,17 +64,13 @@ class Shown(NamedTuple):
     ids: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, pattern: AttentionPattern, documents: Any, padding: torch.Tensor | None,
-           samples: int, positions: int) -> "Shown":
+    def of(cls, pattern: AttentionPattern, documents: Any, padding: torch.Tensor | None) -> "Shown":
         """documents: as in `attention`. padding: bool [b, s], True where no query sees a key."""
         if documents is None and padding is None:
             return cls(pattern)
-        ids = torch.zeros(2, samples, positions, dtype=torch.int32)
-        if documents is not None:
-            ids.copy_(documents.ids)
-        if padding is not None:
-            ids[1].masked_fill_(padding, -1)
-        return cls(pattern, ids)
+        of_queries = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.ids.int()
+        of_keys = of_queries if padding is None else of_queries.masked_fill(padding, -1)
+        return cls(pattern, torch.stack((of_queries, of_keys)))
 
 
 def compiled_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scale: float,
