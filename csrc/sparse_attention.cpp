@@ -87,8 +87,9 @@ private:
 constexpr int64_t MOST_KEYS = sparse::UNITS * WIDE;
 
 template <typename N>
-int64_t arrange(sparse::ForwardWork<N>& w, int64_t d, char* memory) {
+int64_t arrange(sparse::ForwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
+    const int64_t d = sizes[4];
     arena.take(w.keys, MOST_KEYS * d / N::PER);
     arena.take(w.values, MOST_KEYS * d / N::PER);
     arena.take(w.queries, ROWS * d / N::PER);
@@ -99,24 +100,26 @@ int64_t arrange(sparse::ForwardWork<N>& w, int64_t d, char* memory) {
 }
 
 template <typename N>
-int64_t arrange(sparse::BackwardWork<N>& w, int64_t d, char* memory) {
+int64_t arrange(sparse::BackwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
+    const int64_t d = sizes[4];
     for (auto** of_keys : {&w.keys, &w.values, &w.key_pairs}) arena.take(*of_keys, MOST_KEYS * d / N::PER);
     for (auto** of_rows : {&w.query_columns, &w.dout_columns, &w.query_pairs, &w.dout_pairs}) arena.take(*of_rows, ROWS * d / N::PER);
     for (auto** tile : {&w.p, &w.ds, &w.ds_pairs}) arena.take(*tile, MOST_KEYS * ROWS / N::PER);
     arena.take(w.dq, d * ROWS);
+    for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, sizes[0] * d);
     return arena.used();
 }
 
 // Calls part(memory of the thread, number) for each part.
 template <typename Work, typename Part>
-void share(int64_t parts, int threads, uintptr_t memory, int64_t d, const Part& part) {
+void share(int64_t parts, int threads, uintptr_t memory, const Sizes& sizes, const Part& part) {
     Work counted{};
-    const int64_t bytes = arrange(counted, d, nullptr);
+    const int64_t bytes = arrange(counted, sizes, nullptr);
     std::atomic<int64_t> next{0}, thread{0};
     const std::function<void()> job = [&] {
         Work work{};
-        arrange(work, d, Arena::aligned(memory + uintptr_t(thread.fetch_add(1) * bytes)));
+        arrange(work, sizes, Arena::aligned(memory + uintptr_t(thread.fetch_add(1) * bytes)));
         for (int64_t i; (i = next.fetch_add(1)) < parts;) part(work, i);
     };
     run_on_threads(int(std::min<int64_t>(threads, parts)), job);
@@ -139,7 +142,7 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t 
                           tiles * (at + 1) / cuts);
     };
     py::gil_scoped_release released;
-    share<sparse::ForwardWork<N>>(all * cuts, threads, memory, call.d, part);
+    share<sparse::ForwardWork<N>>(all * cuts, threads, memory, sizes, part);
 }
 
 template <typename N>
@@ -152,23 +155,25 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
     const auto part = [&](const sparse::BackwardWork<N>& w, int64_t i) {
         const int64_t key_head = i % key_heads, sample = i / key_heads;
         const auto keys_of = [&](int64_t tensor) { return rows_of<const Number>(tensors[size_t(tensor)], sample, key_head); };
-        float* dkv[] = {rows_of<float>(tensors[6], sample, key_head).data, rows_of<float>(tensors[7], sample, key_head).data};
+        for (float* sums : {w.dk, w.dv}) std::fill_n(sums, call.positions * call.d, 0.0f);
         for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
             const auto rows = [&](int64_t tensor) { return rows_of<const Number>(tensors[size_t(tensor)], sample, head); };
             sparse::differentiate<N>(call, w, given.plan(sizes, sample, head), rows(0), keys_of(1), keys_of(2), rows(3), rows(4),
                                      reinterpret_cast<const float*>(lse) + (sample * heads + head) * call.positions,
-                                     rows_of<Number>(tensors[5], sample, head), dkv[0], dkv[1]);
+                                     rows_of<Number>(tensors[5], sample, head));
         }
+        sparse::put_rows(w.dk, call.positions, call.d, rows_of<Number>(tensors[6], sample, key_head));
+        sparse::put_rows(w.dv, call.positions, call.d, rows_of<Number>(tensors[7], sample, key_head));
     };
     py::gil_scoped_release released;
-    share<sparse::BackwardWork<N>>(sizes[1] * key_heads, threads, memory, call.d, part);
+    share<sparse::BackwardWork<N>>(sizes[1] * key_heads, threads, memory, sizes, part);
 }
 
 template <template <typename> class Work>
-int64_t bytes_of(int64_t d, bool is_wide) {
+int64_t bytes_of(const Sizes& sizes, bool is_wide) {
     Work<sparse::Fp32> wide{};
     Work<sparse::Bf16> narrow{};
-    return is_wide ? arrange(wide, d, nullptr) : arrange(narrow, d, nullptr);
+    return is_wide ? arrange(wide, sizes, nullptr) : arrange(narrow, sizes, nullptr);
 }
 #else
 bool has_vectors() { return false; }
@@ -188,9 +193,9 @@ PYBIND11_MODULE(_sparse_attention, module) {
     };
     arguments("forward_fp32", &forward<sparse::Fp32>, "Writes out and lse.");
     arguments("forward_bf16", &forward<sparse::Bf16>, "Writes out and lse.");
-    arguments("backward_fp32", &backward<sparse::Fp32>, "Writes dq, adds to dk and dv in fp32.");
-    arguments("backward_bf16", &backward<sparse::Bf16>, "Writes dq, adds to dk and dv in fp32.");
-    module.def("forward_bytes", &bytes_of<sparse::ForwardWork>, py::arg("d"), py::arg("is_wide"), "Memory of a thread.");
-    module.def("backward_bytes", &bytes_of<sparse::BackwardWork>, py::arg("d"), py::arg("is_wide"));
+    arguments("backward_fp32", &backward<sparse::Fp32>, "Writes dq, dk and dv.");
+    arguments("backward_bf16", &backward<sparse::Bf16>, "Writes dq, dk and dv.");
+    module.def("forward_bytes", &bytes_of<sparse::ForwardWork>, py::arg("sizes"), py::arg("is_wide"), "Memory of a thread.");
+    module.def("backward_bytes", &bytes_of<sparse::BackwardWork>, py::arg("sizes"), py::arg("is_wide"));
 #endif
 }

@@ -76,9 +76,9 @@ struct Factors {
 template <Put put, int M, int R, typename Packed>
 INLINE void multiply_of(const Factors<Packed>& x, float* c, int64_t c_row, const float* factor) {
     __m512 sums[M][R];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < R; ++j) {
             const float* at = c + i * c_row + j * WIDE;
             if (put == Put::SCALED) sums[i][j] = _mm512_setzero_ps();
@@ -88,32 +88,38 @@ INLINE void multiply_of(const Factors<Packed>& x, float* c, int64_t c_row, const
     const Packed *a = x.a, *b = x.b;
     for (int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
         decltype(register_of(b)) row[R];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < R; ++j) row[j] = register_of(b + j * WIDE);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < M; ++i) {
             const auto one = broadcast(a[i * x.a_row]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < R; ++j) sums[i][j] = sum_of(sums[i][j], one, row[j]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < R; ++j) {
             if (put == Put::SCALED) sums[i][j] = _mm512_mul_ps(sums[i][j], _mm512_set1_ps(*factor));
             _mm512_storeu_ps(c + i * c_row + j * WIDE, sums[i][j]);
         }
 }
 
-// C of STEP rows and 1 to 4 registers.
+template <Put put, int M, int R, typename Packed>
+INLINE void multiply_in_steps(Factors<Packed> x, int64_t rows, float* c, int64_t c_row, const float* factor) {
+    for (int64_t i = 0; i < rows; i += M, x.a += M * x.a_row) multiply_of<put, M, R>(x, c + i * c_row, c_row, factor);
+}
+
+// C of `rows`, a multiple of WIDE, and 1 to 4 registers: as many sums at once as hide the time that one takes.
 template <Put put, typename Packed>
-INLINE void multiply(const Factors<Packed>& x, int64_t registers, float* c, int64_t c_row, const float* factor = nullptr) {
+INLINE void multiply(const Factors<Packed>& x, int64_t rows, int64_t registers, float* c, int64_t c_row,
+                     const float* factor = nullptr) {
     switch (registers) {
-        case 4: return multiply_of<put, STEP, 4>(x, c, c_row, factor);
-        case 3: return multiply_of<put, STEP, 3>(x, c, c_row, factor);
-        case 2: return multiply_of<put, STEP, 2>(x, c, c_row, factor);
-        default: return multiply_of<put, STEP, 1>(x, c, c_row, factor);
+        case 4: return multiply_in_steps<put, 4, 4>(x, rows, c, c_row, factor);
+        case 3: return multiply_in_steps<put, 4, 3>(x, rows, c, c_row, factor);
+        case 2: return multiply_in_steps<put, 8, 2>(x, rows, c, c_row, factor);
+        default: return multiply_in_steps<put, 16, 1>(x, rows, c, c_row, factor);
     }
 }
 
@@ -158,6 +164,13 @@ INLINE void put_keys(float* y, __m512 first, __m512 second) {
     _mm512_storeu_ps(y + ROWS, second);
 }
 INLINE void put_keys(uint32_t* y, __m512 first, __m512 second) { store(y, paired_halves(narrow(first, second))); }
+
+// [count, d] → rows.
+template <typename Number>
+void put_rows(const float* x, int64_t count, int64_t d, Rows<Number> y) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t j = 0; j < d; j += WIDE) put_row(y[i] + j, _mm512_loadu_ps(x + i * d + j));
+}
 
 // [d, ROWS] times a factor of each column → `count` rows.
 template <typename Number>
@@ -241,9 +254,8 @@ void attend_units(const Call& call, const ForwardWork<N>& w, const Sight& sight,
         take_rows<N>({k[key], k.stride}, WIDE, d, w.keys + at * words);
         take_pairs({v[key], v.stride}, WIDE, d, w.values + at / N::PER * d);
         float* scores = w.scores + at * ROWS + left;
-        for (int64_t i = 0; i < WIDE; i += STEP)
-            multiply<Put::SCALED>(Factors<typename N::Packed>{w.keys + (at + i) * words, words, 1, w.queries + left, ROWS, words},
-                                  wide, scores + i * ROWS, ROWS, &factor);
+        multiply<Put::SCALED>(Factors<typename N::Packed>{w.keys + at * words, words, 1, w.queries + left, ROWS, words}, WIDE, wide,
+                              scores, ROWS, &factor);
         if (sight.is_whole(unit, span.low, span.high)) continue;
         for (int64_t i = 0; i < WIDE; ++i)
             for (int64_t j = 0; j < wide; ++j) {
@@ -252,9 +264,8 @@ void attend_units(const Call& call, const ForwardWork<N>& w, const Sight& sight,
             }
     }
     exponentials<N>(w.scores, w.p, count * WIDE, span.low, span.high, rows);
-    for (int64_t i = 0; i < d; i += STEP)
-        multiply<Put::RESCALED>(Factors<typename N::Packed>{w.values + i, 1, d, w.p + left, ROWS, count * WIDE / N::PER}, wide,
-                                w.out + i * ROWS + left, ROWS, rows.factor + left);
+    multiply<Put::RESCALED>(Factors<typename N::Packed>{w.values, 1, d, w.p + left, ROWS, count * WIDE / N::PER}, d, wide,
+                            w.out + left, ROWS, rows.factor + left);
 }
 
 // Calls part(span of at most UNITS units) for all of a tile.
@@ -297,7 +308,7 @@ struct BackwardWork {
     Packed *query_columns, *dout_columns;           // [d / PER, ROWS]
     Packed *query_pairs, *dout_pairs;               // [ROWS / PER, d]
     Packed *p, *ds, *ds_pairs;                      // [keys, ROWS / PER] twice, [keys / PER, ROWS]
-    float* dq;                                      // [d, ROWS]
+    float *dq, *dk, *dv;                            // [d, ROWS], [positions, d] twice
 };
 
 INLINE __m512 widened(const float* x) { return _mm512_loadu_ps(x); }
@@ -319,25 +330,25 @@ void take_sums(Rows<const Number> dout, Rows<const Number> out, const float* lse
     }
 }
 
-// P and scale dS of STEP keys of a unit, from `first` on; `at`: the first of these keys in the workspace.
+// P and scale dS of a unit; `at`: its first key in the workspace.
 template <typename N>
-INLINE void differentiate_keys(const Call& call, const BackwardWork<N>& w, const Sight& sight, const RowSums& sums,
-                               const Span& span, int64_t unit, int64_t first, int64_t at) {
+INLINE void differentiate_unit(const Call& call, const BackwardWork<N>& w, const Sight& sight, const RowSums& sums,
+                               const Span& span, int64_t unit, int64_t at) {
     using Packed = typename N::Packed;
     const int64_t words = call.d / N::PER, wide = span.high - span.low, left = span.low * WIDE;
     const float factor = call.scale * LOG2_E;
-    float scores[STEP * ROWS], dp[STEP * ROWS];
-    multiply<Put::SCALED>(Factors<Packed>{w.keys + at * words, words, 1, w.query_columns + left, ROWS, words}, wide, scores, ROWS,
-                          &factor);
-    multiply<Put::SCALED>(Factors<Packed>{w.values + at * words, words, 1, w.dout_columns + left, ROWS, words}, wide, dp, ROWS,
-                          &call.scale);
+    alignas(64) float scores[WIDE * ROWS], dp[WIDE * ROWS];
+    multiply<Put::SCALED>(Factors<Packed>{w.keys + at * words, words, 1, w.query_columns + left, ROWS, words}, WIDE, wide, scores,
+                          ROWS, &factor);
+    multiply<Put::SCALED>(Factors<Packed>{w.values + at * words, words, 1, w.dout_columns + left, ROWS, words}, WIDE, wide, dp,
+                          ROWS, &call.scale);
     const bool is_whole = sight.is_whole(unit, span.low, span.high);
     for (int64_t j = 0; j < wide; ++j) {
         const int64_t column = left + j * WIDE;
         const __m512 lse = _mm512_loadu_ps(sums.lse + column), of_row = _mm512_loadu_ps(sums.d + column);
         __m512 last_ds = _mm512_setzero_ps();
-        for (int64_t i = 0; i < STEP; ++i) {
-            const __mmask16 seen = is_whole ? __mmask16(0xffff) : sight.lanes(unit, first + i, span.low + j);
+        for (int64_t i = 0; i < WIDE; ++i) {
+            const __mmask16 seen = is_whole ? __mmask16(0xffff) : sight.lanes(unit, i, span.low + j);
             const int64_t there = i * ROWS + j * WIDE;
             const __m512 p = _mm512_maskz_mov_ps(seen, power_of_two(_mm512_sub_ps(_mm512_loadu_ps(scores + there), lse)));
             const __m512 ds = _mm512_maskz_mul_ps(seen, p, _mm512_sub_ps(_mm512_loadu_ps(dp + there), of_row));
@@ -353,7 +364,7 @@ INLINE void differentiate_keys(const Call& call, const BackwardWork<N>& w, const
 // What the queries of a tile and units [from, to) of a span contribute to the gradients.
 template <typename N>
 void differentiate_units(const Call& call, const BackwardWork<N>& w, const Sight& sight, const RowSums& sums, const Span& span,
-                         Rows<const typename N::Number> k, Rows<const typename N::Number> v, float* dk, float* dv) {
+                         Rows<const typename N::Number> k, Rows<const typename N::Number> v) {
     using Packed = typename N::Packed;
     const int64_t d = call.d, words = d / N::PER, count = span.to - span.from, left = span.low * WIDE;
     const int64_t wide = span.high - span.low, pairs = wide * WIDE / N::PER, skipped = left / N::PER;
@@ -362,29 +373,25 @@ void differentiate_units(const Call& call, const BackwardWork<N>& w, const Sight
         take_rows<N>({k[key], k.stride}, WIDE, d, w.keys + at * words);
         take_rows<N>({v[key], v.stride}, WIDE, d, w.values + at * words);
         if (N::PER == 2) take_pairs({k[key], k.stride}, WIDE, d, w.key_pairs + at / N::PER * d);
-        for (int64_t i = 0; i < WIDE; i += STEP) {
-            differentiate_keys<N>(call, w, sight, sums, span, unit, i, at + i);
-            const int64_t row = (at + i) * ROWS / N::PER + skipped, to = (key + i) * d;
-            for (int64_t c = 0; c < d; c += ROWS) {
-                const int64_t registers = std::min(REGISTERS, (d - c) / WIDE);
-                multiply<Put::ADDED>(Factors<Packed>{w.p + row, ROWS / N::PER, 1, w.dout_pairs + skipped * d + c, d, pairs}, registers,
-                                     dv + to + c, d);
-                multiply<Put::ADDED>(Factors<Packed>{w.ds + row, ROWS / N::PER, 1, w.query_pairs + skipped * d + c, d, pairs},
-                                     registers, dk + to + c, d);
-            }
+        differentiate_unit<N>(call, w, sight, sums, span, unit, at);
+        const int64_t row = at * ROWS / N::PER + skipped;
+        for (int64_t c = 0; c < d; c += ROWS) {
+            const int64_t registers = std::min(REGISTERS, (d - c) / WIDE);
+            multiply<Put::ADDED>(Factors<Packed>{w.p + row, ROWS / N::PER, 1, w.dout_pairs + skipped * d + c, d, pairs}, WIDE,
+                                 registers, w.dv + key * d + c, d);
+            multiply<Put::ADDED>(Factors<Packed>{w.ds + row, ROWS / N::PER, 1, w.query_pairs + skipped * d + c, d, pairs}, WIDE,
+                                 registers, w.dk + key * d + c, d);
         }
     }
     const Packed *ds = N::PER == 2 ? w.ds_pairs : w.ds, *keys = N::PER == 2 ? w.key_pairs : w.keys;
-    for (int64_t c = 0; c < d; c += STEP)
-        multiply<Put::ADDED>(Factors<Packed>{keys + c, 1, d, ds + left, ROWS, count * WIDE / N::PER}, wide, w.dq + c * ROWS + left,
-                             ROWS);
+    multiply<Put::ADDED>(Factors<Packed>{keys, 1, d, ds + left, ROWS, count * WIDE / N::PER}, d, wide, w.dq + left, ROWS);
 }
 
-// dq of a head, and its contributions to dk and dv of its keys, fp32 [positions, d].
+// dq of a head, and its contributions to dk and dv of its keys, in the workspace.
 template <typename N>
 void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan, Rows<const typename N::Number> q,
                    Rows<const typename N::Number> k, Rows<const typename N::Number> v, Rows<const typename N::Number> out,
-                   Rows<const typename N::Number> dout, const float* lse, Rows<typename N::Number> dq, float* dk, float* dv) {
+                   Rows<const typename N::Number> dout, const float* lse, Rows<typename N::Number> dq) {
     for (int64_t query = 0; query < call.positions; query += ROWS) {
         const int64_t count = std::min(ROWS, call.positions - query), tile = query / ROWS, d = call.d;
         const Rows<const typename N::Number> q_tile{q[query], q.stride}, dout_tile{dout[query], dout.stride};
@@ -396,7 +403,7 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         take_sums<typename N::Number>(dout_tile, {out[query], out.stride}, lse + query, count, call, sums);
         std::memset(w.dq, 0, sizeof(float) * size_t(d * ROWS));
         const Sight sight{call, plan, tile};
-        for_each_part(plan, tile, [&](const Span& part) { differentiate_units<N>(call, w, sight, sums, part, k, v, dk, dv); });
+        for_each_part(plan, tile, [&](const Span& part) { differentiate_units<N>(call, w, sight, sums, part, k, v); });
         float factor[ROWS];
         std::fill_n(factor, ROWS, 1.0f);
         put_columns<typename N::Number>(w.dq, factor, count, d, {dq[query], dq.stride});

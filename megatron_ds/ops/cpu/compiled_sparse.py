@@ -99,23 +99,22 @@ class _CompiledSparse(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dout, dq = _with_rows(dout.reshape(q.shape)), q.new_empty(q.shape)
-        (s, b, g, d) = k.shape
-        dk, dv = (k.new_zeros(b, g, s, d, dtype=torch.float32).permute(2, 0, 1, 3) for _ in range(2))
+        dout = _with_rows(dout.reshape(q.shape))
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         _run("backward", (q, k, v, out, dout, dq, dk, dv), lse, ctx.shown, ctx.scale, sink)
         dsink = None
         if sink is not None:
             of_row = (dout.float() * out).sum(-1).permute(1, 2, 0)                             # D [b, n, s]
             dsink = -((sink.float()[:, None] - lse).exp() * of_row).sum((0, 2)).to(sink.dtype)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+        return dq, dk, dv, dsink, None, None
 
 
 def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown: Shown, scale: float,
          sink: torch.Tensor | None) -> None:
     q, k, *_ = tensors
     s, b, n, d = q.shape
-    threads = torch.get_num_threads()
-    count = getattr(extension(), f"{name}_bytes")(d, q.dtype == torch.float32)
+    sizes, threads = (s, b, n, k.shape[2], d), torch.get_num_threads()
+    count = getattr(extension(), f"{name}_bytes")(sizes, q.dtype == torch.float32)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
@@ -125,7 +124,7 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown:
     addresses += [t if t == 0 else t.data_ptr() for t in ids] if shown.ids is not None else ids
     addresses.append(0 if sinks is None else sinks.data_ptr())
     getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
-        (s, b, n, k.shape[2], d), [_place(t) for t in tensors], lse.data_ptr(), scale, shown.pattern.causal,
+        sizes, [_place(t) for t in tensors], lse.data_ptr(), scale, shown.pattern.causal,
         addresses, work.data_ptr(), threads)
 
 
