@@ -49,7 +49,9 @@ struct Given {
 
     sparse::Plan plan(const Sizes& sizes, int64_t sample, int64_t head) const {
         const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS, at = sample * sizes[0];
-        return {first + layout_of_head[head] * (tiles + 1), spans, units, query_ids == nullptr ? nullptr : query_ids + at,
+        const int32_t* of_tiles = first + layout_of_head[head] * (tiles + 1);
+        const int32_t last = of_tiles[tiles];
+        return {of_tiles, spans, units, units + (last > of_tiles[0] ? spans[last - 1].to : 0), query_ids == nullptr ? nullptr : query_ids + at,
                 key_ids == nullptr ? nullptr : key_ids + at};
     }
 

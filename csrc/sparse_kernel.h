@@ -52,7 +52,7 @@ struct Span {
 struct Plan {
     const int32_t* first;      // span of each tile, and of the end
     const Span* spans;
-    const int32_t* units;
+    const int32_t *units, *end;      // of all spans, in the order of the tiles
     const int32_t *query_ids, *key_ids;
 };
 
@@ -155,6 +155,14 @@ INLINE void take_pairs(Rows<const uint16_t> x, int64_t count, int64_t d, uint32_
         }
 }
 
+// Rows of a head are far from each other, so the processor does not fetch them ahead by itself.
+template <typename Number>
+INLINE void fetch(Rows<const Number> x, int64_t first, int64_t count, int64_t d) {
+    constexpr int64_t LINE = 64 / sizeof(Number);
+    for (int64_t i = first; i < first + count; ++i)
+        for (int64_t j = 0; j < d; j += LINE) _mm_prefetch(reinterpret_cast<const char*>(x[i] + j), _MM_HINT_T1);
+}
+
 INLINE void put_row(float* y, __m512 x) { _mm512_storeu_ps(y, x); }
 INLINE void put_row(uint16_t* y, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), (__m256i)_mm512_cvtneps_pbh(x)); }
 
@@ -207,6 +215,15 @@ struct Sight {
     }
 };
 
+// Fetches keys and values of the unit that follows some units later.
+template <typename Number>
+INLINE void fetch_keys(const Plan& plan, int64_t at, int64_t d, Rows<const Number> k, Rows<const Number> v) {
+    const int32_t* later = plan.units + at + UNITS;
+    if (later >= plan.end) return;
+    fetch(k, *later * WIDE, WIDE, d);
+    fetch(v, *later * WIDE, WIDE, d);
+}
+
 // -------------------------------------------------------------------------------------------------------------- forward
 template <typename N>
 struct ForwardWork {
@@ -251,6 +268,7 @@ void attend_units(const Call& call, const ForwardWork<N>& w, const Sight& sight,
     const float factor = call.scale * LOG2_E;
     for (int64_t u = 0; u < count; ++u) {
         const int64_t unit = sight.plan.units[span.from + u], key = unit * WIDE, at = u * WIDE;
+        fetch_keys(sight.plan, span.from + u, d, k, v);
         take_rows<N>({k[key], k.stride}, WIDE, d, w.keys + at * words);
         take_pairs({v[key], v.stride}, WIDE, d, w.values + at / N::PER * d);
         float* scores = w.scores + at * ROWS + left;
@@ -285,6 +303,7 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
             int64_t from, int64_t to) {
     for (int64_t tile = from; tile < to; ++tile) {
         const int64_t query = tile * ROWS, count = std::min(ROWS, call.positions - query);
+        fetch(q, query + ROWS, std::min(ROWS, call.positions - query - ROWS), call.d);
         take_columns<N>({q[query], q.stride}, count, call.d, w.queries);
         std::memset(w.out, 0, sizeof(float) * size_t(call.d * ROWS));
         Softmax rows;
@@ -370,6 +389,7 @@ void differentiate_units(const Call& call, const BackwardWork<N>& w, const Sight
     const int64_t wide = span.high - span.low, pairs = wide * WIDE / N::PER, skipped = left / N::PER;
     for (int64_t u = 0; u < count; ++u) {
         const int64_t unit = sight.plan.units[span.from + u], key = unit * WIDE, at = u * WIDE;
+        fetch_keys(sight.plan, span.from + u, d, k, v);
         take_rows<N>({k[key], k.stride}, WIDE, d, w.keys + at * words);
         take_rows<N>({v[key], v.stride}, WIDE, d, w.values + at * words);
         if (N::PER == 2) take_pairs({k[key], k.stride}, WIDE, d, w.key_pairs + at / N::PER * d);
@@ -395,6 +415,7 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
     for (int64_t query = 0; query < call.positions; query += ROWS) {
         const int64_t count = std::min(ROWS, call.positions - query), tile = query / ROWS, d = call.d;
         const Rows<const typename N::Number> q_tile{q[query], q.stride}, dout_tile{dout[query], dout.stride};
+        for (const auto& rows : {q, dout, out}) fetch(rows, query + ROWS, std::min(ROWS, call.positions - query - ROWS), d);
         take_columns<N>(q_tile, count, d, w.query_columns);
         take_columns<N>(dout_tile, count, d, w.dout_columns);
         take_pairs(q_tile, count, d, w.query_pairs);
