@@ -91,12 +91,12 @@ constexpr int64_t MOST_KEYS = sparse::UNITS * WIDE;
 template <typename N>
 int64_t arrange(sparse::ForwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
-    const int64_t d = sizes[4];
-    arena.take(w.keys, MOST_KEYS * d / N::PER);
-    arena.take(w.values, MOST_KEYS * d / N::PER);
+    const int64_t d = sizes[4], keys = MOST_KEYS * N::PER;
+    arena.take(w.keys, keys * d / N::PER);
+    arena.take(w.values, keys * d / N::PER);
     arena.take(w.queries, ROWS * d / N::PER);
-    arena.take(w.scores, MOST_KEYS * ROWS);
-    arena.take(w.p, MOST_KEYS * ROWS / N::PER);
+    arena.take(w.scores, keys * ROWS);
+    arena.take(w.p, keys * ROWS / N::PER);
     arena.take(w.out, d * ROWS);
     return arena.used();
 }

@@ -21,7 +21,8 @@
 namespace {
 namespace sparse {
 
-constexpr int64_t REGISTERS = ROWS / WIDE, UNITS = 4;      // of a tile; units of keys worked on at once
+constexpr int64_t REGISTERS = ROWS / WIDE;      // of a tile
+constexpr int64_t UNITS = 4;                    // of keys worked on at once, in forward PER times as many
 constexpr float EMPTY = std::numeric_limits<float>::infinity();      // log-sum-exp of a row that sees nothing
 
 struct Fp32 {
@@ -260,7 +261,7 @@ INLINE void exponentials(const float* scores, typename N::Packed* p, int64_t key
     }
 }
 
-// Queries of a tile and units [from, to) of a span, at most UNITS.
+// Queries of a tile and units [from, to) of a span.
 template <typename N>
 void attend_units(const Call& call, const ForwardWork<N>& w, const Sight& sight, const Span& span,
                   Rows<const typename N::Number> k, Rows<const typename N::Number> v, Softmax& rows) {
@@ -286,13 +287,13 @@ void attend_units(const Call& call, const ForwardWork<N>& w, const Sight& sight,
                             w.out + left, ROWS, rows.factor + left);
 }
 
-// Calls part(span of at most UNITS units) for all of a tile.
-template <typename Part>
+// Calls part(span of at most `Most` units) for all of a tile.
+template <int64_t Most, typename Part>
 INLINE void for_each_part(const Plan& plan, int64_t tile, const Part& part) {
     for (int32_t i = plan.first[tile]; i < plan.first[tile + 1]; ++i) {
         const Span& span = plan.spans[i];
-        for (int32_t from = span.from; from < span.to; from += int32_t(UNITS))
-            part(Span{from, std::min(from + int32_t(UNITS), span.to), span.low, span.high});
+        for (int32_t from = span.from; from < span.to; from += int32_t(Most))
+            part(Span{from, std::min(from + int32_t(Most), span.to), span.low, span.high});
     }
 }
 
@@ -310,7 +311,7 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
         std::fill_n(rows.most, ROWS, sink == nullptr ? HIDDEN : *sink * LOG2_E);
         std::fill_n(rows.sum, ROWS, sink == nullptr ? 0.0f : 1.0f);
         const Sight sight{call, plan, tile};
-        for_each_part(plan, tile, [&](const Span& part) { attend_units<N>(call, w, sight, part, k, v, rows); });
+        for_each_part<UNITS * N::PER>(plan, tile, [&](const Span& part) { attend_units<N>(call, w, sight, part, k, v, rows); });
         for (int64_t i = 0; i < count; ++i) {
             rows.factor[i] = rows.sum[i] == 0 ? 0 : 1 / rows.sum[i];
             lse[query + i] = rows.sum[i] == 0 ? EMPTY : rows.most[i] * LN_2 + std::log(rows.sum[i]);
@@ -424,7 +425,7 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         take_sums<typename N::Number>(dout_tile, {out[query], out.stride}, lse + query, count, call, sums);
         std::memset(w.dq, 0, sizeof(float) * size_t(d * ROWS));
         const Sight sight{call, plan, tile};
-        for_each_part(plan, tile, [&](const Span& part) { differentiate_units<N>(call, w, sight, sums, part, k, v); });
+        for_each_part<UNITS>(plan, tile, [&](const Span& part) { differentiate_units<N>(call, w, sight, sums, part, k, v); });
         float factor[ROWS];
         std::fill_n(factor, ROWS, 1.0f);
         put_columns<typename N::Number>(w.dq, factor, count, d, {dq[query], dq.stride});
