@@ -118,11 +118,10 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown:
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
-    plan, ids = _spans(shown.pattern, s, n), [0, 0] if shown.ids is None else [*shown.ids]
+    plan, (query_ids, key_ids) = _spans(shown.pattern, s, n), (None, None) if shown.ids is None else shown.ids
     sinks = None if sink is None else sink.detach().float().contiguous()
     addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
-    addresses += [t if t == 0 else t.data_ptr() for t in ids] if shown.ids is not None else ids
-    addresses.append(0 if sinks is None else sinks.data_ptr())
+    addresses += [0 if t is None else t.data_ptr() for t in (query_ids, key_ids, sinks)]
     getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
         sizes, [_place(t) for t in tensors], lse.data_ptr(), scale, shown.pattern.causal,
         addresses, work.data_ptr(), threads)
