@@ -21,7 +21,8 @@ from .attention_pattern import AttentionPattern
 from .product import has_memory
 
 ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
-ROWS_OF_LAYOUT, GAP = 128, 64       # of a tile of a block layout; keys between its tiles, of which none is seen
+ROWS_OF_LAYOUT = 128                # of a tile of a block layout
+GAP = 64                            # keys between two of its tiles, of which no query sees any
 
 
 @dataclass(frozen=True)

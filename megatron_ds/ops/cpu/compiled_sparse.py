@@ -68,8 +68,8 @@ class Shown(NamedTuple):
         """documents: as in `attention`. padding: bool [b, s], True where no query sees a key."""
         if documents is None and padding is None:
             return cls(pattern)
-        of_queries = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.ids.int()
-        of_keys = of_queries if padding is None else of_queries.masked_fill(padding, -1)
+        ids = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.ids.int()
+        of_queries, of_keys = ids, ids if padding is None else ids.masked_fill(padding, -1)
         return cls(pattern, torch.stack((of_queries, of_keys)))
 
 
