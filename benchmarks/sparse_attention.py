@@ -5,10 +5,10 @@
     python benchmarks/sparse_attention.py --tokens 2048 --repeats 2
 
 The ideal of a layout is the time of attention to all tokens, in the same dtype, times the layout's density:
-the share of the scores of all tokens that it sees. That time is the shorter one of two: of the dense layout, by
-the kernel of layouts, and of attention without a layout, by the kernel that a run without sparse attention
-takes. Turns alternate between the layouts; the time is the CPU time of the process (with OMP_NUM_THREADS=1 that
-of a core), the shortest and the median of all turns. Freed memory is kept, as in training.
+the share of the scores of all tokens that it sees. That time is the shorter one of two: of the dense layout,
+by the kernel of layouts, and of attention without a layout, by the kernel that a run without sparse attention
+takes. Turns alternate between the layouts; the time is the CPU time of the process (with OMP_NUM_THREADS=1
+that of a core), the shortest and the median of all turns. Freed memory is kept, as in training.
 """
 
 import argparse

@@ -29,7 +29,7 @@ namespace py = pybind11;
 namespace {
 
 #ifdef HAS_PRODUCTS
-using Sizes = std::array<int64_t, 5>;      // positions, samples, query heads, key heads, d
+using Sizes = std::array<int64_t, 7>;      // queries, keys, samples, query heads, key heads, d, offset of `sparse::Call`
 using Place = std::array<int64_t, 4>;      // address, and the strides of rows, samples and heads in elements
 
 bool has_vectors() {
@@ -39,7 +39,7 @@ bool has_vectors() {
 bool has_products() { return has_vectors() && __builtin_cpu_supports("avx512bf16"); }
 
 // Addresses of what Python has planned: of each head its number among the layouts; of each layout the first span of each tile and
-// of the end; the spans; their units; ids of queries and of keys [samples, positions], or 0; sinks [heads], or 0.
+// of the end; the spans; their units; ids of queries and of keys [samples, ..], or 0; sinks [heads], or 0.
 struct Given {
     explicit Given(const std::array<uintptr_t, 7>& x)
         : layout_of_head(reinterpret_cast<const int32_t*>(x[0])), first(reinterpret_cast<const int32_t*>(x[1])),
@@ -48,11 +48,11 @@ struct Given {
           sinks(reinterpret_cast<const float*>(x[6])) {}
 
     sparse::Plan plan(const Sizes& sizes, int64_t sample, int64_t head) const {
-        const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS, at = sample * sizes[0];
+        const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS;
         const int32_t* of_tiles = first + layout_of_head[head] * (tiles + 1);
         const int32_t last = of_tiles[tiles];
-        return {of_tiles, spans, units, units + (last > of_tiles[0] ? spans[last - 1].to : 0), query_ids == nullptr ? nullptr : query_ids + at,
-                key_ids == nullptr ? nullptr : key_ids + at};
+        return {of_tiles, spans, units, units + (last > of_tiles[0] ? spans[last - 1].to : 0), query_ids == nullptr ? nullptr : query_ids + sample * sizes[0],
+                key_ids == nullptr ? nullptr : key_ids + sample * sizes[1]};
     }
 
     const int32_t *layout_of_head, *first;
@@ -91,7 +91,7 @@ constexpr int64_t MOST_KEYS = sparse::UNITS * WIDE;
 template <typename N>
 int64_t arrange(sparse::ForwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
-    const int64_t d = sizes[4], keys = MOST_KEYS * N::PER;
+    const int64_t d = sizes[5], keys = MOST_KEYS * N::PER;
     arena.take(w.keys, keys * d / N::PER);
     arena.take(w.values, keys * d / N::PER);
     arena.take(w.queries, ROWS * d / N::PER);
@@ -104,12 +104,12 @@ int64_t arrange(sparse::ForwardWork<N>& w, const Sizes& sizes, char* memory) {
 template <typename N>
 int64_t arrange(sparse::BackwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
-    const int64_t d = sizes[4];
+    const int64_t d = sizes[5];
     for (auto** of_keys : {&w.keys, &w.values, &w.key_pairs}) arena.take(*of_keys, MOST_KEYS * d / N::PER);
     for (auto** of_rows : {&w.query_columns, &w.dout_columns, &w.query_pairs, &w.dout_pairs}) arena.take(*of_rows, ROWS * d / N::PER);
     for (auto** tile : {&w.p, &w.ds, &w.ds_pairs}) arena.take(*tile, MOST_KEYS * ROWS / N::PER);
     arena.take(w.dq, d * ROWS);
-    for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, sizes[0] * d);
+    for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, sizes[1] * d);
     return arena.used();
 }
 
@@ -132,15 +132,15 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t 
              const std::array<uintptr_t, 7>& addresses, uintptr_t memory, int threads) {
     using Number = typename N::Number;
     const Given given(addresses);
-    const sparse::Call call{sizes[0], sizes[4], is_causal, scale};
-    const int64_t heads = sizes[2], group = heads / sizes[3], all = sizes[1] * heads, tiles = rounded_up(sizes[0], ROWS) / ROWS;
+    const sparse::Call call{sizes[0], sizes[1], sizes[5], sizes[6], is_causal, scale};
+    const int64_t heads = sizes[3], group = heads / sizes[4], all = sizes[2] * heads, tiles = rounded_up(sizes[0], ROWS) / ROWS;
     const int64_t cuts = all % threads == 0 ? 1 : std::min(tiles, (4 * threads + all - 1) / all);
     const auto part = [&](const sparse::ForwardWork<N>& w, int64_t i) {
         const int64_t head = i / cuts % heads, sample = i / cuts / heads, at = i % cuts;
         sparse::attend<N>(call, w, given.plan(sizes, sample, head), given.sinks == nullptr ? nullptr : given.sinks + head,
                           rows_of<const Number>(tensors[0], sample, head), rows_of<const Number>(tensors[1], sample, head / group),
                           rows_of<const Number>(tensors[2], sample, head / group), rows_of<Number>(tensors[3], sample, head),
-                          reinterpret_cast<float*>(lse) + (sample * heads + head) * call.positions, tiles * at / cuts,
+                          reinterpret_cast<float*>(lse) + (sample * heads + head) * call.queries, tiles * at / cuts,
                           tiles * (at + 1) / cuts);
     };
     py::gil_scoped_release released;
@@ -152,23 +152,23 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
               const std::array<uintptr_t, 7>& addresses, uintptr_t memory, int threads) {
     using Number = typename N::Number;
     const Given given(addresses);
-    const sparse::Call call{sizes[0], sizes[4], is_causal, scale};
-    const int64_t key_heads = sizes[3], heads = sizes[2], group = heads / key_heads;
+    const sparse::Call call{sizes[0], sizes[1], sizes[5], sizes[6], is_causal, scale};
+    const int64_t key_heads = sizes[4], heads = sizes[3], group = heads / key_heads;
     const auto part = [&](const sparse::BackwardWork<N>& w, int64_t i) {
         const int64_t key_head = i % key_heads, sample = i / key_heads;
         const auto keys_of = [&](int64_t tensor) { return rows_of<const Number>(tensors[size_t(tensor)], sample, key_head); };
-        for (float* sums : {w.dk, w.dv}) std::fill_n(sums, call.positions * call.d, 0.0f);
+        for (float* sums : {w.dk, w.dv}) std::fill_n(sums, call.keys * call.d, 0.0f);
         for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
             const auto rows = [&](int64_t tensor) { return rows_of<const Number>(tensors[size_t(tensor)], sample, head); };
             sparse::differentiate<N>(call, w, given.plan(sizes, sample, head), rows(0), keys_of(1), keys_of(2), rows(3), rows(4),
-                                     reinterpret_cast<const float*>(lse) + (sample * heads + head) * call.positions,
+                                     reinterpret_cast<const float*>(lse) + (sample * heads + head) * call.queries,
                                      rows_of<Number>(tensors[5], sample, head));
         }
-        sparse::put_rows(w.dk, call.positions, call.d, rows_of<Number>(tensors[6], sample, key_head));
-        sparse::put_rows(w.dv, call.positions, call.d, rows_of<Number>(tensors[7], sample, key_head));
+        sparse::put_rows(w.dk, call.keys, call.d, rows_of<Number>(tensors[6], sample, key_head));
+        sparse::put_rows(w.dv, call.keys, call.d, rows_of<Number>(tensors[7], sample, key_head));
     };
     py::gil_scoped_release released;
-    share<sparse::BackwardWork<N>>(sizes[1] * key_heads, threads, memory, sizes, part);
+    share<sparse::BackwardWork<N>>(sizes[2] * key_heads, threads, memory, sizes, part);
 }
 
 template <template <typename> class Work>

@@ -37,9 +37,9 @@ struct Bf16 {
     static constexpr int64_t PER = 2;
 };
 
-// What all heads of a call share.
+// What all heads of a call share. offset: units from the first query to the first key, which are those of two runs of positions.
 struct Call {
-    int64_t positions, d;
+    int64_t queries, keys, d, offset;
     bool is_causal;
     float scale;
 };
@@ -203,13 +203,13 @@ struct Sight {
     int64_t tile;
 
     bool is_whole(int64_t unit, int64_t low, int64_t high) const {
-        const int64_t diagonal = unit - tile * REGISTERS;
+        const int64_t diagonal = unit + call.offset - tile * REGISTERS;
         return plan.key_ids == nullptr && !(call.is_causal && diagonal >= low && diagonal < high);
     }
     // Lanes of a register that see a key of the unit.
     INLINE_MEMBER __mmask16 lanes(int64_t unit, int64_t key, int64_t column) const {
         const int64_t query_unit = tile * REGISTERS + column;
-        const __mmask16 seen = call.is_causal && unit == query_unit ? __mmask16(0xffff << key) : __mmask16(0xffff);
+        const __mmask16 seen = call.is_causal && unit + call.offset == query_unit ? __mmask16(0xffff << key) : __mmask16(0xffff);
         if (plan.key_ids == nullptr) return seen;
         return _mm512_mask_cmpeq_epi32_mask(seen, load(plan.query_ids + query_unit * WIDE),
                                             _mm512_set1_epi32(plan.key_ids[unit * WIDE + key]));
@@ -303,8 +303,8 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
             Rows<const typename N::Number> k, Rows<const typename N::Number> v, Rows<typename N::Number> out, float* lse,
             int64_t from, int64_t to) {
     for (int64_t tile = from; tile < to; ++tile) {
-        const int64_t query = tile * ROWS, count = std::min(ROWS, call.positions - query);
-        fetch(q, query + ROWS, std::min(ROWS, call.positions - query - ROWS), call.d);
+        const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query);
+        fetch(q, query + ROWS, std::min(ROWS, call.queries - query - ROWS), call.d);
         take_columns<N>({q[query], q.stride}, count, call.d, w.queries);
         std::memset(w.out, 0, sizeof(float) * size_t(call.d * ROWS));
         Softmax rows;
@@ -328,7 +328,7 @@ struct BackwardWork {
     Packed *query_columns, *dout_columns;           // [d / PER, ROWS]
     Packed *query_pairs, *dout_pairs;               // [ROWS / PER, d]
     Packed *p, *ds, *ds_pairs;                      // [keys, ROWS / PER] twice, [keys / PER, ROWS]
-    float *dq, *dk, *dv;                            // [d, ROWS], [positions, d] twice
+    float *dq, *dk, *dv;                            // [d, ROWS], [keys, d] of the call twice
 };
 
 INLINE __m512 widened(const float* x) { return _mm512_loadu_ps(x); }
@@ -413,10 +413,10 @@ template <typename N>
 void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan, Rows<const typename N::Number> q,
                    Rows<const typename N::Number> k, Rows<const typename N::Number> v, Rows<const typename N::Number> out,
                    Rows<const typename N::Number> dout, const float* lse, Rows<typename N::Number> dq) {
-    for (int64_t query = 0; query < call.positions; query += ROWS) {
-        const int64_t count = std::min(ROWS, call.positions - query), tile = query / ROWS, d = call.d;
+    for (int64_t query = 0; query < call.queries; query += ROWS) {
+        const int64_t count = std::min(ROWS, call.queries - query), tile = query / ROWS, d = call.d;
         const Rows<const typename N::Number> q_tile{q[query], q.stride}, dout_tile{dout[query], dout.stride};
-        for (const auto& rows : {q, dout, out}) fetch(rows, query + ROWS, std::min(ROWS, call.positions - query - ROWS), d);
+        for (const auto& rows : {q, dout, out}) fetch(rows, query + ROWS, std::min(ROWS, call.queries - query - ROWS), d);
         take_columns<N>(q_tile, count, d, w.query_columns);
         take_columns<N>(dout_tile, count, d, w.dout_columns);
         take_pairs(q_tile, count, d, w.query_pairs);

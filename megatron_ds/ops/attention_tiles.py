@@ -77,11 +77,15 @@ class Seen:
     keep: Keep | None = None
     alibi: Alibi | None = None
 
-    def tiles(self, queries: Runs, keys: Runs) -> Iterator[Tile]:
-        """The tiles of a block, by rows, then by columns; each element is in one tile at most."""
+    def tiles(self, queries: Runs, keys: Runs, by_runs: bool = False) -> Iterator[Tile]:
+        """The tiles of a block, by rows, then by columns; each element is in one tile at most.
+
+        by_runs: a tile is a run of queries and one of keys that some of them see, for a kernel of layouts
+        """
+        parts = self._runs_of_layout if by_runs else self._parts
         for first_row, rows in queries:
             for first_column, columns in keys:
-                for part, seen, is_whole in self._parts(rows, columns):
+                for part, seen, is_whole in parts(rows, columns):
                     yield Tile(_slice(part, rows, first_row), _slice(seen, columns, first_column), part, seen,
                                is_whole)
 
@@ -113,6 +117,10 @@ class Seen:
             for rows in _pieces(queries, ROWS):
                 for columns, is_whole in self._columns(rows, self._seen_by(rows, keys)):
                     yield rows, columns, is_whole
+
+    def _runs_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+        if any(self.pattern.layout.runs(queries, self._seen_by(queries, keys), GAP)):
+            yield queries, keys, False
 
     def _parts_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
         for rows in _pieces(queries, ROWS_OF_LAYOUT):

@@ -98,7 +98,8 @@ def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 def _compiled_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
                      mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
                      **_: None) -> torch.Tensor:
-    shown = compiled_sparse.Shown.of(pattern, documents if has_memory(q) else None, _padding(mask, q))
+    ids, whole = documents.ids if documents is not None and has_memory(q) else None, range(q.shape[0])
+    shown = compiled_sparse.Shown.of(pattern, whole, whole, ids, _padding(mask, q))
     return compiled_sparse.compiled_sparse(q, k, v, shown, scoring.scale_of(q.shape[-1]), scoring.sink)
 
 

@@ -5,15 +5,18 @@ import torch
 
 from megatron_ds.data.batch import Documents, document_numbers
 from megatron_ds.ops.attention_pattern import AttentionPattern
+from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import compiled_sparse
 from megatron_ds.ops.cpu.block_spans import UNIT, block_spans
+from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring
 from megatron_ds.ops.sparse_layouts import keyed, layout
 from tests.plans.test_sparse_layouts import options
 from tests.plans.test_windows import draw, outcome
 
+RUN = compiled_sparse._run
 needs_kernel = pytest.mark.skipif(bool(compiled_sparse.reason_against()),
                                   reason=compiled_sparse.reason_against())
 BIGBIRD = dict(num_random_blocks=2, num_sliding_window_blocks=3, layout_per_head=True)
@@ -84,13 +87,53 @@ def test_any_number_of_threads_and_any_strides_give_the_same_bits(dtype):
     assert all(torch.equal(leaf.grad[:, :, :, i], one[1 + i]) for i in range(3))
 
 
+RUNS = {True: [Runs((range(48), range(144, 192))), Runs((range(48, 96), range(96, 144)))],
+        False: [Runs((range(96),)), Runs((range(96, 192),))]}
+
+
+@needs_kernel
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_keys_compute_what_one_does(case, dtype, bound, hides, monkeypatch):
+    """The queries of two ranks, zigzag where causal, with one block of keys after the other."""
+    pattern, (q, k, v, dout) = pattern_of(case, 32, 6, 4), (
+        draw(192, 2, heads, 32, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2, 4)))
+    apart = Documents(document_numbers(draw(2, 192).abs() < 0.02))
+    padding = (torch.arange(192) >= 185)[None, None, None].expand(2, 1, 1, 192) if hides else None
+    seen = Seen(pattern, apart.ids if hides else None, padding)
+    ways = []
+    monkeypatch.setattr(compiled_sparse, "_run", lambda name, *more: (ways.append(name), RUN(name, *more)))
+    ours = [torch.zeros(t.shape) for t in (q, q, k, v)]
+    for queries in RUNS[pattern.causal]:
+        rows = [i for run in queries.ranges for i in run]
+        blocks = [(keys, [i for run in keys.ranges for i in run]) for keys in RUNS[pattern.causal]]
+        partial = PartialAttention(q[rows], queries, seen, 32**-0.5)
+        for keys, columns in blocks:
+            partial.add(k[columns], v[columns], keys)
+        result = partial.result()
+        parts = PartialGradients(q[rows], queries, seen, 32**-0.5, result, dout[rows].flatten(2))
+        for keys, columns in blocks:
+            dkv = torch.zeros(2, *k[columns].shape)
+            parts.add(k[columns], v[columns], keys, dkv)
+            ours[2][columns], ours[3][columns] = ours[2][columns] + dkv[0], ours[3][columns] + dkv[1]
+        ours[0][rows], ours[1][rows] = result[0].view_as(q[rows]).float(), parts.dq
+    hidden = apart.foreign | padding if hides else None
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out = reference_attention(*leaves, pattern=pattern, mask=hidden)
+    theirs = out.view(q.shape), *torch.autograd.grad(out, leaves, dout.double().flatten(2))
+    assert {"forward", "backward"} == {*ways}
+    for mine, right in zip(ours, theirs, strict=True):
+        assert (mine.double() - right).norm() <= bound * right.norm()
+
+
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("case", CASES)
 def test_spans_are_the_scores_that_a_layout_shows(case, block):
     """Each once, none in vain but those above the diagonal of a unit."""
     heads, blocks = 4, 9
     pattern = pattern_of(case, block, blocks, heads)
-    plan = block_spans(pattern.layout, block * blocks, heads, pattern.causal)
+    plan = block_spans(pattern, *[range(block * blocks)] * 2, heads)
     units, (count,) = block * blocks // UNIT, {len(first) - 1 for first in plan.first}
     assert count == -(-units // 4)
     for head, number in enumerate(plan.layout_of_head):

@@ -13,12 +13,12 @@ list of units that a run of neighbouring registers sees, and the register before
 So the products are of scores that the layout shows, and of no others. Pure values, without tensors.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..block_layout import BlockLayout
+from ..attention_pattern import AttentionPattern
 
 UNIT, REGISTERS = 16, 4
 
@@ -39,49 +39,39 @@ class BlockSpans:
     spans: np.ndarray
     units: np.ndarray
 
-    @cached_property
-    def scores(self) -> int:
-        """That are computed, of all layouts."""
-        counts = (self.spans[:, 1] - self.spans[:, 0]) * (self.spans[:, 3] - self.spans[:, 2])
-        return int(counts.sum()) * UNIT**2
 
-
-def block_spans(layout: BlockLayout, positions: int, heads: int, is_causal: bool) -> BlockSpans:
-    """Of a layout whose blocks are multiples of `UNIT`, for positions that are a multiple of its block.
-
-    is_causal: a query sees no later unit
-    """
+def block_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> BlockSpans:
+    """Of a layout whose blocks are multiples of `UNIT`, perhaps causal, for two runs of positions that begin
+    and end at multiples of `UNIT`. Units and registers are numbered within the runs."""
+    layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
     layout_of_head = np.empty(heads, dtype=np.int32)
-    firsts, spans, units, count, total = [], [], [], 0, 0
+    firsts, spans, units, total = [], [], [np.empty(0)], 0
     for number, (of_heads, alike) in enumerate(groups):
         layout_of_head[of_heads] = number
-        starts = []
-        for tile in _tiles(alike, positions, is_causal):
-            starts.append(count)
+        firsts.append([len(spans)])
+        for tile in _tiles(replace(pattern, layout=alike), queries, keys):
             for low, high, seen in _runs(tile):
                 spans.append((total, total + len(seen), low, high))
                 units.append(seen)
-                count, total = count + 1, total + len(seen)
-        firsts.append([*starts, count])
+                total += len(seen)
+            firsts[-1].append(len(spans))
     return BlockSpans(layout_of_head, np.array(firsts, dtype=np.int32),
-                      np.array(spans, dtype=np.int32).reshape(-1, 4),
-                      np.concatenate([*units, np.empty(0)]).astype(np.int32))
+                      np.array(spans, dtype=np.int32).reshape(-1, 4), np.concatenate(units).astype(np.int32))
 
 
-def _tiles(layout: BlockLayout, positions: int, is_causal: bool):
+def _tiles(pattern: AttentionPattern, queries: range, keys: range) -> Iterator[np.ndarray]:
     """bool [registers, units of keys] of each tile; the last one may have fewer registers."""
-    of_unit = np.arange(positions // UNIT) * UNIT // layout.block
-    (blocks,) = layout.up_to(positions)
-    for first in range(0, len(of_unit), REGISTERS):
-        registers = np.arange(first, min(first + REGISTERS, len(of_unit)))
-        seen = blocks[of_unit[registers]][:, of_unit]
-        if is_causal:
-            seen = seen & (np.arange(len(of_unit)) <= registers[:, None])
-        yield seen
+    rows, columns = (np.arange(run.start // UNIT, run.stop // UNIT) for run in (queries, keys))
+    layout = pattern.layout
+    (blocks,) = layout.up_to(max(queries.stop, keys.stop))
+    for first in range(0, len(rows), REGISTERS):
+        registers = rows[first:first + REGISTERS]
+        seen = blocks[registers * UNIT // layout.block][:, columns * UNIT // layout.block]
+        yield seen & (columns <= registers[:, None]) if pattern.causal else seen
 
 
-def _runs(seen: np.ndarray):
+def _runs(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """(first register, one past the last, units) of the spans of a tile, wide ones first."""
     closed = np.zeros((1, seen.shape[1]), dtype=bool)
     framed = np.concatenate((closed, seen, closed))                     # register r is row r + 1

@@ -7,6 +7,7 @@ log-sum-exp. The work falls with the scores that a layout hides, to units of 16 
 
 import functools
 import logging
+from collections.abc import Iterable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,35 +43,47 @@ def reason_against() -> str:
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
-    """Whether the kernel takes tensors q [s, b, n, d] and k [s, b, g, d]: fp32 or bf16, whole blocks of a
-    multiple of 16 tokens, and a layout alone, perhaps causal."""
+    """Whether the kernel takes tensors q [s, b, n, d] and k [s, b, g, d] of a whole sequence."""
+    has_rows = q.shape[0] == k.shape[0] and q.shape[1] > 0
+    return has_rows and takes(q, pattern, [range(q.shape[0])])
+
+
+def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> bool:
+    """Whether the kernel takes queries [.., d] of the CPU, fp32 or bf16, and keys of these positions, and a
+    layout alone, perhaps causal, of blocks of a multiple of 16 tokens."""
     layout = pattern.layout
     if layout is None or pattern.left is not None or not pattern.causal and pattern.right is not None:
         return False
-    has_blocks = layout.block % UNIT == 0 and q.shape[0] % layout.block == 0
-    has_rows = q.shape[0] == k.shape[0] > 0 and q.shape[1] > 0
+    has_units = layout.block % UNIT == 0 and all(run.start % UNIT == 0 < len(run) and len(run) % UNIT == 0
+                                                 for run in runs)
     has_products = q.dtype == torch.float32 or q.dtype == torch.bfloat16 and extension().has_products()
-    return has_blocks and has_rows and has_products and q.shape[3] in CHANNELS
+    return has_units and has_products and q.shape[-1] in CHANNELS
 
 
 class Shown(NamedTuple):
     """What a query sees.
 
-    pattern          a layout, perhaps causal
-    ids              int32 [2, b, s], of queries and of keys: a query sees keys of its own id; None: of all
+    pattern        a layout, perhaps causal
+    queries, keys  their positions
+    ids            int32 [b, queries] and [b, keys]: a query sees keys of its own id; None: of all
     """
 
     pattern: AttentionPattern
-    ids: torch.Tensor | None = None
+    queries: range
+    keys: range
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, pattern: AttentionPattern, documents: Any, padding: torch.Tensor | None) -> "Shown":
-        """documents: as in `attention`. padding: bool [b, s], True where no query sees a key."""
+    def of(cls, pattern: AttentionPattern, queries: range, keys: range, documents: torch.Tensor | None,
+           padding: torch.Tensor | None) -> "Shown":
+        """documents: int64 [b, s], as in `attention_tiles.Seen`. padding: bool [b, s], True where no query
+        sees a key."""
         if documents is None and padding is None:
-            return cls(pattern)
-        ids = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.ids.int()
-        of_queries, of_keys = ids, ids if padding is None else ids.masked_fill(padding, -1)
-        return cls(pattern, torch.stack((of_queries, of_keys)))
+            return cls(pattern, queries, keys)
+        ids = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.int()
+        of_keys = ids if padding is None else ids.masked_fill(padding, -1)
+        return cls(pattern, queries, keys, (ids[:, queries.start:queries.stop].contiguous(),
+                                            of_keys[:, keys.start:keys.stop].contiguous()))
 
 
 def compiled_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scale: float,
@@ -82,15 +95,32 @@ def compiled_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Sh
     return _CompiledSparse.apply(q, k, v, sink, shown, scale)
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scale: float,
+           sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [sq, b, n, d], k and v [sk, b, g, d] → out [sq, b, n, d], and the log-sum-exp fp32 [b, n, sq], +inf
+    of a query that sees no key. Without gradients."""
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
+    _run("forward", (*map(_with_rows, (q, k, v)), out), lse, shown, scale, sink)
+    return out, lse
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, dout: torch.Tensor,
+              lse: torch.Tensor, shown: Shown, scale: float) -> list[torch.Tensor]:
+    """dq, dk, dv of what these queries and keys contribute. out, dout [sq, b, n, d] and lse are those of all
+    keys."""
+    results = [t.new_empty(t.shape) for t in (q, k, v)]
+    _run("backward", (*map(_with_rows, (q, k, v, out, dout)), *results), lse.contiguous(), shown, scale)
+    return results
+
+
 class _CompiledSparse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, shown, scale):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
             v = v.contiguous()              # else what is kept were the whole projection, for its values
-        out = q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)             # [b, n, s]
-        _run("forward", (q, k, v, out), lse, shown, scale, sink)
+        out, lse = attend(q, k, v, shown, scale, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.shown, ctx.scale = shown, scale
         return out.view(*q.shape[:2], -1)
@@ -99,9 +129,8 @@ class _CompiledSparse(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dout = _with_rows(dout.reshape(q.shape))
-        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-        _run("backward", (q, k, v, out, dout, dq, dk, dv), lse, ctx.shown, ctx.scale, sink)
+        dout = dout.reshape(q.shape)
+        dq, dk, dv = gradients(q, k, v, out, dout, lse, ctx.shown, ctx.scale)
         dsink = None
         if sink is not None:
             of_row = (dout.float() * out).sum(-1).permute(1, 2, 0)                             # D [b, n, s]
@@ -110,26 +139,23 @@ class _CompiledSparse(torch.autograd.Function):
 
 
 def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown: Shown, scale: float,
-         sink: torch.Tensor | None) -> None:
+         sink: torch.Tensor | None = None) -> None:
     q, k, *_ = tensors
-    s, b, n, d = q.shape
-    sizes, threads = (s, b, n, k.shape[2], d), torch.get_num_threads()
+    n, offset = q.shape[2], (shown.keys.start - shown.queries.start) // UNIT
+    sizes, threads = (q.shape[0], k.shape[0], q.shape[1], n, *k.shape[2:], offset), torch.get_num_threads()
     count = getattr(extension(), f"{name}_bytes")(sizes, q.dtype == torch.float32)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
-    plan, (query_ids, key_ids) = _spans(shown.pattern, s, n), (None, None) if shown.ids is None else shown.ids
-    sinks = None if sink is None else sink.detach().float().contiguous()
+    plan, sinks = _spans(*shown[:3], n), None if sink is None else sink.detach().float().contiguous()
     addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
-    addresses += [0 if t is None else t.data_ptr() for t in (query_ids, key_ids, sinks)]
+    addresses += [0 if t is None else t.data_ptr() for t in (*(shown.ids or (None, None)), sinks)]
     getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
         sizes, [_place(t) for t in tensors], lse.data_ptr(), scale, shown.pattern.causal,
         addresses, work.data_ptr(), threads)
 
 
-@lru_cache(maxsize=256)
-def _spans(pattern: AttentionPattern, positions: int, heads: int):
-    return block_spans(pattern.layout, positions, heads, pattern.causal)
+_spans = lru_cache(maxsize=1024)(block_spans)
 
 
 def _with_rows(t: torch.Tensor) -> torch.Tensor:
