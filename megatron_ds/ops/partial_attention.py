@@ -9,7 +9,8 @@ Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P,
 keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
 
 Implementations of a tile: torch's fused attention of CPUs and of GPUs, whose backward takes the output and
-the log-sum-exp of all keys; the compiled kernel of layouts; elementary operations with dropout.
+the log-sum-exp of all keys; cpu/compiled_attention.py where core attention has it; the compiled kernel of
+layouts, cpu/compiled_sparse.py; elementary operations with dropout.
 
 Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
 """
@@ -23,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from .attention_tiles import Runs, Seen, Tile
-from .cpu import compiled_sparse
+from .core_attention import attention
+from .cpu import compiled_attention, compiled_sparse
 from .cpu.compiled_sparse import Shown
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -141,6 +143,8 @@ class _Operands:
             return _OF_LAYOUT
         if self.keep is not None:
             return _ELEMENTARY
+        if self.bias is None and _has_compiled(self.q):
+            return _COMPILED
         return _ON_CPU if self.q.device.type in ("cpu", "meta") else _ON_GPU
 
     def spread(self, t: torch.Tensor) -> torch.Tensor:
@@ -181,6 +185,23 @@ def _cpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tens
                          scale=t.scale)
 
 
+def _has_compiled(q: torch.Tensor) -> bool:
+    return (q.device.type == "cpu" and q.shape[3] in compiled_attention.CHANNELS
+            and attention.first_choice("cpu", q.dtype) == "c++")
+
+
+def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = compiled_attention.attend(*(_rows(x) for x in (t.q, t.k, t.v)), t.scale, t.triangle)
+    return _heads(out), sums
+
+
+def _compiled_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, out, dout = (_rows(x) for x in (t.q, t.k, t.v, final.out, final.dout))
+    parts = compiled_attention.gradients(q, k, v, out, final.sums.contiguous(), dout, t.scale, t.triangle)
+    dq, dk, dv = (_heads(part) for part in parts)
+    return dq, dk, dv
+
+
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
     out, sums, *_ = _GPU(t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale)
@@ -201,7 +222,7 @@ def _has_kernel(queries: torch.Tensor, own: Runs, others: Runs, seen: Seen) -> b
     if queries.device.type != "cpu" or seen.pattern.layout is None or not seen.is_bare:
         return False
     is_padding = seen.mask is None or seen.mask.shape[1:3] == (1, 1)
-    return (is_padding and not compiled_sparse.reason_against()
+    return (is_padding and attention.has("c++ layouts", "cpu", queries.dtype)
             and compiled_sparse.takes(queries, seen.pattern, (*own.ranges, *others.ranges)))
 
 
@@ -231,6 +252,7 @@ def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, tor
 
 
 _ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensors without memory
+_COMPILED = _Kernel(_compiled_forward, _compiled_backward)
 _ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
 _OF_LAYOUT = _Kernel(_layout_forward, _layout_backward)         # of a CPU with AVX-512
 _ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
