@@ -274,7 +274,8 @@ CLOSED = {"": 1, "--tensor-model-parallel-size 2 --sequence-parallel": 1,
 @pytest.mark.parametrize("flags", [
     "", "--bf16 --num-query-groups 2", "--tensor-model-parallel-size 2 --sequence-parallel",
     "--position-embedding-type rope --recompute-granularity selective", "--recompute-granularity full",
-    "--attention-dropout 0.1 --hidden-dropout 0.1 --model bert", "--sparse-attention fixed --sparse-block 8"])
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --model bert",
+    "--sparse-attention fixed --sparse-block 16 --kv-channels 32"])
 def test_context_ranks_keep_what_was_planned_to_the_byte(kind, flags):
     """Of the rank's tokens what one process keeps of them; keys and values once more, as they are sent."""
     ranks = 4 if "tensor" in flags else 2
