@@ -22,6 +22,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     phases       what is exchanged in each step
     num_updates  steps so far
+    differs      whether "exp_avg" and sums of updates differ between ranks now
     grad_scale   None or a number: gradients are divided by it while they are read
     parameter.low_grad  optional, a 16-bit tensor of the same length: read in place of `grad`
     """
@@ -35,7 +36,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().__init__(params, numbers)
         self.phases, self.bias_correction = phases, bias_correction
         self.grad_scale: float | None = None
-        self.num_updates = 0
+        self.num_updates, self.differs = 0, False
 
     def add_param_group(self, param_group: dict) -> None:
         """Torch's method without its decorator, whose first call imports the compiler: more than a second."""

@@ -22,7 +22,7 @@ from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import SENDS, Program
 from ..pipeline.simulate import Simulation
 from ..zero.compressed_mean import messages
-from ..zero.compressed_update import state_bytes
+from ..zero.compressed_state import state_bytes
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter

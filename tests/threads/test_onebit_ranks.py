@@ -169,13 +169,16 @@ def test_an_engine_takes_deepspeeds_types_and_continues_with_the_same_bits(tmp_p
         engine = start()
         trained(engine, 0, 4)
         state, before = engine.optimizer.state_dict(), engine_weights(engine)
+        engine.save_checkpoint(tmp_path)
         expected = trained(engine, 4, 2)
-        again = start()
-        again.optimizer.load_state_dict(state)
-        found = engine_weights(again)
-        return before, found, expected, trained(again, 4, 2)
+        again = [start(), start()]
+        again[0].optimizer.load_state_dict(state)
+        again[1].load_checkpoint(tmp_path)
+        found = [engine_weights(engine) for engine in again]
+        return before, found, expected, [trained(engine, 4, 2) for engine in again]
 
     for before, found, expected, continued in run_ranks(2, run):
         for name in before:
-            assert torch.equal(before[name], found[name]) and torch.equal(expected[name], continued[name])
+            assert all(torch.equal(before[name], weights[name]) for weights in found)
+            assert all(torch.equal(expected[name], weights[name]) for weights in continued)
         assert any(not torch.equal(before[name], expected[name]) for name in before)
