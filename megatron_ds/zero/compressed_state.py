@@ -2,7 +2,7 @@
 pieces of checkpoints.
 
 P data-parallel ranks ("workers") differ in some of their state: in the error of what they send, and between
-two exchanges of 0/1 Adam in the momentum and in the sum of their updates. A checkpoint has logical tensors, of
+two exchanges of 0/1 Adam in the momentum and the sum of their updates. A checkpoint has logical tensors, of
 the shape of the parameter:
 
     worker_error/NAME       mean of the workers' errors; each rank writes a shard of it
@@ -10,10 +10,10 @@ the shape of the parameter:
     server_error/NAME       errors of the servers; each has a shard
     exp_avg/NAME, exp_avg.3/NAME, local_sum/NAME, local_sum.3/NAME    likewise, while they differ
 
-As many workers as saved it each read their own tensors, whatever the rest of the layout is, and continue with
-the same values. Of another number P' each worker reads the mean. Exchanges add (1 / P) Σ_i e_i to their results
-in the course of time (compressed_mean.py), and P' copies of the mean have the same mean: what has not been sent
-yet is sent once. Errors of zero would lose it; the errors of P workers on P' > P of them would shrink it.
+As many workers as saved it each read their own tensors, whatever the rest of the layout is, and continue
+with the same values. Of another number P' each worker reads the mean. Exchanges add (1 / P) Σ_i e_i to their
+results in the course of time (compressed_mean.py), and P' copies of the mean have the same mean: what has not
+been sent yet is sent once. Errors of zero would lose it; the errors of P workers on P' > P would shrink it.
 
 Vectors are exchanged in full precision: their errors are always zero, and no worker saves them.
 """
