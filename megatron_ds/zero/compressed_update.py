@@ -33,9 +33,8 @@ from ..errors import ConfigError
 from ..mpu.collectives import all_gather_into_
 from ..optim.onebit_base import CompressedOptimizer
 from ..optim.onebit_phases import Exchange, Phases
-from .compressed_exchange import SwitchedExchange
+from .compressed_exchange import NoiseShare, SwitchedExchange
 from .compressed_mean import messages
-from .compressed_noise import NoiseShare
 from .compressed_state import (
     MOMENTUM,
     SUM,
