@@ -46,7 +46,7 @@ class MuonRule:
     """What all groups have in common.
 
     unit   the matrices of packed parameters: PARTS, HEADS or WHOLE (optim/matrix_batches.py)
-    dtype  of the products: "fp32", "bf16", or "auto", which is bf16 on GPUs
+    dtype  of the products: "fp32", "bf16", or "auto", which is bf16 on GPUs (in plans the meta device)
     """
 
     nesterov: bool = False
@@ -59,7 +59,7 @@ class MuonRule:
 
     def orthogonal(self, batch: torch.Tensor) -> torch.Tensor:
         """[n, o, i] → scaled updates of these matrices."""
-        low = self.dtype == "bf16" or self.dtype == "auto" and batch.device.type == "cuda"
+        low = self.dtype == "bf16" or self.dtype == "auto" and batch.device.type != "cpu"
         scale = self.factor * SCALES[self.scale](*batch.shape[1:])
         coefficients = SETS[self.coefficients].first(self.steps)
         return newton_schulz(batch, coefficients, torch.bfloat16 if low else None).mul_(scale)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from ..host.memory_maps import huge_page_zeros
-
 
 class PartOptimizer(torch.optim.Optimizer):
     """An optimizer of fp32 tensors that are parameters or parts of them.
@@ -51,8 +49,12 @@ class PartOptimizer(torch.optim.Optimizer):
             state.setdefault("step", 0)
         for name in self.STATE:
             if name not in state:
-                state[name] = huge_page_zeros(p.numel(), dtype=p.dtype, device=p.device).view(p.shape)
+                state[name] = self.zeros(p)
         return state
+
+    def zeros(self, p: torch.Tensor) -> torch.Tensor:
+        """The first value of a state of `p`."""
+        return torch.zeros_like(p)
 
     def count_step(self, p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, whose number of updates is one larger then."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..host.memory_maps import huge_page_zeros
 from .part_optimizer import PartOptimizer, gradient_of
 
 
@@ -45,6 +46,10 @@ class RowOptimizer(PartOptimizer):
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> Any:
         """The row of a parameter, for `update`."""
         raise NotImplementedError
+
+    def zeros(self, p: torch.Tensor) -> torch.Tensor:
+        """See `PartOptimizer.zeros`; on huge pages, which the operations pass once in each step."""
+        return huge_page_zeros(p.numel(), device=p.device).view(p.shape)
 
     def _rows_by_device(self, parameters: Iterable[torch.Tensor]) -> dict[torch.device, list]:
         rows = defaultdict(list)
