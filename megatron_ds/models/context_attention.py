@@ -60,7 +60,7 @@ class SharedKeysAttention(nn.Module):
             q, k, v = to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads, whole = range(first, first + q.shape[2]), batch.whole
-        pattern, mask = seen_keys(self.pattern, whole)
+        pattern, mask = seen_keys(self.pattern.of_heads(heads), whole)
         p = self.dropout if batch.training else 0.0
         seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None,
                     alibi_of(self.alibi_heads, heads, whole, q.device))

@@ -120,19 +120,14 @@ def adam_variant_(p: torch.Tensor, state: dict[str, Any], group: Mapping[str, An
                   decoupled: bool) -> None:
     """One update of p by p.grad. Kingma and Ba 2014 (arXiv:1412.6980), alg. 1, with two choices.
 
-    state      {"step", "exp_avg", "exp_avg_sq"} of p; empty before the first update
+    state      {"step": number of this update, from 1, "exp_avg", "exp_avg_sq"} of p
     group      {"lr", "betas", "eps", "weight_decay"}
     corrects   divide the moments by 1 - beta^step, as the algorithm does
     decoupled  weight decay lowers the weights by themselves (AdamW); otherwise it is added to the gradient
                (L2 regularization), and so divided by the root of the second moment
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    if not state:
-        state["step"] = 0
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-    state["step"] = step = int(state["step"]) + 1
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    g = p.grad
+    step, m, v, g = state["step"], state["exp_avg"], state["exp_avg_sq"], p.grad
     if decay and decoupled:
         p.mul_(1 - group["lr"] * decay)
     elif decay:
@@ -171,8 +166,10 @@ class FusedAdam(torch.optim.Adam):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    adam_variant_(p, self.state[p], group, corrects=False,
-                                  decoupled=group["decoupled_weight_decay"])
+                    state = self.state[p] = self.state[p] or {
+                        "step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    state["step"] = int(state["step"]) + 1
+                    adam_variant_(p, state, group, corrects=False, decoupled=group["decoupled_weight_decay"])
         return loss
 
 

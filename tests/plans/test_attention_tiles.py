@@ -12,20 +12,33 @@ from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
+from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from tests.harness.plain_gpt import plain_slopes
 
 LENGTH, SAMPLES, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 8
 ZIGZAG = [Runs((range(0, 6), range(18, 24))), Runs((range(6, 12), range(12, 18)))]
+
+
+def blocks(size, heads):
+    """About a third of the blocks."""
+    draw = torch.Generator().manual_seed(size)
+    return BlockLayout.of(size, torch.rand(heads, *[LENGTH // size] * 2, generator=draw).lt(0.35).numpy())
+
+
 PATTERNS = {"causal": CAUSAL, "full": FULL, "window": AttentionPattern(left=5),
-            "both sides": AttentionPattern(causal=False, left=2, right=4)}
+            "both sides": AttentionPattern(causal=False, left=2, right=4),
+            "blocks of heads": AttentionPattern(layout=blocks(4, HEADS)),
+            "blocks": AttentionPattern(causal=False, layout=blocks(3, 1))}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(attention_tiles, "ROWS", 4)
     monkeypatch.setattr(attention_tiles, "COLUMNS", 5)
+    monkeypatch.setattr(attention_tiles, "ROWS_OF_LAYOUT", 5)
+    monkeypatch.setattr(attention_tiles, "GAP", 4)
 
 
 def document_ids():
@@ -44,7 +57,7 @@ def seen_of(pattern, hides):
 
 
 def hidden_of(seen):
-    """bool [b, 1, s, s], from the definition."""
+    """bool [b, 1 or n, s, s], from the definition."""
     here = torch.arange(LENGTH)
     far = here[None] - here[:, None]
     hidden = torch.zeros(SAMPLES, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -55,6 +68,10 @@ def hidden_of(seen):
         hidden |= far < -pattern.left
     if pattern.right is not None and not pattern.causal:
         hidden |= far > pattern.right
+    if pattern.layout is not None:
+        size = pattern.layout.block
+        shown = torch.tensor(pattern.layout.seen)[:, here[:, None] // size, here // size]
+        hidden = hidden | ~shown
     if seen.documents is not None:
         hidden |= (seen.documents[:, :, None] != seen.documents[:, None])[:, None]
     return hidden if seen.mask is None else hidden | seen.mask
@@ -76,7 +93,7 @@ def test_tiles_cover_each_visible_element_once_and_skip_hidden_blocks(pattern, h
             mask = seen.hidden(tile)
             assert torch.equal(there, torch.zeros_like(there) if mask is None else mask.expand_as(there))
             count[tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop] += 1
-    assert count.max() == 1 and bool((count[~hidden.all(0)[0]] == 1).all())
+    assert count.max() == 1 and bool((count[~hidden.all(1).all(0)] == 1).all())
     if pattern != "full" or "documents" in hides:
         assert count.sum() < LENGTH * LENGTH
 
