@@ -1,7 +1,7 @@
 """Conversion of a checkpoint beside `cp` of the same files: bytes moved per second, and memory.
 
     python benchmarks/conversion.py                               # 2.1 GB of a 7B model's layers, 3 rounds
-    python benchmarks/conversion.py --layers 32 --shard 5GB --rounds 1 --folder /mnt/disk    # 13.5 GB
+    python benchmarks/conversion.py --layers 32 --shard-mb 5000 --rounds 1 --folder /mnt/disk    # 13.5 GB
 
 A Hugging Face folder with the widths of Llama-2-7B and random bf16 weights is written in shards. Contestants
 take turns in each round:
@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -38,7 +39,6 @@ import torch
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
 from megatron_ds.host.async_io import aligned_empty
 from megatron_ds.mpu.group import solo
-from tools.convert_checkpoint import size_of
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
@@ -49,6 +49,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_
           "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
           "torch_dtype": "bfloat16"}
 BLOCK = 16 << 20        # bytes of one system call of `direct`
+COPIES = ("cp", "direct")
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def contestants(folder: Path) -> Iterator[tuple[str, Result]]:
 # ------------------------------------------------------------------ output
 def table(results: dict[str, list[Result]]) -> str:
     """Medians of the rounds, with the least and the greatest; the share is of `cp` in the same round."""
-    lines = ["| | s | read + written, GB | MB/s | of cp's | CPU s | memory, MiB |", "|---|---|---|---|---|---|---|"]
+    lines = ["| | s | read + written, GB | MB/s | of cp's | CPU s | memory, MiB |", "|---|" + 6 * "---|"]
     for name, found in results.items():
         shares = [one.speed / cp.speed for one, cp in zip(found, results["cp"])]
         middle = lambda values, form: (f"{statistics.median(values):{form}} "
@@ -184,7 +185,7 @@ def table(results: dict[str, list[Result]]) -> str:
                      f"{found[0].read / 1e9:.2f} + {found[0].written / 1e9:.2f} | "
                      f"{middle([one.speed / 1e6 for one in found], '.0f')} | {middle(shares, '.2f')} | "
                      f"{middle([one.cpu for one in found], '.1f')} | "
-                     f"{max(one.memory for one in found) >> 20} |")
+                     f"{'–' if name in COPIES else max(one.memory for one in found) >> 20} |")
     return "\n".join(lines)
 
 
@@ -194,19 +195,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()),
                         help="on the disk to measure; needs five times the size of the model")
     parser.add_argument("--layers", type=int, default=4, help="32 are those of a 7B model")
-    parser.add_argument("--shard", type=size_of, default=size_of("500MB"), help="size of a file")
+    parser.add_argument("--shard-mb", type=int, default=500, help="size of a file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="a file for all figures, as JSON lines")
     args = parser.parse_args()
     results: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        make_folder(folder / "source", args.layers, args.shard)
+        # in a process of its own: the memory of this one counts as that of its children until they begin
+        maker = get_context("spawn").Process(target=make_folder,
+                                             args=(folder / "source", args.layers, args.shard_mb * 10**6))
+        maker.start()
+        maker.join()
         for _ in range(args.rounds):
             for name, result in contestants(folder):
                 results.setdefault(name, []).append(result)
-                print(f"{name:8} {result.seconds:6.1f} s  {result.speed / 1e6:5.0f} MB/s  CPU {result.cpu:5.1f} s"
-                      f"  {result.memory >> 20} MiB  {result.faults} faults", flush=True)
+                print(f"{name:8} {result.seconds:6.1f} s {result.speed / 1e6:6.0f} MB/s "
+                      f"{result.cpu:6.1f} CPU s {result.faults:8} faults", flush=True)
                 if args.output:
                     with open(args.output, "a") as file:
                         file.write(json.dumps({"name": name, **vars(result)}) + "\n")

@@ -12,6 +12,7 @@ only the constructor of a tensor and the storage types. (`weights_only` alone wo
 
 import io
 import math
+import os
 import pickletools
 import struct
 import sys
@@ -39,7 +40,7 @@ CRC_OF_DESCRIPTOR, CRC_OF_CENTRAL = 4, 16       # positions in them
 class ChecksummedFile(DirectFile):
     """A file with its running CRC-32, and that at each position that `tell` has returned."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike):
         super().__init__(path)
         self.crc32 = 0
         self.crc32_at: dict[int, int] = {}

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
+from ..host.reused_pages import reused_pages
 from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32, write_chunk
 from .folder import INDEX_FILE
@@ -216,11 +217,13 @@ class Reader:
         """Items with their values, chunk by chunk, in the order in which the chunks are stored."""
         place_of = lambda item: self.index.storage_data[item.storage_index]
         order = lambda item: (place_of(item).relative_path, place_of(item).offset)
-        for _, group in itertools.groupby(sorted(items, key=order), key=order):
-            first, *others = group
-            chunk = self._read_chunk(first.storage_index, first.storage_index.index)
-            for item in (first, *others):
-                yield item, rectangle(chunk, item.storage_offsets, item.lengths)
+        with reused_pages():
+            for _, group in itertools.groupby(sorted(items, key=order), key=order):
+                first, *others = group
+                chunk = self._read_chunk(first.storage_index, first.storage_index.index)
+                for item in (first, *others):
+                    yield item, rectangle(chunk, item.storage_offsets, item.lengths)
+                del chunk
 
     def _read_chunk(self, index: dcp.MetadataIndex, number: int) -> torch.Tensor:
         """number: of the chunk among those of its tensor."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from ..host.reused_pages import reused_pages
 from .stored_tensor import StoredTensor, in_dtype
 
 THREADS = 2
@@ -29,13 +30,17 @@ class ReadAhead:
         self._pool = ThreadPoolExecutor(THREADS, "read-ahead")
         self._waiting: dict[int, Future] = {}
         self._next, self._bytes = 0, 0
+        self._memory = reused_pages()
 
     def __enter__(self) -> "ReadAhead":
+        self._memory.__enter__()
+        self._submit()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
+        self._memory.__exit__(*failure)
 
     def take(self, index: int) -> torch.Tensor:
         """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""

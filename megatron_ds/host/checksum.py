@@ -14,6 +14,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from . import load_compiled
 
@@ -24,16 +25,16 @@ ONE = 1 << 31           # x**0
 SHORT = 4096            # bytes: zlib is called in less time
 
 
-def crc32(data, value: int = 0) -> int:
-    """CRC-32 of a buffer, continued from that of the bytes before it, as zlib.crc32."""
+def crc32(data: Any, value: int = 0) -> int:
+    """CRC-32 of a contiguous buffer, continued from that of the bytes before it, as zlib.crc32."""
     view = memoryview(data)
     return (zlib.crc32 if view.nbytes < SHORT else _compiled())(view, value)
 
 
 @functools.cache
 def _compiled() -> Callable[[memoryview, int], int]:
-    module = load_compiled("_crc32", "the checksum of checkpoints", "zlib's runs instead, at a fraction of the "
-                           "speed", logger)
+    module = load_compiled("_crc32", "checksum of checkpoints",
+                           "zlib's runs instead, at a fraction of the speed", logger)
     return module.crc32 if module is not None and len(module.WAYS) > 1 else zlib.crc32
 
 

@@ -21,9 +21,10 @@ import torch
 
 from .async_io import ALIGNMENT
 from .memory_maps import libc, round_up
+from .reused_pages import uninitialized
 
 BLOCK = 16 * 2**20          # bytes: a disk is fast with transfers of megabytes
-TILE = 2**19                # bytes of a tensor that are cast and handed on together: they stay in the L2 cache
+TILE = 2**15                # elements that are cast at once: they stay in the cache, and torch needs no threads
 LEAST_DIRECT = 2**20        # bytes: a smaller range is read through the page cache
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 CACHESTAT = 451             # number of the system call, on all processors; Linux 6.5
@@ -79,7 +80,7 @@ class DirectFile(io.RawIOBase):
             return
         flat, done = values.detach().contiguous().view(-1), 0
         while done < len(flat):
-            count = min((BLOCK - self._filled) // dtype.itemsize, TILE // dtype.itemsize, len(flat) - done)
+            count = min((BLOCK - self._filled) // dtype.itemsize, TILE, len(flat) - done)
             target = torch.frombuffer(self._blocks[0], dtype=dtype, count=count, offset=self._filled)
             target.copy_(flat[done:done + count])
             self._add(count * dtype.itemsize)
@@ -184,7 +185,7 @@ def _is_cached(fd: int, offset: int, length: int) -> bool:
 def _read_pages(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
     before = offset % ALIGNMENT
     size = round_up(before + length, ALIGNMENT)
-    room = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    room = uninitialized((size + ALIGNMENT,), torch.uint8)
     pages = room[-room.data_ptr() % ALIGNMENT:][:size]
     fd = os.open(path, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC)
     try:
