@@ -24,7 +24,7 @@ from .memory_maps import libc, round_up
 from .reused_pages import uninitialized
 
 BLOCK = 16 * 2**20          # bytes: a disk is fast with transfers of megabytes
-TILE = 2**15                # elements that are cast at once: they stay in the cache, and torch needs no threads
+TILE = 2**15                # elements cast at once: they stay in the cache, and torch uses one thread
 LEAST_DIRECT = 2**20        # bytes: a smaller range is read through the page cache
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 CACHESTAT = 451             # number of the system call, on all processors; Linux 6.5

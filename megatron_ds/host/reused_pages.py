@@ -24,7 +24,7 @@ import torch
 from .memory_maps import LARGE_PAGE_BYTES, huge_pages, round_up
 
 LEAST = 4 * 2**20           # bytes of a tensor
-MOST_FREE = 2**29           # bytes that wait for a tensor
+MOST_FREE = 2**30           # bytes that wait for a tensor
 
 
 def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
