@@ -57,7 +57,14 @@ def split_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     """Our rows [(n + 2 g) d, ..] → Q [n d, ..], K and V [g d, ..]."""
     d, queries = model.head_dim, model.num_attention_heads // model.query_groups
     groups = rows.unflatten(0, (model.query_groups, -1))                      # [g, (n/g + 2) d, ..]
-    return [part.flatten(0, 1) for part in groups.split((queries * d, d, d), 1)]
+    return [_flattened(part) for part in groups.split((queries * d, d, d), 1)]
+
+
+def _flattened(part: torch.Tensor) -> torch.Tensor:
+    """The first two dimensions as one: a view, or a copy in memory that was used before."""
+    if part.is_meta or part.is_contiguous():
+        return part.flatten(0, 1)
+    return uninitialized(part.shape, part.dtype).copy_(part).flatten(0, 1)
 
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
