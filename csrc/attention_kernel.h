@@ -18,12 +18,10 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <cmath>
 #include <limits>
 
-#include "vector_math.h"
+#include "bf16_vectors.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
@@ -33,7 +31,6 @@ namespace {
 constexpr int64_t ROWS = 64;      // queries of a block, four registers; also the keys of a block in backward
 constexpr int64_t KEYS = 128;     // of a block in forward
 constexpr int64_t STEP = 4;       // rows of a product at once: 16 registers of sums
-constexpr int64_t WIDE = 16;      // fp32 numbers, or pairs, of a register
 constexpr int64_t AHEAD = 16;     // rows that are fetched before they are copied
 constexpr float LN_2 = 0.693147181f, HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -53,11 +50,6 @@ struct Shape {
 
     int64_t seen(int64_t end) const { return is_causal ? std::min(end, keys) : keys; }      // by queries before `end`
 };
-
-inline int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-INLINE __m512i load(const void* x) { return _mm512_loadu_si512(x); }
-INLINE void store(void* x, __m512i value) { _mm512_storeu_si512(x, value); }
 
 // 2^t within 2e-7 for t <= 0; below -150 it is 0. NaN stays NaN: the maximum returns its second argument then.
 INLINE __m512 power_of_two(__m512 t) {
@@ -145,49 +137,6 @@ INLINE void product_over_queries(const uint32_t* a, const uint32_t* b, int64_t d
 }
 
 // -------------------------------------------------------------------------------------------------------------- packing
-// Sixteen rows of sixteen numbers become columns.
-INLINE void transpose(__m512i* x) {
-    __m512i y[16];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < 16; j += 8) {
-            y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
-            y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
-        }
-    for (int i = 0; i < 8; ++i) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    }
-}
-
-// Numbers of two rows in turn: 32 pairs in two registers.
-INLINE __m512i lower_pairs(__m512i first, __m512i second) {
-    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                           35, 3, 34, 2, 33, 1, 32, 0);
-    return _mm512_permutex2var_epi16(first, order, second);
-}
-INLINE __m512i upper_pairs(__m512i first, __m512i second) {
-    const __m512i order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53, 21,
-                                           52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-    return _mm512_permutex2var_epi16(first, order, second);
-}
-
-// Numbers of both halves of a register in turn.
-INLINE __m512i paired_halves(__m512i x) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                           19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, x);
-}
-
 // Rows of a head are on different pages of memory, so the processor does not fetch them ahead by itself.
 INLINE void fetch_row(const uint16_t* x, int64_t d) {
     for (int64_t j = 0; j < d; j += 2 * WIDE) _mm_prefetch(reinterpret_cast<const char*>(x + j), _MM_HINT_T1);
@@ -253,8 +202,6 @@ void narrow_rows(const float* x, float factor, int64_t count, int64_t d, Rows<ui
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(y[i] + j),
                                 (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(x + i * d + j), _mm512_set1_ps(factor))));
 }
-
-INLINE __m512i narrow(__m512 lower, __m512 upper) { return (__m512i)_mm512_cvtne2ps_pbh(upper, lower); }
 
 // Lanes of sixteen queries from `query` on that see the key.
 INLINE __mmask16 sees(const Shape& s, int64_t query, int64_t key) {

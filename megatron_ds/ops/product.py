@@ -1,8 +1,9 @@
 """Matrix products in the dtype of their factors.
 
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
-cpu/widened_products.py; on CPUs with them, torch's kernel in place of oneDNN's for a single row, and sums of
-16-bit products in fp32 by cpu/compiled_addition.py.
+cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products (cpu/compiled_product.py), torch's
+kernel in place of oneDNN's for a single row, and sums of other 16-bit products in fp32 by
+cpu/compiled_addition.py.
 """
 
 import threading
@@ -10,7 +11,7 @@ import threading
 import torch
 from torch._subclasses import FakeTensor
 
-from .cpu import compiled_addition
+from .cpu import compiled_addition, compiled_product
 from .cpu.widened_products import add_widened_product_, has_instructions, is_widened, widened_product
 from .kernel_table import CPU, Operation, random_tensors
 
@@ -64,6 +65,20 @@ def _affine_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
             torch._C._set_mkldnn_enabled(uses_onednn)
 
 
+COMPILED = {"devices": CPU, "available": compiled_product.reason_against}
+
+
+@product.implementation("c++", dtypes=(torch.bfloat16,), suits=compiled_product.suits, **COMPILED)
+def _compiled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return compiled_product.product_into(a.new_empty(a.shape[0], b.shape[1]), a, b, None)
+
+
+@affine.implementation("c++", dtypes=(torch.bfloat16,), **COMPILED,
+                       suits=lambda x, weight, bias: compiled_product.suits(x, weight.t()))
+def _compiled_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return compiled_product.product_into(x.new_empty(x.shape[0], weight.shape[0]), x, weight.t(), bias)
+
+
 @product.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda a, b: is_widened(a))
 def _widened_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return widened_product(a, b, None)
@@ -76,12 +91,10 @@ def _widened_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out = a b, of the dtype of the factors. Without autograd."""
-    if is_widened(a):
-        out.copy_(product(a, b))
-    else:
-        torch.mm(a, b, out=out)
+    affine_into(out, a, b.t(), None)
 
 
+@Operation
 def affine_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """out = x Wᵀ + b, of the dtype of the factors. Without autograd."""
     if is_widened(x):
@@ -92,14 +105,47 @@ def affine_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: 
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def _takes_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return compiled_product.takes_target(out) and compiled_product.suits(x, weight.t())
+
+
+@affine_into.implementation("c++", dtypes=(torch.bfloat16,), suits=_takes_into, **COMPILED)
+def _compiled_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                   bias: torch.Tensor | None) -> None:
+    compiled_product.product_into(out, x, weight.t(), bias)
+
+
+@Operation
 def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b, in place. `out` may be wider than the factors."""
+    """out += a b, in place and without autograd. `out` may be wider than the factors."""
     if out.dtype == torch.float32 and is_widened(a):
         add_widened_product_(out, a, b)
     elif out.dtype == a.dtype and not is_widened(a):
         out.addmm_(a, b)
     else:
         add_narrow_(out, product(a, b))
+
+
+def _takes_addition(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    return compiled_product.takes_target(out) and compiled_product.suits(a, b)
+
+
+@add_product_.implementation("c++", dtypes=(torch.float32,), suits=_takes_addition, **COMPILED)
+def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    compiled_product.add_product_(out, a, b)
+
+
+@affine_into.example
+def _into_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    x, weight, bias = _affine_example(rows, width, dtype, device)
+    return torch.zeros(rows, rows + 1, dtype=dtype, device=device), x, weight, bias
+
+
+@add_product_.example
+def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    out, a, b = (t.detach() for t in random_tensors(dtype, device, (rows, rows + 1), (width, rows),
+                                                    (width, rows + 1)))
+    return out.to(torch.promote_types(dtype, torch.float32)), a.bfloat16().t(), b.bfloat16()
 
 
 @Operation
