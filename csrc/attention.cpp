@@ -21,7 +21,8 @@
 
 #include "bf16_vectors.h"
 #ifdef HAS_BF16_PRODUCTS
-#include "attention_kernel.h"
+#include "attention_backward.h"
+#include "attention_forward.h"
 #endif
 
 namespace py = pybind11;

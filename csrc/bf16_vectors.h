@@ -1,5 +1,5 @@
-// Vectors of bf16 and fp32 numbers for AVX-512 BF16. Its products multiply pairs: 32 bits with two bf16 numbers that are neighbours in
-// the summed dimension.
+// Vectors of bf16 and fp32 numbers for AVX-512 BF16. Its products multiply pairs: 32 bits with two bf16 numbers that are
+// neighbours in the summed dimension.
 //
 // Only for processors with AVX-512 F, BW, DQ, VL and BF16: call has_products() before anything below it.
 

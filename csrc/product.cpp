@@ -1,4 +1,5 @@
-// Products of bf16 matrices on CPUs with AVX-512 BF16: C = A B + bias in bf16, and C += A B in fp32. product_kernel.h has the tiles.
+// Products of bf16 matrices on CPUs with AVX-512 BF16: C = A B + bias in bf16, and C += A B in fp32. product_kernel.h has the
+// tiles.
 //
 // Work: C is divided into chunks whose part of B, packed, stays in the shared cache; all threads pack it, then take parts of C in
 // turn, each with columns of B that stay in their own cache. Parts of a long sum are added in fp32.

@@ -130,6 +130,9 @@ struct Target {
     int64_t row;             // of `before` and `wide`, or
     int64_t narrow_row;
 
+    void fetch_to_write(int64_t i, int64_t j) const {
+        wide ? __builtin_prefetch(wide + i * row + j, 1) : __builtin_prefetch(narrow + i * narrow_row + j, 1);
+    }
     Target at(int64_t i, int64_t j) const {
         return {before ? before + i * row + j : nullptr, bias ? bias + j : nullptr, wide ? wide + i * row + j : nullptr,
                 narrow ? narrow + i * narrow_row + j : nullptr, row, narrow_row};
@@ -138,7 +141,7 @@ struct Target {
 
 INLINE __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
-// Storing by a mask takes the processor several times as long.
+// Almost all registers are whole, and need no mask.
 INLINE void store_first(uint16_t* x, __mmask16 some, __m256i value) {
     if (some == 0xffff)
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), value);
@@ -172,7 +175,7 @@ void tile_of(const uint32_t* a, const uint32_t* b, int64_t pairs, const Target& 
         for (__m512& sum : row) sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < N; ++j)
-            __builtin_prefetch(c.wide ? static_cast<void*>(c.wide + i * c.row + j * WIDE) : c.narrow + i * c.narrow_row + j * WIDE, 1);
+            c.fetch_to_write(i, j * WIDE);
     for (int64_t k = 0; k < pairs; ++k) {
         __m512i row[N];
 #pragma GCC unroll 3

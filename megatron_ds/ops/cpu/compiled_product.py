@@ -1,8 +1,8 @@
 """Products of bf16 matrices compiled from csrc/product.cpp, for CPUs with AVX-512 BF16 and without AMX: an
 optional extension.
 
-It works at nine tenths of the processor's peak, where oneDNN's products reach three quarters, and adds sums
-to fp32 matrices without rounding them to bf16.
+In a training step it reaches 0.85 to 0.9 of the processor's peak, where oneDNN's products reach 0.65 to 0.8,
+and it adds sums to fp32 matrices without rounding them to bf16.
 """
 
 import functools
@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from ...host import load_compiled
 from .widened_products import WORKSPACE, is_widened
@@ -68,7 +69,7 @@ def _run(function: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *bi
     sizes = (a.shape[0], b.shape[1], a.shape[1])
     count = extension().bytes(sizes, out.dtype == torch.float32)
     packed = WORKSPACE.take("packed factors", -(-count // 4))
-    if a.data_ptr():                        # FakeTensors of a plan have none
+    if not isinstance(out, FakeTensor):                 # of a plan
         function(sizes, _place(a), _place(b), out.data_ptr(), out.stride(0), *bias, packed.data_ptr(),
                  torch.get_num_threads())
     torch.autograd.graph.increment_version(out)
