@@ -9,7 +9,8 @@ Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P,
 keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
 
 Implementations of a tile: torch's fused attention of CPUs and of GPUs, whose backward takes the output and
-the log-sum-exp of all keys; elementary operations with dropout.
+the log-sum-exp of all keys; cpu/compiled_attention.py where core attention has it; elementary operations
+with dropout.
 
 Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
 """
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from .attention_tiles import Runs, Seen, Tile
+from .core_attention import attention
+from .cpu import compiled_attention
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -128,6 +131,8 @@ class _Operands:
     def kernel(self) -> "_Kernel":
         if self.keep is not None:
             return _ELEMENTARY
+        if self.bias is None and _has_compiled(self.q):
+            return _COMPILED
         return _ON_CPU if self.q.device.type in ("cpu", "meta") else _ON_GPU
 
     def spread(self, t: torch.Tensor) -> torch.Tensor:
@@ -168,6 +173,23 @@ def _cpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tens
                          scale=t.scale)
 
 
+def _has_compiled(q: torch.Tensor) -> bool:
+    return (q.device.type == "cpu" and q.shape[3] in compiled_attention.CHANNELS
+            and attention.first_choice("cpu", q.dtype) == "c++")
+
+
+def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = compiled_attention.attend(*(_rows(x) for x in (t.q, t.k, t.v)), t.scale, t.triangle)
+    return _heads(out), sums
+
+
+def _compiled_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, out, dout = (_rows(x) for x in (t.q, t.k, t.v, final.out, final.dout))
+    parts = compiled_attention.gradients(q, k, v, out, final.sums.contiguous(), dout, t.scale, t.triangle)
+    dq, dk, dv = (_heads(part) for part in parts)
+    return dq, dk, dv
+
+
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
     out, sums, *_ = _GPU(t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale)
@@ -198,6 +220,7 @@ def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, tor
 
 
 _ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensors without memory
+_COMPILED = _Kernel(_compiled_forward, _compiled_backward)
 _ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
 _ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
 
@@ -234,3 +257,8 @@ def _finite(sums: torch.Tensor) -> torch.Tensor:
 def _heads(t: torch.Tensor) -> torch.Tensor:
     """[s, b, n, d] → [b, n, s, d], a view."""
     return t.permute(1, 2, 0, 3)
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """[b, n, s, d] → [s, b, n, d], a view."""
+    return t.permute(2, 0, 1, 3)

@@ -12,6 +12,7 @@ from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
+from megatron_ds.ops.core_attention import attention
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from tests.harness.plain_gpt import plain_slopes
 
@@ -80,10 +81,10 @@ def test_tiles_cover_each_visible_element_once_and_skip_hidden_blocks(pattern, h
         assert count.sum() < LENGTH * LENGTH
 
 
-def inputs(dtype=torch.float32):
+def inputs(dtype=torch.float32, channels=CHANNELS):
     draw = torch.Generator().manual_seed(3)
-    q, dout = (torch.randn(LENGTH, SAMPLES, HEADS, CHANNELS, generator=draw) for _ in range(2))
-    k, v = (torch.randn(LENGTH, SAMPLES, GROUPS, CHANNELS, generator=draw) for _ in range(2))
+    q, dout = (torch.randn(LENGTH, SAMPLES, HEADS, channels, generator=draw) for _ in range(2))
+    k, v = (torch.randn(LENGTH, SAMPLES, GROUPS, channels, generator=draw) for _ in range(2))
     return [t.to(dtype) for t in (q, k, v, dout)]
 
 
@@ -92,7 +93,7 @@ def explicit(q, k, v, dout, hidden, keep=1.0, bias=0.0):
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     queries = q.permute(1, 2, 0, 3)
     keys, values = (t.permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
-    scores = queries @ keys.transpose(2, 3) / math.sqrt(CHANNELS) + bias
+    scores = queries @ keys.transpose(2, 3) / math.sqrt(q.shape[-1]) + bias
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0) * keep
     out = (p @ values).permute(2, 0, 1, 3).flatten(2)
@@ -102,18 +103,19 @@ def explicit(q, k, v, dout, hidden, keep=1.0, bias=0.0):
 
 def partial(q, k, v, dout, seen):
     """The same over two blocks of keys, for the queries of each of two ranks."""
+    scale = 1 / math.sqrt(q.shape[-1])
     results = [torch.zeros_like(t, dtype=torch.float32) for t in (q, q, k, v)]
     for queries in ZIGZAG:
         rows = [*itertools.chain(*queries.ranges)]
-        attention = PartialAttention(q[rows], queries, seen, 1 / math.sqrt(CHANNELS))
+        part = PartialAttention(q[rows], queries, seen, scale)
         blocks = [(keys, [*itertools.chain(*keys.ranges)]) for keys in ZIGZAG]
         for keys, columns in blocks:
-            attention.add(k[columns], v[columns], keys)
-        out, sums = attention.result()
-        gradients = PartialGradients(q[rows], queries, seen, 1 / math.sqrt(CHANNELS), (out, sums),
+            part.add(k[columns], v[columns], keys)
+        out, sums = part.result()
+        gradients = PartialGradients(q[rows], queries, seen, scale, (out, sums),
                                      dout[rows].flatten(2))
         for keys, columns in blocks:
-            dkv = torch.zeros(2, len(columns), SAMPLES, GROUPS, CHANNELS)
+            dkv = torch.zeros(2, len(columns), SAMPLES, *k.shape[2:])
             gradients.add(k[columns], v[columns], keys, dkv)
             results[2][columns] += dkv[0]
             results[3][columns] += dkv[1]
@@ -127,6 +129,16 @@ def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides
     seen, values = seen_of(pattern, hides), inputs()
     for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.skipif(attention.first_choice("cpu", torch.bfloat16) != "c++", reason="not compiled for bf16")
+@pytest.mark.parametrize("pattern", ["causal", "full"])
+def test_tiles_of_bf16_run_in_compiled_attention(pattern, monkeypatch):
+    for name in ("_CPU", "_CPU_BACKWARD"):
+        monkeypatch.setattr(partial_attention, name, None)
+    values, seen = inputs(torch.bfloat16, 32), seen_of(pattern, "")
+    for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("pattern, hides", [("causal", ""), ("full", "padding"), ("causal", "documents")])
@@ -168,14 +180,14 @@ def test_the_golden_merge():
     q = torch.tensor([[1., 2], [.5, -1]])[:, None, None]
     k = torch.tensor([[1., 0], [0, 1], [-1, 1], [2, .5]])[:, None, None]
     v = torch.tensor([[1., 0], [0, 1], [1, 1], [2, -1]])[:, None, None]
-    attention = PartialAttention(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2))
-    attention.add(k[:2], v[:2], Runs((range(2),)))
-    out, sums = attention.result()
+    part = PartialAttention(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2))
+    part.add(k[:2], v[:2], Runs((range(2),)))
+    out, sums = part.result()
     right = torch.tensor([[.330238, .669762], [.742817, .257183]])
     torch.testing.assert_close(out[:, 0], right, rtol=0, atol=1e-6)
     torch.testing.assert_close(sums[0, 0], torch.tensor([1.815047, .650859]), rtol=0, atol=1e-6)
-    attention.add(k[2:], v[2:], Runs((range(2, 4),)))
-    out, sums = attention.result()
+    part.add(k[2:], v[2:], Runs((range(2, 4),)))
+    out, sums = part.result()
     right = torch.tensor([[1.256116, -.133287], [1.252486, -.158595]])
     torch.testing.assert_close(out[:, 0], right, rtol=0, atol=1e-6)
     torch.testing.assert_close(sums[0, 0], torch.tensor([2.804065, 1.304958]), rtol=0, atol=1e-6)
