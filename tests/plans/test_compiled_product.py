@@ -38,7 +38,8 @@ def assert_rounded(ours, a, b, bias=0.0):
 @compiled
 @pytest.mark.parametrize("is_flipped", [(False, False), (True, False), (False, True), (True, True)],
                          ids=["rows", "columns of a", "columns of b", "columns"])
-@pytest.mark.parametrize("n, k, m", [(64, 64, 64), (67, 99, 81), (1033, 70, 97), (72, 2059, 65), (65, 66, 1601)])
+@pytest.mark.parametrize("n, k, m", [(64, 64, 64), (67, 99, 81), (1033, 70, 97), (72, 2059, 65),
+                                     (65, 66, 1601)])
 def test_products_are_exact_but_for_one_rounding(n, k, m, is_flipped, calls):
     a = draw(k, n).t() if is_flipped[0] else draw(n, k)
     b = draw(m, k, seed=1).t() if is_flipped[1] else draw(k, m, seed=1)
@@ -103,7 +104,8 @@ def test_a_gradient_sees_that_its_tensor_was_changed():
 
 @compiled
 @pytest.mark.parametrize("a, b", [(draw(63, 64), draw(64, 64)), (draw(64, 63), draw(63, 64)),
-                                  (draw(64, 128)[:, ::2], draw(64, 64)), (draw(64, 64).half(), draw(64, 64).half()),
+                                  (draw(64, 128)[:, ::2], draw(64, 64)),
+                                  (draw(64, 64).half(), draw(64, 64).half()),
                                   (draw(64, 64).float(), draw(64, 64).float())])
 def test_what_it_does_not_take_goes_another_way(a, b, calls):
     assert (product(a, b).double() - a.double() @ b.double()).abs().max() < 0.3 and not calls
