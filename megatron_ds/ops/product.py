@@ -28,9 +28,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @Operation
-def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None."""
-    return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+           out: torch.Tensor | None = None) -> torch.Tensor:
+    """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None; in `out` if it is given."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 @product.example
@@ -48,19 +51,19 @@ ONEDNN_SWITCH = threading.Lock()      # of the process: two threads that restore
 LOW = (torch.bfloat16, torch.float16)
 
 
-def _is_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _is_one_row(x: torch.Tensor, *_: object) -> bool:
     return x.shape[0] == 1 and has_memory(x)
 
 
 @affine.implementation("one row", devices=CPU, dtypes=(torch.bfloat16,), suits=_is_one_row,
                        available=lambda: "" if has_instructions(torch.bfloat16) else "no bf16 instructions")
-def _affine_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine_of_one_row(x: torch.Tensor, *arguments: torch.Tensor | None) -> torch.Tensor:
     """Generation of text: for one row torch's own kernel is 1.5 times as fast as oneDNN's."""
     with ONEDNN_SWITCH:
         uses_onednn = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return affine.in_torch(x, weight, bias)
+            return affine.in_torch(x, *arguments)
         finally:
             torch._C._set_mkldnn_enabled(uses_onednn)
 
@@ -73,10 +76,16 @@ def _compiled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return compiled_product.product_into(a.new_empty(a.shape[0], b.shape[1]), a, b, None)
 
 
-@affine.implementation("c++", dtypes=(torch.bfloat16,), **COMPILED,
-                       suits=lambda x, weight, bias: compiled_product.suits(x, weight.t()))
-def _compiled_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return compiled_product.product_into(x.new_empty(x.shape[0], weight.shape[0]), x, weight.t(), bias)
+def _suits_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                  out: torch.Tensor | None = None) -> bool:
+    return (out is None or compiled_product.takes_target(out)) and compiled_product.suits(x, weight.t())
+
+
+@affine.implementation("c++", dtypes=(torch.bfloat16,), suits=_suits_affine, **COMPILED)
+def _compiled_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                     out: torch.Tensor | None = None) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    return compiled_product.product_into(out, x, weight.t(), bias)
 
 
 @product.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda a, b: is_widened(a))
@@ -84,35 +93,16 @@ def _widened_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return widened_product(a, b, None)
 
 
-@affine.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda x, weight, bias: is_widened(x))
-def _widened_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return widened_product(x, weight.t(), bias)
+@affine.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda x, *_: is_widened(x))
+def _widened_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                    out: torch.Tensor | None = None) -> torch.Tensor:
+    result = widened_product(x, weight.t(), bias)
+    return result if out is None else out.copy_(result)
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out = a b, of the dtype of the factors. Without autograd."""
-    affine_into(out, a, b.t(), None)
-
-
-@Operation
-def affine_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """out = x Wᵀ + b, of the dtype of the factors. Without autograd."""
-    if is_widened(x):
-        out.copy_(affine(x, weight, bias))
-    elif bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _takes_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return compiled_product.takes_target(out) and compiled_product.suits(x, weight.t())
-
-
-@affine_into.implementation("c++", dtypes=(torch.bfloat16,), suits=_takes_into, **COMPILED)
-def _compiled_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-                   bias: torch.Tensor | None) -> None:
-    compiled_product.product_into(out, x, weight.t(), bias)
+    affine(a, b.t(), None, out)
 
 
 @Operation
@@ -133,12 +123,6 @@ def _takes_addition(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool
 @add_product_.implementation("c++", dtypes=(torch.float32,), suits=_takes_addition, **COMPILED)
 def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     compiled_product.add_product_(out, a, b)
-
-
-@affine_into.example
-def _into_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    x, weight, bias = _affine_example(rows, width, dtype, device)
-    return torch.zeros(rows, rows + 1, dtype=dtype, device=device), x, weight, bias
 
 
 @add_product_.example

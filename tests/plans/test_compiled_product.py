@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from megatron_ds.ops.cpu import compiled_product as module
 from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.kernel_table import selected
-from megatron_ds.ops.product import add_product_, affine, affine_into, product, product_into
+from megatron_ds.ops.product import add_product_, affine, product, product_into
 
 compiled = pytest.mark.skipif(bool(module.reason_against()), reason=module.reason_against() or "-")
 HALF_ULP = 2**-8        # relative error of a rounding to bf16
@@ -49,7 +49,7 @@ def test_products_are_exact_but_for_one_rounding(n, k, m, is_flipped, calls):
     into = torch.full((n + 1, m + 3), 7.0).bfloat16()
     product_into(into[:n, :m], a, b)
     assert torch.equal(into[:n, :m], product(a, b)) and (into[n:] == 7).all() and (into[:, m:] == 7).all()
-    affine_into(into[:n, :m], a, b.t(), bias)
+    affine(a, b.t(), bias, into[:n, :m])
     assert torch.equal(into[:n, :m], affine(a, b.t(), bias))
     sums = torch.randn(n, m)
     exact = sums.double() + a.double() @ b.double()
