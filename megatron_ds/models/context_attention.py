@@ -65,7 +65,7 @@ class SharedKeysAttention(nn.Module):
         seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None,
                     alibi_of(self.alibi_heads, heads, whole, q.device))
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
-        out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads))
+        out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads, q.device))
         if ranks > 1:
             out = to_tokens(out.unflatten(2, (len(heads), -1)), self.run).flatten(2)
         return out
