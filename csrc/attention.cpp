@@ -19,11 +19,10 @@
 
 #include "pool.h"
 
-#if defined(HAS_X86_VECTORS) && !defined(__clang__) && __GNUC__ >= 11
-#define HAS_BF16_PRODUCTS 1
-#include <cpuid.h>
-
-#include "attention_kernel.h"
+#include "bf16_vectors.h"
+#ifdef HAS_BF16_PRODUCTS
+#include "attention_backward.h"
+#include "attention_forward.h"
 #endif
 
 namespace py = pybind11;
@@ -34,16 +33,6 @@ using Sizes = std::array<int64_t, 6>;      // queries, keys, samples, query head
 using Place = std::array<int64_t, 4>;      // address, and the strides of rows, samples and heads in elements
 
 #ifdef HAS_BF16_PRODUCTS
-bool has_products() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
-}
-
-bool has_tiles() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1;      // AMX-BF16
-}
-
 template <typename T>
 Rows<T> rows_of(const Place& x, int64_t sample, int64_t head) {
     return {reinterpret_cast<T*>(x[0]) + sample * x[2] + head * x[3], x[1]};
@@ -195,9 +184,6 @@ int64_t bytes_of(const Sizes& sizes) {
     Work work{};
     return arrange(work, sizes, nullptr);
 }
-#else
-bool has_products() { return false; }
-bool has_tiles() { return false; }
 #endif
 
 }  // namespace

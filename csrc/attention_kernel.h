@@ -18,12 +18,10 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <cmath>
 #include <limits>
 
-#include "vector_math.h"
+#include "bf16_vectors.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
@@ -33,7 +31,6 @@ namespace {
 constexpr int64_t ROWS = 64;      // queries of a block, four registers; also the keys of a block in backward
 constexpr int64_t KEYS = 128;     // of a block in forward
 constexpr int64_t STEP = 4;       // rows of a product at once: 16 registers of sums
-constexpr int64_t WIDE = 16;      // fp32 numbers, or pairs, of a register
 constexpr int64_t AHEAD = 16;     // rows that are fetched before they are copied
 constexpr float LN_2 = 0.693147181f, HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -53,11 +50,6 @@ struct Shape {
 
     int64_t seen(int64_t end) const { return is_causal ? std::min(end, keys) : keys; }      // by queries before `end`
 };
-
-inline int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-INLINE __m512i load(const void* x) { return _mm512_loadu_si512(x); }
-INLINE void store(void* x, __m512i value) { _mm512_storeu_si512(x, value); }
 
 // 2^t within 2e-7 for t <= 0; below -150 it is 0. NaN stays NaN: the maximum returns its second argument then.
 INLINE __m512 power_of_two(__m512 t) {
@@ -145,49 +137,6 @@ INLINE void product_over_queries(const uint32_t* a, const uint32_t* b, int64_t d
 }
 
 // -------------------------------------------------------------------------------------------------------------- packing
-// Sixteen rows of sixteen numbers become columns.
-INLINE void transpose(__m512i* x) {
-    __m512i y[16];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < 16; j += 8) {
-            y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
-            y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
-        }
-    for (int i = 0; i < 8; ++i) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    }
-}
-
-// Numbers of two rows in turn: 32 pairs in two registers.
-INLINE __m512i lower_pairs(__m512i first, __m512i second) {
-    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                           35, 3, 34, 2, 33, 1, 32, 0);
-    return _mm512_permutex2var_epi16(first, order, second);
-}
-INLINE __m512i upper_pairs(__m512i first, __m512i second) {
-    const __m512i order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53, 21,
-                                           52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-    return _mm512_permutex2var_epi16(first, order, second);
-}
-
-// Numbers of both halves of a register in turn.
-INLINE __m512i paired_halves(__m512i x) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                           19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, x);
-}
-
 // Rows of a head are on different pages of memory, so the processor does not fetch them ahead by itself.
 INLINE void fetch_row(const uint16_t* x, int64_t d) {
     for (int64_t j = 0; j < d; j += 2 * WIDE) _mm_prefetch(reinterpret_cast<const char*>(x + j), _MM_HINT_T1);
@@ -254,8 +203,6 @@ void narrow_rows(const float* x, float factor, int64_t count, int64_t d, Rows<ui
                                 (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(x + i * d + j), _mm512_set1_ps(factor))));
 }
 
-INLINE __m512i narrow(__m512 lower, __m512 upper) { return (__m512i)_mm512_cvtne2ps_pbh(upper, lower); }
-
 // Lanes of sixteen queries from `query` on that see the key.
 INLINE __mmask16 sees(const Shape& s, int64_t query, int64_t key) {
     if (key >= s.keys) return 0;
@@ -266,209 +213,6 @@ INLINE __mmask16 sees(const Shape& s, int64_t query, int64_t key) {
 // Registers of a block of queries that see nothing of the keys from `key` on.
 INLINE int64_t registers_before(const Shape& s, int64_t query, int64_t key) {
     return s.is_causal && key > query ? (key - query) / WIDE : 0;
-}
-
-// -------------------------------------------------------------------------------------------------------------- forward
-// Memory of a thread.
-struct ForwardWork {
-    uint16_t* keys;            // [keys, d]
-    uint32_t* values;          // pairs of keys [keys / 2, d]
-    uint32_t* queries;         // pairs of channels [d / 2, ROWS]
-    uint32_t* p;               // pairs of keys [KEYS / 2, ROWS]
-    float *scores, *out;       // [KEYS, ROWS], [d, ROWS]
-};
-
-// Rows of a block: their maxima, sums, and the factor of what was summed before.
-struct Softmax {
-    float most[ROWS], sum[ROWS], factor[ROWS];
-};
-
-// Scores of a block of keys, -inf where hidden.
-void score(const Shape& s, const ForwardWork& w, int64_t query, int64_t key, int64_t count) {
-    const float factor = s.scale * LOG2_E;
-    for (int64_t k = key; k < key + count; k += STEP) {
-        const int64_t skipped = registers_before(s, query, k);
-        float* row = w.scores + (k - key) * ROWS;
-        product<Put::SCALED>(reinterpret_cast<const uint32_t*>(w.keys) + k * s.d / 2, s.d / 2, 1, w.queries + skipped * WIDE, ROWS,
-                             s.d / 2, row + skipped * WIDE, ROWS, ROWS / WIDE - skipped, &factor);
-        if (k + STEP <= s.keys && (!s.is_causal || k + STEP - 1 <= query)) continue;
-        for (int64_t i = 0; i < STEP; ++i)
-            for (int64_t j = 0; j < ROWS; j += WIDE) {
-                float* at = row + i * ROWS + j;
-                _mm512_storeu_ps(at, _mm512_mask_loadu_ps(_mm512_set1_ps(HIDDEN), sees(s, query + j, k + i), at));
-            }
-    }
-}
-
-// Scores become probabilities times the sum so far.
-void exponentials(const ForwardWork& w, int64_t count, Softmax& rows) {
-    for (int64_t j = 0; j < ROWS; j += WIDE) {
-        const __m512 before = _mm512_loadu_ps(rows.most + j);
-        __m512 most = before, also = before;
-        for (int64_t k = 0; k < count; k += 2) {      // NaN is not the maximum, and reaches the sum
-            most = _mm512_max_ps(_mm512_loadu_ps(w.scores + k * ROWS + j), most);
-            also = _mm512_max_ps(_mm512_loadu_ps(w.scores + (k + 1) * ROWS + j), also);
-        }
-        most = _mm512_max_ps(also, most);
-        const __m512 factor = power_of_two(_mm512_sub_ps(before, most));
-        __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(rows.sum + j), factor), other = _mm512_setzero_ps();
-        for (int64_t k = 0; k < count; k += 2) {
-            const float* at = w.scores + k * ROWS + j;
-            const __m512 first = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at), most));
-            const __m512 second = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at + ROWS), most));
-            sum = _mm512_add_ps(sum, first);
-            other = _mm512_add_ps(other, second);
-            store(w.p + k / 2 * ROWS + j, paired_halves(narrow(first, second)));
-        }
-        _mm512_storeu_ps(rows.most + j, most);
-        _mm512_storeu_ps(rows.factor + j, factor);
-        _mm512_storeu_ps(rows.sum + j, _mm512_add_ps(sum, other));
-    }
-}
-
-// Queries [from, to) of a head; `from` is a multiple of ROWS.
-void attend(const Shape& s, const ForwardWork& w, Rows<const uint16_t> q, Rows<const uint16_t> k, Rows<const uint16_t> v,
-            Rows<uint16_t> out, float* lse, int64_t from, int64_t to) {
-    const int64_t all = s.seen(to), padded = rounded_up(all, ROWS);
-    copy_rows(k, all, padded, s.d, w.keys);
-    pair_rows(v, all, padded, s.d, w.values);
-    for (int64_t query = from; query < to; query += ROWS) {
-        const int64_t rows = std::min(ROWS, s.queries - query), seen = rounded_up(s.seen(query + rows), STEP);
-        fetch_rows(query + ROWS, to, s.d, q);
-        columns_of_pairs({q[query], q.stride}, rows, s.d, w.queries);
-        std::memset(w.out, 0, sizeof(float) * size_t(s.d * ROWS));
-        Softmax of_rows;
-        std::fill_n(of_rows.most, ROWS, HIDDEN);
-        std::fill_n(of_rows.sum, ROWS, 0.0f);
-        for (int64_t key = 0; key < seen; key += KEYS) {
-            const int64_t count = std::min(KEYS, seen - key), half = s.is_causal ? query + ROWS / 2 - key : count;
-            score(s, w, query, key, count);
-            exponentials(w, count, of_rows);
-            product_over_keys<Put::RESCALED>(w.values + key / 2 * s.d, s.d, w.p, count / 2, std::min(half, count) / 2, w.out,
-                                             of_rows.factor);
-        }
-        for (int64_t i = 0; i < ROWS; ++i) of_rows.factor[i] = 1 / of_rows.sum[i];
-        rows_of_columns(w.out, of_rows.factor, rows, s.d, {out[query], out.stride});
-        for (int64_t i = 0; i < rows; ++i) lse[query + i] = of_rows.most[i] * LN_2 + std::log(of_rows.sum[i]);
-    }
-}
-
-// ------------------------------------------------------------------------------------------------------------- backward
-struct BackwardWork {
-    uint16_t *keys, *values;                                       // [keys, d]
-    uint32_t* key_pairs;                                           // pairs of keys [keys / 2, d]
-    uint32_t *query_columns, *dout_columns;                        // pairs of channels [d / 2, ROWS]
-    uint32_t *query_pairs, *dout_pairs;                            // pairs of queries [ROWS / 2, d]
-    uint16_t *p, *ds;                                              // [ROWS keys, ROWS queries]
-    uint32_t* ds_pairs;                                            // pairs of keys [ROWS / 2, ROWS]
-    float *dq, *dk, *dv;                                           // [d, ROWS], of one block or each, [keys, d], [keys, d]
-    int64_t next_dq;                                               // 0 if there is one
-};
-
-// Which gradients are wanted: of queries, to be written here; of keys and values, summed in the workspace.
-struct Wanted {
-    Rows<uint16_t> dq_rows;
-    bool dq, keys;
-};
-
-// Of the rows of a block: the log-sum-exp to base 2, and D.
-struct RowSums {
-    float lse[ROWS], d[ROWS];
-};
-
-void row_sums(const Shape& s, Rows<const uint16_t> dout, Rows<const uint16_t> out, const float* lse, int64_t rows, RowSums& sums) {
-    for (int64_t i = 0; i < ROWS; ++i) {
-        sums.lse[i] = i < rows ? lse[i] * LOG2_E : std::numeric_limits<float>::infinity();
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < s.d && i < rows; j += WIDE) {
-            const auto wide = [&](const uint16_t* x) {
-                const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-                return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-            };
-            sum = _mm512_fmadd_ps(wide(dout[i] + j), wide(out[i] + j), sum);
-        }
-        sums.d[i] = _mm512_reduce_add_ps(sum);
-    }
-}
-
-// P and dS of a block of keys, in the orders of the three products after it.
-void differentiate(const Shape& s, const BackwardWork& w, const RowSums& sums, int64_t query, int64_t key, int64_t first_key,
-                   int64_t count) {
-    const float factor = s.scale * LOG2_E, one = 1;
-    float scores[STEP * ROWS], dp[STEP * ROWS];
-    for (int64_t k = 0; k < count; k += STEP) {
-        const int64_t skipped = registers_before(s, query, key + k), at = (key - first_key + k) * s.d / 2;
-        const auto of_step = [&](const uint16_t* a, const uint32_t* b, const float* by, float* c) {
-            product<Put::SCALED>(reinterpret_cast<const uint32_t*>(a) + at, s.d / 2, 1, b + skipped * WIDE, ROWS, s.d / 2,
-                                 c + skipped * WIDE, ROWS, ROWS / WIDE - skipped, by);
-        };
-        of_step(w.keys, w.query_columns, &factor, scores);
-        of_step(w.values, w.dout_columns, &one, dp);
-        for (int64_t j = 0; j < ROWS; j += 2 * WIDE) {
-            __m512i last_ds = _mm512_setzero_si512();
-            for (int64_t i = 0; i < STEP; ++i) {
-                __m512 p[2], ds[2];
-                for (int64_t half = 0; half < 2; ++half) {
-                    const int64_t column = j + half * WIDE;
-                    const float* score = scores + i * ROWS + column;
-                    const __mmask16 seen = column < skipped * WIDE ? __mmask16(0) : sees(s, query + column, key + k + i);
-                    const __m512 t = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen, score), _mm512_loadu_ps(sums.lse + column));
-                    p[half] = _mm512_maskz_mov_ps(seen, power_of_two(t));
-                    const __m512 less = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen, dp + i * ROWS + column),
-                                                      _mm512_loadu_ps(sums.d + column));
-                    ds[half] = _mm512_maskz_mul_ps(seen, p[half], less);
-                }
-                const __m512i narrow_ds = narrow(ds[0], ds[1]);
-                store(w.p + (k + i) * ROWS + j, narrow(p[0], p[1]));
-                store(w.ds + (k + i) * ROWS + j, narrow_ds);
-                if (i % 2 == 1) {
-                    uint32_t* pairs = w.ds_pairs + (k + i) / 2 * ROWS + j;
-                    store(pairs, lower_pairs(last_ds, narrow_ds));
-                    store(pairs + WIDE, upper_pairs(last_ds, narrow_ds));
-                }
-                last_ds = narrow_ds;
-            }
-        }
-    }
-}
-
-// What queries [from, to) of one query head contribute to dq, and to dk and dv of the keys [first_key, last_key), whose packed
-// copies are in the workspace. All bounds but the ends are multiples of ROWS. Called for one run of keys after the other, if more
-// than one: dq begins with the first and is written out after the last that a query sees.
-void differentiate_head(const Shape& s, const BackwardWork& w, Rows<const uint16_t> q, Rows<const uint16_t> out,
-                        Rows<const uint16_t> dout, const float* lse, int64_t from, int64_t to, int64_t first_key, int64_t last_key,
-                        const Wanted& wanted) {
-    for (int64_t query = s.is_causal ? std::max(from, first_key) : from; query < to; query += ROWS) {
-        const int64_t rows = std::min(ROWS, s.queries - query);
-        fetch_rows(query + ROWS, to, s.d, q, dout, out);
-        const Rows<const uint16_t> q_block{q[query], q.stride}, dout_block{dout[query], dout.stride};
-        columns_of_pairs(q_block, rows, s.d, w.query_columns);
-        columns_of_pairs(dout_block, rows, s.d, w.dout_columns);
-        if (wanted.keys) pair_rows(q_block, rows, ROWS, s.d, w.query_pairs);
-        if (wanted.keys) pair_rows(dout_block, rows, ROWS, s.d, w.dout_pairs);
-        RowSums sums;
-        row_sums(s, dout_block, {out[query], out.stride}, lse + query, rows, sums);
-        float* dq_block = w.dq + query / ROWS * w.next_dq;
-        if (wanted.dq && first_key == 0) std::memset(dq_block, 0, sizeof(float) * size_t(s.d * ROWS));
-        const int64_t all_seen = s.seen(query + rows), seen = std::min(all_seen, last_key);
-        for (int64_t key = first_key; key < seen; key += ROWS) {
-            const int64_t count = rounded_up(std::min(ROWS, seen - key), STEP), at = (key - first_key) * s.d;
-            differentiate(s, w, sums, query, key, first_key, count);
-            for (int64_t k = 0; k < count && wanted.keys; k += STEP) {
-                const int64_t pair = registers_before(s, query, key + k) * WIDE / 2;
-                const auto pairs_at = [&](const uint16_t* x) { return reinterpret_cast<const uint32_t*>(x + k * ROWS); };
-                product_over_queries(pairs_at(w.p), w.dout_pairs, s.d, pair, w.dv + at + k * s.d);
-                product_over_queries(pairs_at(w.ds), w.query_pairs, s.d, pair, w.dk + at + k * s.d);
-            }
-            const int64_t half = s.is_causal ? query + ROWS / 2 - key : count;
-            if (wanted.dq)
-                product_over_keys<Put::ADDED>(w.key_pairs + at / 2, s.d, w.ds_pairs, count / 2, std::min(half, count) / 2,
-                                            dq_block);
-        }
-        float factor[ROWS];
-        std::fill_n(factor, ROWS, s.scale);
-        if (wanted.dq && seen == all_seen) rows_of_columns(dq_block, factor, rows, s.d, {wanted.dq_rows[query], wanted.dq_rows.stride});
-    }
 }
 
 }  // namespace

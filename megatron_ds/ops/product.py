@@ -1,8 +1,9 @@
 """Matrix products in the dtype of their factors.
 
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
-cpu/widened_products.py; on CPUs with them, torch's kernel in place of oneDNN's for a single row, and sums of
-16-bit products in fp32 by cpu/compiled_addition.py.
+cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products (cpu/compiled_product.py), torch's
+kernel in place of oneDNN's for a single row, and sums of other 16-bit products in fp32 by
+cpu/compiled_addition.py.
 """
 
 import threading
@@ -10,7 +11,7 @@ import threading
 import torch
 from torch._subclasses import FakeTensor
 
-from .cpu import compiled_addition
+from .cpu import compiled_addition, compiled_product
 from .cpu.widened_products import add_widened_product_, has_instructions, is_widened, widened_product
 from .kernel_table import CPU, Operation, random_tensors
 
@@ -27,9 +28,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @Operation
-def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None."""
-    return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+           out: torch.Tensor | None = None) -> torch.Tensor:
+    """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None; in `out` if it is given."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 @product.example
@@ -47,21 +51,41 @@ ONEDNN_SWITCH = threading.Lock()      # of the process: two threads that restore
 LOW = (torch.bfloat16, torch.float16)
 
 
-def _is_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _is_one_row(x: torch.Tensor, *_: object) -> bool:
     return x.shape[0] == 1 and has_memory(x)
 
 
 @affine.implementation("one row", devices=CPU, dtypes=(torch.bfloat16,), suits=_is_one_row,
                        available=lambda: "" if has_instructions(torch.bfloat16) else "no bf16 instructions")
-def _affine_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine_of_one_row(x: torch.Tensor, *arguments: torch.Tensor | None) -> torch.Tensor:
     """Generation of text: for one row torch's own kernel is 1.5 times as fast as oneDNN's."""
     with ONEDNN_SWITCH:
         uses_onednn = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return affine.in_torch(x, weight, bias)
+            return affine.in_torch(x, *arguments)
         finally:
             torch._C._set_mkldnn_enabled(uses_onednn)
+
+
+COMPILED = {"devices": CPU, "available": compiled_product.reason_against}
+
+
+@product.implementation("c++", dtypes=(torch.bfloat16,), suits=compiled_product.suits, **COMPILED)
+def _compiled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return compiled_product.product_into(a.new_empty(a.shape[0], b.shape[1]), a, b, None)
+
+
+def _suits_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                  out: torch.Tensor | None = None) -> bool:
+    return (out is None or compiled_product.takes_target(out)) and compiled_product.suits(x, weight.t())
+
+
+@affine.implementation("c++", dtypes=(torch.bfloat16,), suits=_suits_affine, **COMPILED)
+def _compiled_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                     out: torch.Tensor | None = None) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    return compiled_product.product_into(out, x, weight.t(), bias)
 
 
 @product.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda a, b: is_widened(a))
@@ -69,37 +93,43 @@ def _widened_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return widened_product(a, b, None)
 
 
-@affine.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda x, weight, bias: is_widened(x))
-def _widened_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return widened_product(x, weight.t(), bias)
+@affine.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda x, *_: is_widened(x))
+def _widened_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                    out: torch.Tensor | None = None) -> torch.Tensor:
+    result = widened_product(x, weight.t(), bias)
+    return result if out is None else out.copy_(result)
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out = a b, of the dtype of the factors. Without autograd."""
-    if is_widened(a):
-        out.copy_(product(a, b))
-    else:
-        torch.mm(a, b, out=out)
+    affine(a, b.t(), None, out)
 
 
-def affine_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """out = x Wᵀ + b, of the dtype of the factors. Without autograd."""
-    if is_widened(x):
-        out.copy_(affine(x, weight, bias))
-    elif bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
+@Operation
 def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b, in place. `out` may be wider than the factors."""
+    """out += a b, in place and without autograd. `out` may be wider than the factors."""
     if out.dtype == torch.float32 and is_widened(a):
         add_widened_product_(out, a, b)
     elif out.dtype == a.dtype and not is_widened(a):
         out.addmm_(a, b)
     else:
         add_narrow_(out, product(a, b))
+
+
+def _takes_addition(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    return compiled_product.takes_target(out) and compiled_product.suits(a, b)
+
+
+@add_product_.implementation("c++", dtypes=(torch.float32,), suits=_takes_addition, **COMPILED)
+def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    compiled_product.add_product_(out, a, b)
+
+
+@add_product_.example
+def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    out, a, b = (t.detach() for t in random_tensors(dtype, device, (rows, rows + 1), (width, rows),
+                                                    (width, rows + 1)))
+    return out.to(torch.promote_types(dtype, torch.float32)), a.bfloat16().t(), b.bfloat16()
 
 
 @Operation

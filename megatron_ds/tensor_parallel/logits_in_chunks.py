@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..ops.logits import cross_entropy_facts, cross_entropy_gradient_
-from ..ops.product import affine_into, product_into
+from ..ops.product import affine, product_into
 from .cross_entropy import own_columns, target_weights, token_losses
 from .weight_grad import GradientSum
 
@@ -128,5 +128,5 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     for start in range(0, len(x), each):
         part = x[start:start + each]
         logits = memory[:len(part)]
-        affine_into(logits, part, weight, bias)
+        affine(part, weight, bias, logits)
         yield slice(start, start + len(part)), logits

@@ -1,0 +1,96 @@
+// Vectors of bf16 and fp32 numbers for AVX-512 BF16. Its products multiply pairs: 32 bits with two bf16 numbers that are
+// neighbours in the summed dimension.
+//
+// Only for processors with AVX-512 F, BW, DQ, VL and BF16: call has_products() before anything below it.
+
+#pragma once
+
+#include "vector_math.h"
+
+#if defined(__GNUC__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
+#define HAS_BF16_PRODUCTS 1
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef HAS_BF16_PRODUCTS
+inline bool has_products() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+}
+
+inline bool has_tiles() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1;      // AMX-BF16
+}
+#else
+inline bool has_products() { return false; }
+inline bool has_tiles() { return false; }
+#endif
+
+}  // namespace
+
+#ifdef HAS_BF16_PRODUCTS
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+
+namespace {
+
+constexpr int64_t WIDE = 16;      // fp32 numbers, or pairs, of a register
+
+inline int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+INLINE __m512i load(const void* x) { return _mm512_loadu_si512(x); }
+INLINE void store(void* x, __m512i value) { _mm512_storeu_si512(x, value); }
+
+// Sixteen rows of sixteen numbers become columns.
+INLINE void transpose(__m512i* x) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 16; j += 8) {
+            y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
+            y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; ++i) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+// Numbers of two rows in turn: 32 pairs in two registers.
+INLINE __m512i lower_pairs(__m512i first, __m512i second) {
+    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                           35, 3, 34, 2, 33, 1, 32, 0);
+    return _mm512_permutex2var_epi16(first, order, second);
+}
+INLINE __m512i upper_pairs(__m512i first, __m512i second) {
+    const __m512i order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53, 21,
+                                           52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+    return _mm512_permutex2var_epi16(first, order, second);
+}
+
+// Numbers of both halves of a register in turn.
+INLINE __m512i paired_halves(__m512i x) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                           19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, x);
+}
+
+INLINE __m512i narrow(__m512 lower, __m512 upper) { return (__m512i)_mm512_cvtne2ps_pbh(upper, lower); }
+
+}  // namespace
+
+#pragma GCC pop_options
+#endif
