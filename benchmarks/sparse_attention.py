@@ -1,22 +1,24 @@
 """Time of attention by blocks against the share of blocks that a layout sees.
 
     python benchmarks/sparse_attention.py                           # 8,192 tokens, forward and backward
+    python benchmarks/sparse_attention.py --dtype bf16 --blocks 16
     python benchmarks/sparse_attention.py --tokens 2048 --repeats 2
 
-The ideal of a layout is the time of the same kernel with the dense layout, times its density: the share of
-the scores of the dense layout that it sees. Turns alternate between the layouts; the time is the CPU time of
-the process (with OMP_NUM_THREADS=1 that of a core), the shortest of all turns, so that other processes change
-little. Beside it torch's fused attention to all tokens.
+The ideal of a layout is the time of attention to all tokens, in the same dtype, times the layout's density:
+the share of the scores of all tokens that it sees. That time is the shorter one of two: of the dense layout,
+by the kernel of layouts, and of attention without a layout, by the kernel that a run without sparse attention
+takes. Turns alternate between the layouts; the time is the CPU time of the process (with OMP_NUM_THREADS=1
+that of a core), the shortest and the median of all turns. Freed memory is kept, as in training.
 """
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,6 +26,7 @@ from megatron_ds.config.sparse_options import SparseOptions
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.ops.sparse_layouts import block_layout
+from megatron_ds.training.distributed import set_allocator
 
 # Name in the table → options without their prefix, for blocks of 16 tokens.
 LAYOUTS = {
@@ -33,7 +36,11 @@ LAYOUTS = {
     "bslongformer, 65 sliding": dict(mode="bslongformer", num_sliding_window_blocks=65),
     "local, 129 sliding": dict(mode="local", num_sliding_window_blocks=129),
     "local, 33 sliding": dict(mode="local", num_sliding_window_blocks=33),
+    "fixed, 4 local, 1 global": dict(mode="fixed", num_local_blocks=4, num_global_blocks=1),
+    "bigbird, 9 sliding, 16 random": dict(mode="bigbird", num_sliding_window_blocks=9, num_random_blocks=16),
 }
+PLAIN = "without a layout"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def options(mode: str, block: int, **more: int) -> SparseOptions:
@@ -49,9 +56,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--bidirectional", action="store_true")
     args = parser.parse_args()
+    set_allocator(keep_freed=True)
     for block in args.blocks:
         measure(args, block)
 
@@ -61,28 +70,29 @@ def measure(args: argparse.Namespace, block: int) -> None:
     causal, s = not args.bidirectional, args.tokens
     draw = torch.Generator().manual_seed(0)
     shape = s, 1, args.heads, args.channels
-    tensors = [torch.randn(shape, generator=draw).requires_grad_() for _ in range(3)]
+    tensors = [torch.randn(shape, generator=draw).to(DTYPES[args.dtype]).requires_grad_() for _ in range(3)]
     patterns = {"dense": pattern_of(options("dense", block), s, args.heads, causal)}
     for name, more in LAYOUTS.items():
         chosen = {key: value if key == "mode" else max(1, value * 16 // block) for key, value in more.items()}
         patterns[name] = pattern_of(options(block=block, **chosen), s, args.heads, causal)
     turns: dict[str, Callable[[], torch.Tensor]] = {
         name: lambda pattern=pattern: attention(*tensors, pattern=pattern)
-        for name, pattern in patterns.items()}
-    turns["torch"] = lambda: F.scaled_dot_product_attention(
-        *(t.permute(1, 2, 0, 3) for t in tensors), is_causal=causal)
-    best = {name: float("inf") for name in turns}
+        for name, pattern in (patterns | {PLAIN: AttentionPattern(causal)}).items()}
+    times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(args.repeats):
         for name, turn in turns.items():
-            best[name] = min(best[name], seconds(turn))
-    print(f"{s} tokens, blocks of {block}, {args.heads} heads of {args.channels}, "
-          f"{'causal' if causal else 'bidirectional'}, {torch.get_num_threads()} threads; "
-          f"torch's fused attention {best['torch']:.2f} s")
-    print(f"{'layout':<32}{'density':>9}{'seconds':>9}{'of dense':>10}{'of ideal':>10}")
+            times[name].append(seconds(turn))
+    best = {name: min(of_turns) for name, of_turns in times.items()}
+    whole = min(best["dense"], best[PLAIN])
+    print(f"{s} tokens, {args.dtype}, blocks of {block}, {args.heads} heads of {args.channels}, "
+          f"{'causal' if causal else 'bidirectional'}, {torch.get_num_threads()} threads; {PLAIN} "
+          f"{best[PLAIN]:.3f} s, median {statistics.median(times[PLAIN]):.3f} s")
+    print(f"{'layout':<32}{'density':>9}{'seconds':>9}{'median':>9}{'of all':>9}{'of ideal':>10}")
     for name, pattern in patterns.items():
         density = pattern.pairs(s) / patterns["dense"].pairs(s)
-        share = best[name] / best["dense"]
-        print(f"{name:<32}{density:9.3f}{best[name]:9.3f}{share:10.3f}{density / share:10.2f}")
+        share = best[name] / whole
+        print(f"{name:<32}{density:9.3f}{best[name]:9.3f}{statistics.median(times[name]):9.3f}{share:9.3f}"
+              f"{density / share:10.2f}")
 
 
 def pattern_of(chosen: SparseOptions, s: int, heads: int, causal: bool) -> AttentionPattern:
@@ -93,7 +103,8 @@ def pattern_of(chosen: SparseOptions, s: int, heads: int, causal: bool) -> Atten
 def seconds(turn: Callable[[], torch.Tensor]) -> float:
     """CPU time of one forward and backward."""
     start = time.process_time()
-    turn().sum().backward()
+    out = turn()
+    out.backward(torch.ones_like(out))
     return time.process_time() - start
 
 

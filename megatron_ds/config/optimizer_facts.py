@@ -5,14 +5,10 @@ same optimizer's mathematics, and tests compare the two. An optimizer that is re
 takes the options of the whole section.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .group_rules import group_rules
-from .messages import flag, given
-from .onebit_rules import one_bit
-from .run import RunConfig
 from .training_options import OptimizerConfig
 
 # What the update of an element depends on, besides that element.
@@ -109,42 +105,3 @@ SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 def facts_of(name: str | None) -> OptimizerFacts | None:
     """The facts of an optimizer by the name of its flag; None of one that has no row."""
     return FACTS.get(SYNONYMS.get(name, name))
-
-
-def optimizer_options(config: RunConfig) -> Iterator[str]:
-    """Options of one optimizer have no effect on another one."""
-    facts, rules = facts_of(config.optimizer.optimizer), group_rules(config.optimizer.param_groups)
-    if facts is None:
-        return
-    fields = [f for used in (facts, *(facts_of(rule.optimizer) for rule in rules)) if used is not None
-              for f in used.own_fields]
-    own = dict.fromkeys(f"optimizer.{name}" for name in fields)
-    others = dict.fromkeys(f"optimizer.{name}" for other in FACTS.values() for name in other.own_fields
-                           if name not in fields)
-    yield from given(config, others, "is not an option of [optimizer], which has "
-                                     f"{', '.join(map(flag, own))}. Remove it.")
-    yield from one_bit(config)
-    yield from _adam_variants(config) if facts.name == "adam" else ()
-    yield from _muon_parts(config) if facts.name == "muon" else ()
-    if config.optimizer.lamb_min_coeff > config.optimizer.lamb_max_coeff:
-        yield "[lamb_min_coeff] is above [lamb_max_coeff]: no trust ratio is between them. Lower the minimum."
-
-
-def _adam_variants(config: RunConfig) -> Iterator[str]:
-    if config.optimizer.adam_amsgrad and not config.optimizer.adam_bias_correction:
-        yield ("[adam_amsgrad] is torch's, which corrects its moments, but [adam_bias_correction]. Remove "
-               "one of them.")
-
-
-def _muon_parts(config: RunConfig) -> Iterator[str]:
-    o, lion = config.optimizer, ("optimizer.lion_beta1", "optimizer.lion_beta2")
-    adam = [f"optimizer.{name}" for names in MOMENTS.values() for name in names]
-    others = adam if o.muon_scalar_optimizer == "lion" else lion
-    # Defaults of a JSON are no wish.
-    wished = [path for path in others if path in config.sources and config.sources[path].kind != "deepspeed"]
-    yield from given(config, wished, "is not an option of [muon_scalar_optimizer], which updates what is not "
-                                     "a matrix. Remove it.")
-    if o.muon_coefficient_type == "cubic5" and o.muon_num_ns_steps != 5:
-        yield "[muon_coefficient_type] has coefficients of 5 iterations, but [muon_num_ns_steps]. Use 5."
-    if o.muon_per_head and not o.muon_split_qkv:
-        yield "[muon_per_head] divides what [muon_split_qkv] leaves in one. Remove one of them."

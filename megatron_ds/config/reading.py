@@ -56,10 +56,13 @@ class Reading:
 
 
 class ConfigProblems(ConfigError):
-    """A ConfigError with a list of problems, which its message numbers if there are several."""
+    """A ConfigError with a list of problems, which its message numbers if there are several.
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(problems)
+    problems: or the message of another one, which is raised again on all ranks
+    """
+
+    def __init__(self, problems: Sequence[str] | str):
+        self.problems = problems = (problems,) if isinstance(problems, str) else tuple(problems)
         numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
         several = f"{len(problems)} problems in the configuration:\n{numbered}"
         super().__init__(problems[0] if len(problems) == 1 else several)

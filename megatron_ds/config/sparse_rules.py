@@ -82,14 +82,11 @@ def sparse_direction(config: RunConfig) -> Iterator[str]:
 
 
 def sparse_composition(config: RunConfig) -> Iterator[str]:
-    """One option chooses the keys, and ranks that split sequences have all tokens of some heads."""
+    """One option chooses the keys."""
     if config.model.sparse_attention is None:
         return
     if config.model.window_size is not None:
         yield "[sparse_attention] and [window_size] both choose the keys that a token sees. Give only one."
-    if config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}:
-        yield ("[sparse_attention] with [context_parallel_size] needs whole sequences on each rank. Use "
-               "--cp-comm-type a2a.")
 
 
 SPARSE_RULES = (sparse_options, sparse_shapes, sparse_direction, sparse_composition)

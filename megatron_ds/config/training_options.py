@@ -80,6 +80,7 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
     lamb_eps_inside_sqrt: bool = option(False, json="optimizer.params.eps_inside_sqrt",
         help="Add --adam-eps to the second moment, before its root is taken (lamb only).")
     param_groups: tuple[str, ...] = option((), flag="--param-group", repeats=True, unit="pattern:key=value",
+        json="optimizer.param_groups",
         help="Parameters whose names match the pattern (* is any text) have another optimizer=NAME, "
              "lr_factor=X, decay=on|off or init_factor=X (docs/optimizers.md). May be given several times.",
         avoid="--decoupled-lr is simpler for embedding and output layer.")

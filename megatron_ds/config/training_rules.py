@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .cycle_rules import cycles
 from .messages import divisors, either, flag, given, neighbours
-from .optimizer_facts import optimizer_options
+from .optimizer_rules import optimizer_options
 from .run import RunConfig, all_options, options_in
 from .training_options import DEEPSPEED_STYLES
 from .training_schedule import counts_tokens, parse_batch_steps

@@ -112,7 +112,8 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
         return None, {}
     folder, step, run = found
     kinds = None if with_optimizer else ("weight", BUFFER)
-    pieces = [*engine.optimizer.pieces(), *_buffers(engine), *engine.step_state.pieces()]
+    pieces = [*engine.optimizer.pieces(saved=run["optimizer"]), *_buffers(engine),
+              *engine.step_state.pieces()]
     load(folder, step, pieces, coordinates=engine.world.coordinates, world=world, kinds=kinds)
     if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])

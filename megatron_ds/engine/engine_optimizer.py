@@ -15,13 +15,14 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import RunConfig
-from ..config.optimizer_facts import FACTS
+from ..config import OptimizerConfig, RunConfig
+from ..config.optimizer_facts import facts_of
 from ..config.training_options import DEEPSPEED_STYLES
 from ..config.training_schedule import make_beta1, make_learning_rate
 from ..cycles import CycledBeta, OneCycle, RangeTest
@@ -32,6 +33,7 @@ from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
 
 Group = dict[str, Any]
+LR_FACTOR = "lr_factor"         # of a group, if its learning rate is not that of the JSON
 Decays = Callable[[str, nn.Parameter], bool]       # (name, parameter)
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
 logger = logging.getLogger(__name__)
@@ -73,6 +75,11 @@ class InnerOptimizers:
     def param_groups(self) -> tuple[ParamGroup, ...]:
         """The groups of `ZeroOptimizer`."""
         return default_groups(self)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the specs of all parameters; these must have been written."""
+        return frozenset(p.spec.name for group in self.groups for p in group["params"])
 
     def refresh(self) -> None:
         """Copy the numbers of the user's groups to the inner ones."""
@@ -157,12 +164,20 @@ def _key(piece) -> str:
     return f"{piece.kind} of {piece.spec.name}[{piece.start}:{piece.stop}]"
 
 
-def json_optimizers(settings: RunConfig, groups: Sequence[Group]) -> InnerOptimizers:
-    """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's."""
-    o = settings.optimizer
-    numbers, entry = FACTS[o.optimizer].numbers(o), RegisteredOptimizer(o.optimizer, o)
-    return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups], entry,
-                           needs_norms=entry.needs_norms, phases=entry.phases)
+def registered_optimizer(name: str, o: OptimizerConfig, groups: Sequence[Group],
+                         numbers: Mapping[str, Any] | None = None) -> InnerOptimizers:
+    """An optimizer with the numbers of the JSON. groups: "params", and the numbers that differ from these.
+
+    numbers: in place of the JSON's
+    """
+    facts, entry = facts_of(name), RegisteredOptimizer(name, o)
+    if numbers is None:
+        numbers = facts.numbers(o) if facts else {"lr": o.lr, "weight_decay": o.weight_decay}
+    of_groups = [{**numbers, **group} for group in groups]
+    for group in of_groups:
+        group["lr"] *= group.get(LR_FACTOR, 1.0)
+    return InnerOptimizers(facts.name if facts else name, of_groups, entry, needs_norms=entry.needs_norms,
+                           needs_matrices=entry.needs_matrices, phases=entry.phases)
 
 
 def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:
@@ -225,7 +240,8 @@ def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]
 class JsonScheduler:
     """The scheduler of the JSON, for all parameter groups.
 
-    WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups.
+    WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups,
+    times the factor of a group that has one.
     beta1: of groups with "betas", whose beta2 stays; None: betas do not change
     last_batch_iteration: number of the last update, counted from 0; −1 before the first
     """
@@ -248,7 +264,7 @@ class JsonScheduler:
         value = self.rate.at(self.last_batch_iteration)
         if isinstance(self.rate, DeepSpeedRate) and self.rate.style == "WarmupCosineLR":
             return [first * value / self.rate.highest for first in self._firsts]
-        return [value] * len(self.groups)
+        return [value * group.get(LR_FACTOR, 1.0) for group in self.groups]
 
     get_last_lr = get_lr                                # torch's name
 

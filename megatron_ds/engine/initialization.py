@@ -12,7 +12,6 @@ from torch import nn
 
 from ..config import RunConfig
 from ..config.config_text import report_without_effect
-from ..config.optimizer_facts import FACTS, MATRIX
 from ..errors import ConfigError
 from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import on_all_ranks
@@ -33,7 +32,6 @@ from .engine_optimizer import (
     SchedulerMaker,
     check_owned,
     freeze_others,
-    json_optimizers,
     make_groups,
     make_scheduler,
 )
@@ -43,7 +41,7 @@ from .json_settings import Sources, block_of, config_of, fill_autos, read_settin
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
-from .muon_groups import MuonOptimizers, muon_optimizers
+from .several_optimizers import SeveralOptimizers, json_optimizers
 from .zero_init import Partition, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
@@ -144,7 +142,7 @@ class _Prepared(NamedTuple):
     block: Mapping[str, Any]                        # the JSON, "auto" values filled
     settings: RunConfig
     partitions: Mapping[nn.Parameter, Partition]    # of parameters made under `zero.Init`
-    inner: InnerOptimizers | MuonOptimizers
+    inner: InnerOptimizers | SeveralOptimizers
 
 
 def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
@@ -216,7 +214,7 @@ def _client_of(model: nn.Module, optimizer: Any, model_parameters: Any) -> torch
 
 def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],
                       client: torch.optim.Optimizer | None, model_parameters: Any,
-                      decay: Decays | None) -> InnerOptimizers | MuonOptimizers:
+                      decay: Decays | None) -> InnerOptimizers | SeveralOptimizers:
     """The client's optimizer, else the config's, else one without parameters."""
     if client is not None:
         if "optimizer" in block:
@@ -224,9 +222,7 @@ def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str,
                            "place")
         return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
     groups = make_groups(model, model_parameters, decay) if "optimizer" in block else []
-    if FACTS[settings.optimizer.optimizer].depends == MATRIX:
-        return muon_optimizers(model, settings.optimizer, groups)
-    return json_optimizers(settings, groups)
+    return json_optimizers(model, settings.optimizer, groups)
 
 
 def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
@@ -238,7 +234,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
 
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
-               layers: list[ModuleLayer], inner: InnerOptimizers | MuonOptimizers,
+               layers: list[ModuleLayer], inner: InnerOptimizers | SeveralOptimizers,
                draw: DrawByName | None) -> ZeroOptimizer:
     # prefetch=0: `ModuleGathering` starts the gathers of the next layers.
     settings = replace(ZeroSettings.from_config(config, inner.param_groups()), prefetch=0)

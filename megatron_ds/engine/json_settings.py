@@ -33,7 +33,7 @@ from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, reading_of, with_autos
 from ..config.layout_rules import LAYOUT_RULES
 from ..config.messages import problems_of
-from ..config.optimizer_facts import optimizer_options
+from ..config.optimizer_rules import optimizer_options
 from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format

@@ -238,17 +238,17 @@ class Sink(nn.Module):
     def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext):
         super().__init__()
         self.kind, self.first = config.softmax_type, ctx.tp.rank * config.num_attention_heads // ctx.tp.size
-        self.softmax_offset, self.device = None, ctx.device
+        self.softmax_offset = None
         if self.kind == "learnable":
             spec = ParamSpec(f"{name}.softmax_offset", (config.num_attention_heads,),
                              Init("normal", config.init_method_std), splits=(Split("tp", 0),), decay=False)
             self.softmax_offset = new_parameter(spec, sizes={"tp": ctx.tp.size}, dtype=ctx.dtype,
                                                 device=ctx.device)
 
-    def forward(self, heads: range) -> torch.Tensor | None:
+    def forward(self, heads: range, device: torch.device) -> torch.Tensor | None:
         """[n] of these heads, global numbers among those of the tensor-parallel rank; None without a sink."""
         if self.kind == "off-by-one":
-            return torch.zeros(len(heads), device=self.device)
+            return torch.zeros(len(heads), device=device)
         if self.softmax_offset is None:
             return None
         return self.softmax_offset[heads.start - self.first:heads.stop - self.first]
@@ -276,7 +276,7 @@ class CoreAttention(nn.Module):
         pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
         return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None,
-                         scoring=Scoring(sink=self.sink(self.heads(q)),
+                         scoring=Scoring(sink=self.sink(self.heads(q), q.device),
                                          alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device)))
 
     def heads(self, q: torch.Tensor) -> range:

@@ -60,12 +60,12 @@ class SharedKeysAttention(nn.Module):
             q, k, v = to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads, whole = range(first, first + q.shape[2]), batch.whole
-        pattern, mask = seen_keys(self.pattern, whole)
+        pattern, mask = seen_keys(self.pattern.of_heads(heads), whole)
         p = self.dropout if batch.training else 0.0
         seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None,
                     alibi_of(self.alibi_heads, heads, whole, q.device))
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
-        out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads))
+        out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads, q.device))
         if ranks > 1:
             out = to_tokens(out.unflatten(2, (len(heads), -1)), self.run).flatten(2)
         return out

@@ -66,7 +66,7 @@ class AttentionPattern:
 
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether every query sees every key; both are contiguous positions."""
-        if self.layout is not None:
+        if self.layout is not None and not self.layout.sees_all(queries, keys):
             return False
         is_before = self.left is None or keys.start >= queries.stop - 1 - self.left
         return is_before and (self.after is None or keys.stop - 1 <= queries.start + self.after)

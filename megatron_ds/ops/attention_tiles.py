@@ -21,6 +21,8 @@ from .attention_pattern import AttentionPattern
 from .product import has_memory
 
 ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
+ROWS_OF_LAYOUT = 128                # of a tile of a block layout
+GAP = 64                            # keys between two of its tiles, of which no query sees any
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ Keep = Callable[[Tile], tuple[torch.Tensor, float]]
 class Seen:
     """Which keys a query sees.
 
-    pattern    by positions
+    pattern    by positions, or by blocks of the heads that attend
     documents  int64 [b, s], not decreasing: a query sees keys of its own document only; None: of all
     mask       bool [b or 1, n or 1, s or 1, s], True where a query does not see a key; None: nothing more
     keep       tile → (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
@@ -75,11 +77,15 @@ class Seen:
     keep: Keep | None = None
     alibi: Alibi | None = None
 
-    def tiles(self, queries: Runs, keys: Runs) -> Iterator[Tile]:
-        """The tiles of a block, by rows, then by columns; each element is in one tile at most."""
+    def tiles(self, queries: Runs, keys: Runs, by_runs: bool = False) -> Iterator[Tile]:
+        """The tiles of a block, by rows, then by columns; each element is in one tile at most.
+
+        by_runs: a tile is a run of queries and one of keys that some of them see, for a kernel of layouts
+        """
+        parts = self._runs_of_layout if by_runs else self._parts
         for first_row, rows in queries:
             for first_column, columns in keys:
-                for part, seen, is_whole in self._parts(rows, columns):
+                for part, seen, is_whole in parts(rows, columns):
                     yield Tile(_slice(part, rows, first_row), _slice(seen, columns, first_column), part, seen,
                                is_whole)
 
@@ -88,8 +94,8 @@ class Seen:
         if tile.is_whole:
             return None
         q, k = (torch.arange(r.start, r.stop, device=device) for r in (tile.queries, tile.keys))
-        hidden = self.pattern.hidden(q, k)
-        masks = [] if hidden is None else [hidden[None, None]]
+        hidden = self.pattern.mask(q, k)
+        masks = [] if hidden is None else [hidden]
         rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
         if self.documents is not None:
             masks.append((self.documents[:, rows, None] != self.documents[:, None, columns])[:, None])
@@ -101,7 +107,9 @@ class Seen:
 
     def _parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
         """(queries, keys, whether no mask is needed) of the tiles of two runs."""
-        if self.is_bare and self._sees_all(queries, keys):
+        if self.pattern.layout is not None:
+            yield from self._parts_of_layout(queries, keys)
+        elif self.is_bare and self._sees_all(queries, keys):
             yield queries, keys, True
         elif self.is_bare and self.is_causal_only and queries == keys:
             yield queries, keys, False
@@ -109,6 +117,16 @@ class Seen:
             for rows in _pieces(queries, ROWS):
                 for columns, is_whole in self._columns(rows, self._seen_by(rows, keys)):
                     yield rows, columns, is_whole
+
+    def _runs_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+        if any(self.pattern.layout.runs(queries, self._seen_by(queries, keys), GAP)):
+            yield queries, keys, False
+
+    def _parts_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+        for rows in _pieces(queries, ROWS_OF_LAYOUT):
+            for run in self.pattern.layout.runs(rows, self._seen_by(rows, keys), GAP):
+                for columns in _pieces(run, COLUMNS):
+                    yield rows, columns, self.is_bare and self._sees_all(rows, columns)
 
     def _columns(self, queries: range, keys: range) -> Iterator[tuple[range, bool]]:
         """Pieces of the keys, and whether all is seen; neighbours of which all is seen are joined."""

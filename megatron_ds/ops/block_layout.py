@@ -4,6 +4,7 @@ Child et al. 2019 (arXiv:1904.10509); in DeepSpeed "sparse attention". `sparse_l
 `AttentionPattern` may hide more, such as later keys within a block.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,11 +57,25 @@ class BlockLayout:
 
     def up_to(self, positions: int) -> np.ndarray:
         """bool [n, blocks, blocks] of a shorter sequence. Raises LayoutError if it is longer."""
-        if positions > self.positions:
-            raise LayoutError(f"a sequence of {positions} tokens does not fit a sparse layout of "
-                              f"{self.positions}. Use a larger --max-position-embeddings.")
-        blocks = -(-positions // self.block)
-        return self.seen[:, :blocks, :blocks]
+        blocks = self._blocks(range(positions))
+        return self.seen[:, blocks, blocks]
+
+    def sees_all(self, queries: range, keys: range) -> bool:
+        """Whether in each head all of these queries see all of these keys."""
+        rows, columns = (self._blocks(positions) for positions in (queries, keys))
+        return bool(self.seen[:, rows, columns].all())
+
+    def runs(self, queries: range, keys: range, gap: int) -> Iterator[range]:
+        """Parts of these keys that some of the queries see, in some of the heads; those with fewer than `gap`
+        keys between them are joined."""
+        if not len(keys):
+            return
+        rows, columns = (self._blocks(positions) for positions in (queries, keys))
+        numbers = columns.start + np.flatnonzero(self.seen[:, rows, columns].any(axis=(0, 1)))
+        cuts = np.flatnonzero(np.diff(numbers) > max(1, gap // self.block)) + 1
+        for run in np.split(numbers, cuts) if len(numbers) else ():
+            yield range(max(keys.start, int(run[0]) * self.block),
+                        min(keys.stop, (int(run[-1]) + 1) * self.block))
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """bool [.., n, q, k], True where a query does not see a key.
@@ -82,6 +97,13 @@ class BlockLayout:
             earlier = np.tril(seen, -1).sum() + np.trace(seen, axis1=1, axis2=2).sum() / 2
             return float(earlier) * self.block**2 / len(seen)
         return float(seen.sum()) * self.block**2 / len(seen)
+
+    def _blocks(self, positions: range) -> slice:
+        """Numbers of their blocks. Raises LayoutError for positions that the layout does not have."""
+        if positions.stop > self.positions:
+            raise LayoutError(f"a sequence of {positions.stop} tokens does not fit a sparse layout of "
+                              f"{self.positions}. Use a larger --max-position-embeddings.")
+        return slice(positions.start // self.block, -(-positions.stop // self.block))
 
     def _hidden_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._tensors:

@@ -6,9 +6,9 @@ key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
 probabilities. On a CPU, cpu/compiled_attention.py for bf16 on processors with AVX-512 BF16 and without AMX;
-cpu/blocked_attention.py for causal attention of medium length and for narrow windows, where it is faster;
-cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where the processor has no matrix
-products of the dtype.
+cpu/compiled_sparse.py for block layouts on processors with AVX-512; cpu/blocked_attention.py for causal
+attention of medium length and for narrow windows, where it is faster; cpu/tiled_attention.py for other
+windows, block layouts and sinks; and fp32 where the processor has no matrix products of the dtype.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_pattern import CAUSAL, AttentionPattern
-from .cpu import compiled_attention
+from .cpu import compiled_attention, compiled_sparse
 from .cpu.blocked_attention import blocked_attention, worth_blocking
 from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
@@ -86,6 +86,33 @@ def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Att
     return compiled_attention.compiled_attention(q, k, v, scoring.scale_of(q.shape[-1]), pattern.causal)
 
 
+def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+                  pattern: AttentionPattern = CAUSAL, mask: torch.Tensor | None = None,
+                  keep: KeepMask | None = None, scoring: Scoring = PLAIN, **_: Any) -> bool:
+    is_known = keep is None and scoring.alibi is None and _is_padding(mask)
+    return is_known and compiled_sparse.suits(q, k, pattern)
+
+
+@attention.implementation("c++ layouts", devices=CPU, dtypes=(torch.float32, torch.bfloat16),
+                          suits=_suits_layout, available=compiled_sparse.reason_against)
+def _compiled_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+                     mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
+                     **_: None) -> torch.Tensor:
+    ids, whole = documents.ids if documents is not None and has_memory(q) else None, range(q.shape[0])
+    shown = compiled_sparse.Shown.of(pattern, whole, whole, ids, _padding(mask, q))
+    return compiled_sparse.compiled_sparse(q, k, v, shown, scoring.scale_of(q.shape[-1]), scoring.sink)
+
+
+def _is_padding(mask: torch.Tensor | None) -> bool:
+    """Whether a mask hides the same keys from all queries of a sample."""
+    return mask is None or mask.shape[1:3] == (1, 1)
+
+
+def _padding(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """bool [b, sk] of such a mask."""
+    return None if mask is None else mask[:, 0, 0].expand(q.shape[1], -1)
+
+
 def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
                   mask: torch.Tensor | None = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN,
                   **_: Any) -> bool:
@@ -105,8 +132,7 @@ def _blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Atte
 def _suits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
                  mask: torch.Tensor | None = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN,
                  **_: Any) -> bool:
-    is_padding = mask is None or mask.shape[1:3] == (1, 1)
-    if q.shape[0] != k.shape[0] or q.dtype == torch.float64 or keep is not None or not is_padding:
+    if q.shape[0] != k.shape[0] or q.dtype == torch.float64 or keep is not None or not _is_padding(mask):
         return False
     has_bias = scoring.sink is not None or scoring.alibi is not None and scoring.alibi.places is None
     return has_bias or worth_tiling(k.shape[0], pattern)
@@ -116,8 +142,8 @@ def _suits_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: 
 def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
            mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
            **_: None) -> torch.Tensor:
-    padding = None if mask is None else mask[:, 0, 0].expand(q.shape[1], -1)
-    return tiled_attention(q, k, v, Visible(pattern, documents if has_memory(q) else None, padding), scoring)
+    visible = Visible(pattern, documents if has_memory(q) else None, _padding(mask, q))
+    return tiled_attention(q, k, v, visible, scoring)
 
 
 @attention.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q))

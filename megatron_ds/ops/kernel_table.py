@@ -98,6 +98,10 @@ class Operation:
         """The name of the implementation that a type of device tries first: "torch" if it has no other."""
         return _candidates(self, device, dtype, _MODE[0])[0].name
 
+    def has(self, name: str, device: str, dtype: torch.dtype) -> bool:
+        """Whether a type of device has an implementation, with the kernels that are selected."""
+        return any(entry.name == name for entry in _candidates(self, device, dtype, _MODE[0]))
+
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.in_torch(x, *arguments, **named)

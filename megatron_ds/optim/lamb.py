@@ -23,6 +23,7 @@ import torch
 
 from ..config import OptimizerConfig
 from .optimizers import OPTIMIZERS
+from .part_optimizer import PartOptimizer
 
 Norms = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor]
 
@@ -42,7 +43,7 @@ class LambRule:
     eps_inside_sqrt: bool = False
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(PartOptimizer):
     """LAMB on contiguous fp32 parts of parameters; a step has one collective call of `reduce_norms`.
 
     numbers: of all groups that have no others; the defaults are NUMBERS
@@ -50,23 +51,20 @@ class Lamb(torch.optim.Optimizer):
     are parts of, from the tensors of each list. None: each parameter is whole.
     """
 
+    STATE = ("exp_avg", "exp_avg_sq")
+    COUNTS_STEPS = True
+
     def __init__(self, params: Iterable, rule: LambRule = LambRule(), reduce_norms: Norms | None = None,
                  **numbers: Any):
         super().__init__(params, NUMBERS | numbers)
         self.rule, self._reduce_norms = rule, reduce_norms or _norms_of_whole
         self._moving: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update the parameters; returns the loss of `closure`. Collective, see `reduce_norms`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def make_step(self) -> None:
+        """See `PartOptimizer.make_step`. Collective, see `reduce_norms`."""
         self.advance()
         lists, parameters = self.measured()
         self._move(lists[1], self._reduce_norms(lists, parameters))
-        return loss
 
     # A step in halves, for parameters of which this optimizer has parts only.
     @torch.no_grad()
@@ -78,9 +76,7 @@ class Lamb(torch.optim.Optimizer):
             if not parameters:
                 continue
             (beta1, beta2), grads = group["betas"], [p.grad for p in parameters]
-            states = [self._state(p) for p in parameters]
-            for state in states:
-                state["step"] = int(state["step"]) + 1
+            states = [self.count_step(p) for p in parameters]
             m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
             torch._foreach_lerp_(m, grads, 1 - beta1)
             torch._foreach_mul_(v, beta2)
@@ -137,12 +133,6 @@ class Lamb(torch.optim.Optimizer):
         if group["weight_decay"]:
             torch._foreach_add_(us, list(parameters), alpha=group["weight_decay"])
         return us
-
-    def _state(self, p: torch.Tensor) -> dict[str, Any]:
-        state = self.state[p]
-        if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        return state
 
 
 def _norms_of_whole(lists: Sequence[Sequence[torch.Tensor]],

@@ -28,6 +28,7 @@ from ..mpu.param_spec import Matrices, ParamSpec
 from ..ops.newton_schulz import SETS, newton_schulz
 from .matrix_batches import HEADS, PARTS, WHOLE, change_matrices
 from .optimizers import OPTIMIZERS, ParamGroup, RegisteredOptimizer, default_groups
+from .part_optimizer import PartOptimizer
 
 # for_each(change, unit, parts of updates, parameters) → the parts after `change` of the matrices.
 ForEachMatrix = Callable[[Callable[[torch.Tensor], torch.Tensor], str, Sequence[torch.Tensor],
@@ -45,7 +46,7 @@ class MuonRule:
     """What all groups have in common.
 
     unit   the matrices of packed parameters: PARTS, HEADS or WHOLE (optim/matrix_batches.py)
-    dtype  of the products: "fp32", "bf16", or "auto", which is bf16 on GPUs
+    dtype  of the products: "fp32", "bf16", or "auto", which is bf16 on GPUs (in plans the meta device)
     """
 
     nesterov: bool = False
@@ -58,13 +59,13 @@ class MuonRule:
 
     def orthogonal(self, batch: torch.Tensor) -> torch.Tensor:
         """[n, o, i] → scaled updates of these matrices."""
-        low = self.dtype == "bf16" or self.dtype == "auto" and batch.device.type == "cuda"
+        low = self.dtype == "bf16" or self.dtype == "auto" and batch.device.type != "cpu"
         scale = self.factor * SCALES[self.scale](*batch.shape[1:])
         coefficients = SETS[self.coefficients].first(self.steps)
         return newton_schulz(batch, coefficients, torch.bfloat16 if low else None).mul_(scale)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(PartOptimizer):
     """Muon on fp32 parts of parameters; a step has one collective call of `for_each`.
 
     for_each: changes all matrices of parameters of which this rank has parts (zero/whole_matrices.py); None:
@@ -72,47 +73,37 @@ class Muon(torch.optim.Optimizer):
     numbers: of all groups that have no others; the defaults are NUMBERS
     """
 
+    STATE = ("momentum_buffer",)
+
     def __init__(self, params: Iterable, rule: MuonRule = MuonRule(), for_each: ForEachMatrix | None = None,
                  **numbers: Any):
         super().__init__(params, NUMBERS | numbers)
         self.rule, self._for_each = rule, for_each or _of_whole
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update the parameters; returns the loss of `closure`. Collective, see `for_each`.
+    def make_step(self) -> None:
+        """See `PartOptimizer.make_step`. Collective, see `for_each`.
 
         With learning rates of 0 only the momentum changes, and nothing is communicated.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         inputs = [u for group, members in groups for u in self._inputs(group, members)]
         if not any(group["lr"] for group in self.param_groups):
-            return loss
+            return
         parameters = [p for _, members in groups for p in members]
         updates = iter(self._for_each(self.rule.orthogonal, self.rule.unit, inputs, parameters))
         for group, members in groups:
             if members:
                 torch._foreach_mul_(members, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(members, [next(updates) for _ in members], alpha=-group["lr"])
-        return loss
 
     def _inputs(self, group: dict[str, Any], members: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """New tensors, u of each parameter of a group, after its momentum is updated."""
         if not members:
             return ()
         grads, momentum = [p.grad for p in members], group["momentum"]
-        moments = [self._moment(p) for p in members]
+        moments = [self.state_of(p)["momentum_buffer"] for p in members]
         torch._foreach_lerp_(moments, grads, 1 - momentum)
         return torch._foreach_lerp(grads, moments, momentum if self.rule.nesterov else 1.0)
-
-    def _moment(self, p: torch.Tensor) -> torch.Tensor:
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        return state["momentum_buffer"]
 
 
 def _of_whole(change: Callable[[torch.Tensor], torch.Tensor], unit: str, inputs: Sequence[torch.Tensor],

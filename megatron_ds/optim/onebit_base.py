@@ -5,28 +5,29 @@ In a step whose exchange is not `Exchange.FULL`, "exp_avg" has its new value whe
 gradients are not read.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .onebit_phases import Exchange, Phases
+from .part_optimizer import PartOptimizer, gradient_of
 
 Tensors = list[torch.Tensor]
 
 
-class CompressedOptimizer(torch.optim.Optimizer):
-    """On flat fp32 tensors. A subclass has the names of its state, STATE, and `update`.
+class CompressedOptimizer(PartOptimizer):
+    """On flat fp32 tensors. A subclass has the names of its state and `update`.
 
     phases       what is exchanged in each step
     num_updates  steps so far
+    differs      whether "exp_avg" and sums of updates differ between ranks now
     grad_scale   None or a number: gradients are divided by it while they are read
     parameter.low_grad  optional, a 16-bit tensor of the same length: read in place of `grad`
     """
 
-    STATE: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    STATE = ("exp_avg", "exp_avg_sq")
     _step_supports_amp_scaling = True      # torch's name for support of `grad_scale`
     takes_numbers = True
     reads_low_grad = True
@@ -35,26 +36,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().__init__(params, numbers)
         self.phases, self.bias_correction = phases, bias_correction
         self.grad_scale: float | None = None
-        self.num_updates = 0
+        self.num_updates, self.differs = 0, False
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Torch's method without its decorator, whose first call imports the compiler: more than a second."""
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update the parameters; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def make_step(self) -> None:
+        """See `PartOptimizer.make_step`."""
         self.num_updates += 1
         exchange = self.phases.at(self.num_updates)
         if exchange is Exchange.FULL:
             for group in self.param_groups:
                 self._update_moments(group)
         self.update(exchange)
-        return loss
 
     def update(self, exchange: Exchange) -> None:
         """Update the weights of all groups, after the moments."""
@@ -82,7 +73,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def tensors(self, group: dict, name: str) -> Tensors:
         """A state of all parameters of a group, made when it is first asked for."""
-        return [self._state(p)[name] for p in group["params"]]
+        return [self.state_of(p)[name] for p in group["params"]]
 
     def corrections(self, group: dict) -> tuple[float, float]:
         """1 - β₁ᵗ and 1 - β₂ᵗ for the updates that the moments have had; 1 without bias correction."""
@@ -109,7 +100,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _update_moments(self, group: dict) -> None:
         """m ← β₁ m + (1 - β₁) g, v ← β₂ v + (1 - β₂) g²."""
-        grads = [p.grad if getattr(p, "low_grad", None) is None else p.low_grad for p in group["params"]]
+        grads = list(map(gradient_of, group["params"]))
         if not grads:
             return
         (beta1, beta2), scale = group["betas"], self.grad_scale or 1.0
@@ -118,10 +109,3 @@ class CompressedOptimizer(torch.optim.Optimizer):
         torch._foreach_add_(m, grads, alpha=(1 - beta1) / scale)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, grads, grads, (1 - beta2) / scale**2)
-
-    def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[p]
-        for name in self.STATE:
-            if name not in state:
-                state[name] = torch.zeros_like(p)
-        return state

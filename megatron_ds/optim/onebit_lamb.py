@@ -73,7 +73,7 @@ class OneBitLamb(CompressedOptimizer):
 
     def before_exchange(self) -> None:
         """See `CompressedOptimizer.before_exchange`."""
-        self._before = {id(p): self._state(p)["exp_avg"].clone() for p in self._parameters}
+        self._before = {id(p): self.state_of(p)["exp_avg"].clone() for p in self._parameters}
 
     def update(self, exchange: Exchange) -> None:
         """See `CompressedOptimizer.update`."""
@@ -150,7 +150,7 @@ class OneBitLamb(CompressedOptimizer):
 
     def _excess(self, p: torch.Tensor, eps: float) -> torch.Tensor:
         """The largest (√v + eps) / (√v' + eps) of a part."""
-        state = self._state(p)
+        state = self.state_of(p)
         v, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
         ratio = (v.sqrt() + eps).div_(fresh.sqrt().add_(eps))
         return ratio.mul_(v > 0).max()

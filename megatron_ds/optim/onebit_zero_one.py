@@ -43,9 +43,10 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def update(self, exchange: Exchange) -> None:
         """See `CompressedOptimizer.update`."""
+        self.differs = exchange in (Exchange.SUM, Exchange.NONE)
         for group in self.param_groups:
             parameters = group["params"]
-            if exchange not in (Exchange.SUM, Exchange.NONE):
+            if not self.differs:
                 if parameters:
                     descend(self, group, parameters)
                     write_low(parameters, parameters)
@@ -61,6 +62,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def after_exchange(self) -> None:
         """See `CompressedOptimizer.after_exchange`."""
+        self.differs = not all(group[RATES] for group in self.param_groups)
         for group in self.param_groups:
             rates, group[RATES] = group[RATES], 0.0
             if not group["params"]:

@@ -19,6 +19,7 @@ class RowAdamW(RowOptimizer):
     """
 
     STATE = ("exp_avg", "exp_avg_sq")
+    COUNTS_STEPS = True
 
     def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01):
@@ -31,11 +32,9 @@ class RowAdamW(RowOptimizer):
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> AdamRow:
         """See `RowOptimizer.row`; counts the step."""
-        state = self.state[p]
-        state.setdefault("step", 0)
-        state = self.state_of(p)
-        state["step"] = step = int(state["step"]) + 1        # loaded from torch's optimizer it is a tensor
-        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"], step, getattr(p, "low", None))
+        state = self.count_step(p)
+        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"],
+                       getattr(p, "low", None))
 
 
 def has_kernel(groups: Iterable[dict]) -> bool:

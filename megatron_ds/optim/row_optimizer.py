@@ -1,20 +1,20 @@
 """`RowOptimizer`: torch's interface to operations that update many flat tensors at once (`ops/`)."""
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..host.memory_maps import huge_page_zeros
+from .part_optimizer import PartOptimizer, gradient_of
 
 
-class RowOptimizer(torch.optim.Optimizer):
+class RowOptimizer(PartOptimizer):
     """An optimizer of contiguous fp32 parameters whose update is an operation on rows of tensors.
 
-    A subclass has the names of its state, STATE, and `update`. State is fp32 and begins with zeros. A step
-    makes few launches for each parameter group, and the host does not wait for a GPU.
+    A subclass has the names of its state, `update` and `row`. A step makes few launches for each parameter
+    group, and the host does not wait for a GPU.
 
     grad_scale            None, a number, or an fp32 scalar on the parameters' device, where `update` takes
                           one: each gradient is divided by it while it is read, and not written
@@ -22,7 +22,6 @@ class RowOptimizer(torch.optim.Optimizer):
     parameter.low_grad    optional, a 16-bit tensor of the same length, used instead of `grad`
     """
 
-    STATE: tuple[str, ...] = ()
     _step_supports_amp_scaling = True      # torch's name for support of `grad_scale` and `found_inf`
     takes_numbers = True                   # as grad_scale
     writes_low = True
@@ -33,22 +32,12 @@ class RowOptimizer(torch.optim.Optimizer):
         self.grad_scale: float | torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Torch's method without its decorator, whose first call imports the compiler: more than a second."""
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update the parameters; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def make_step(self) -> None:
+        """See `PartOptimizer.make_step`."""
         divisor = 1.0 if self.grad_scale is None else self.grad_scale
         for group in self.param_groups:
             for rows in self._rows_by_device(group["params"]).values():
                 self.update(rows, group, divisor)
-        return loss
 
     def update(self, rows: Sequence, group: dict[str, Any], divisor: float | torch.Tensor) -> None:
         """Update rows of one device with the numbers of their parameter group."""
@@ -58,18 +47,13 @@ class RowOptimizer(torch.optim.Optimizer):
         """The row of a parameter, for `update`."""
         raise NotImplementedError
 
-    def state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter, made when it is first asked for."""
-        state = self.state[p]
-        for name in self.STATE:
-            if name not in state:
-                state[name] = huge_page_zeros(p.numel(), device=p.device).view(p.shape)
-        return state
+    def zeros(self, p: torch.Tensor) -> torch.Tensor:
+        """See `PartOptimizer.zeros`; on huge pages, which the operations pass once in each step."""
+        return huge_page_zeros(p.numel(), device=p.device).view(p.shape)
 
     def _rows_by_device(self, parameters: Iterable[torch.Tensor]) -> dict[torch.device, list]:
         rows = defaultdict(list)
         for p in parameters:
-            low_grad = getattr(p, "low_grad", None)
-            if (grad := p.grad if low_grad is None else low_grad) is not None:
+            if (grad := gradient_of(p)) is not None:
                 rows[p.device].append(self.row(p, grad))
         return rows

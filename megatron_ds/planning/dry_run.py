@@ -226,6 +226,8 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
         rows.append([name, *(value(p) for p in plans)])
         if name == "activations" and plan.device == "cuda":
             rows.append(["  in allocator segments", *(in_bytes(p.reserved) for p in plans)])
+        if name == "working memory, about" and any(p.in_update for p in plans):
+            rows.append(["  in the update of matrices", *(in_bytes(p.in_update) for p in plans)])
         if name == "  of one micro-batch" and any(p.in_host for p in plans):
             rows.append(["activations in host memory", *(in_bytes(p.in_host) for p in plans)])
         if name == "parameters" and has_experts(plan.config):

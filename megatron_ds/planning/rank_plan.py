@@ -22,7 +22,7 @@ from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import SENDS, Program
 from ..pipeline.simulate import Simulation
 from ..zero.compressed_mean import messages
-from ..zero.compressed_update import state_bytes
+from ..zero.compressed_state import state_bytes
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter
@@ -46,6 +46,7 @@ from .fake_stages import FakeStage, most_kept
 from .keep_gathered import gradient_buffers
 from .run_model import DTYPES, boundary_shape
 from .run_plan import moments_of
+from .update_memory import bytes_of_update
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RankPlan:
     at_work     estimate of what the running layer needs in addition
     reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
     in_host     activations in host memory, at the maximum; not in `kept` and not in `peak`
+    in_update   what optimizers of matrices need during an update (update_memory.py)
     """
 
     rank: int
@@ -75,11 +77,13 @@ class RankPlan:
     of_experts: int = 0
     reserved: int = 0
     in_host: int = 0
+    in_update: int = 0
 
     @property
     def peak(self) -> int:
-        """Estimate of the maximum on the device."""
-        return self.state.total - sum(self.away.values()) + self.buffers + self.kept + self.at_work
+        """Estimate of the maximum on the device. During the update there are no activations."""
+        at_most = max(self.kept + self.at_work, self.in_update)
+        return self.state.total - sum(self.away.values()) + self.buffers + at_most
 
 
 def data_groups(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> DataGroups:
@@ -100,10 +104,11 @@ def data_groups(config: RunConfig, grid: Grid, rank: int, placement: Sequence[in
 
 
 def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence[FakeStage],
-              program: Program, microbatches: int, num_metrics: int) -> RankPlan:
+              program: Program, microbatches: int, num_metrics: int, device: str) -> RankPlan:
     """groups: from `data_groups`. stages: of this rank. num_metrics: names in the ledgers of all stages.
 
     program: of this rank for `microbatches`, with transfers and collectives
+    device: planned, "cpu" or "cuda"
     """
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings, use = ZeroSettings.from_config(config), ParameterUse.of_stages(
@@ -154,7 +159,8 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
         most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
         sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES),
         most_kept(program, {stage.index: stage.run.reserved for stage in stages}),
-        most_kept(program, {stage.index: stage.run.in_host for stage in stages}))
+        most_kept(program, {stage.index: stage.run.in_host for stage in stages}),
+        bytes_of_update(plans, parameters, settings, groups, device))
 
 
 @cache

@@ -60,7 +60,7 @@ class WorldPlan:
         pp = self.grid.coordinates(rank)["pp"]
         groups = data_groups(self.config, self.grid, rank, self.run.shape.placement)
         return plan_rank(self.config, rank, groups, self.stages_of(pp), self.schedule[pp], self.microbatches,
-                         len(self.metrics))
+                         len(self.metrics), self.device)
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:

@@ -53,9 +53,9 @@ from .run_checkpoint import (
     clear_save_folder,
     describe_run,
     find_start,
+    largest_pieces,
     load_run,
     save_folder,
-    saved_pieces,
 )
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
@@ -159,7 +159,7 @@ def _check_room(engine: Engine, progress: Progress) -> None:
     config, mesh = engine.config, engine.mesh
     checkpoint, steps = config.checkpoint, make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
-    check_room(Path(checkpoint.save), saved_pieces(engine), coordinates=mesh.coordinates,
+    check_room(Path(checkpoint.save), largest_pieces(engine), coordinates=mesh.coordinates,
                world=mesh.group("world"), saves=saves, limit=checkpoint.save_total_limit)
 
 

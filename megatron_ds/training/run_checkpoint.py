@@ -184,24 +184,32 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
     config, mesh, begin = engine.config, engine.mesh, time.perf_counter()
     run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
-    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine, saving=True),
+    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine),
                 coordinates=mesh.coordinates, world=mesh.group("world"), run=run,
                 limit=config.checkpoint.save_total_limit, retain=config.checkpoint.save_retain_interval)
     if mesh.rank == 0:
         logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
 
 
-def saved_pieces(engine: Engine, saving: bool = False) -> list[Piece]:
-    """This rank's pieces of a checkpoint. saving: see `ZeroOptimizer.pieces`."""
+def saved_pieces(engine: Engine) -> list[Piece]:
+    """The pieces of a checkpoint that is written now. Collective over the world."""
     weights_only = engine.config.checkpoint.no_save_optim
-    return [piece for piece in all_pieces(engine, saving and not weights_only)
+    state = engine.optimizer.pieces(saving=not weights_only)
+    return [piece for piece in (*state, *engine.step_state.pieces())
             if piece.kind == WEIGHT or not weights_only]
 
 
-def all_pieces(engine: Engine, saving: bool = False) -> list[Piece]:
-    """This rank's weights, optimizer state, and what layers remember from step to step. saving: see
+def largest_pieces(engine: Engine) -> list[Piece]:
+    """Pieces with the bytes of the largest checkpoint of the run."""
+    weights_only = engine.config.checkpoint.no_save_optim
+    return [piece for piece in (*all_pieces(engine), *engine.optimizer.pieces_of_worker())
+            if piece.kind == WEIGHT or not weights_only]
+
+
+def all_pieces(engine: Engine, saved: Mapping[str, float] | None = None) -> list[Piece]:
+    """This rank's weights, optimizer state, and what layers remember from step to step. saved: see
     `ZeroOptimizer.pieces`."""
-    return [*engine.optimizer.pieces(saving), *engine.step_state.pieces()]
+    return [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
 
 
 def load_run(engine: Engine, start: Start) -> Progress:
@@ -210,8 +218,9 @@ def load_run(engine: Engine, start: Start) -> Progress:
     if start.step is None:
         return Progress()
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
-    load(checkpoint.load, start.step, all_pieces(engine), coordinates=mesh.coordinates,
-         world=mesh.group("world"), kinds=None if with_optimizer else (WEIGHT,))
+    pieces = all_pieces(engine, start.run.get("optimizer"))
+    load(checkpoint.load, start.step, pieces, coordinates=mesh.coordinates, world=mesh.group("world"),
+         kinds=None if with_optimizer else (WEIGHT,))
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])
     engine.optimizer.after_load()

@@ -13,7 +13,8 @@ and not on tensor or pipeline parallelism, buckets or padding. The sums of a cal
 
     Σ_t result_t = Σ_t mean_i x_i,t - mean_i e_i - e'        after calls t = 1 … T
 
-lose nothing: an element that a sign misrepresents is corrected in later calls. On one rank the mean is x.
+lose nothing: an element that a sign misrepresents is corrected in later calls. On one rank the mean is x, and
+in the first call what ranks of an earlier run have not sent.
 
 Sent in a call, for n elements with padding, u units and w rows (payload as in mpu/group.py):
 
@@ -80,6 +81,8 @@ class CompressedMean:
         Padding of x is zero, and stays so.
         """
         if self.group.size == 1:
+            x.add_(self.worker_error).add_(self.server_error)
+            self.forget()
             return
         units, layout, ranks = self._units, self._units.layout, self.group.size
         vectors = self._take_vectors(x)

@@ -25,58 +25,43 @@ clips on all ranks. (R itself would clip all steps of many ranks, and v, which i
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from ..errors import ConfigError
-from ..host.memory_maps import huge_page_zeros
-from ..mpu.collectives import all_gather_into_, all_reduce_
-from ..mpu.param_spec import ParamSpec
+from ..mpu.collectives import all_gather_into_
 from ..optim.onebit_base import CompressedOptimizer
 from ..optim.onebit_phases import Exchange, Phases
-from .compressed_exchange import SwitchedExchange
-from .compressed_mean import FP32_BYTES, CompressedMean, messages
-from .compressed_noise import NoiseShare
+from .compressed_exchange import NoiseShare, SwitchedExchange
+from .compressed_mean import messages
+from .compressed_state import (
+    MOMENTUM,
+    SUM,
+    WORKER_ERROR,
+    CompressedSet,
+    counts_of_workers,
+    make_set,
+    numbers_of,
+    own_kinds,
+    state_bytes,
+)
 from .compressed_units import is_vector
 from .data_groups import DataGroups
 from .exchange import Sent
-from .layout import SlotPiece
 from .norm import is_counted, norm_views, squared_norm
 from .parameter_set import ParameterSet
-from .set_plan import SetPlan
-from .shard_optimizer import Leaf, ShardOptimizer
+from .shard_optimizer import ShardOptimizer
 from .state_piece import StatePiece
 
 logger = logging.getLogger(__name__)
 NEW_NUMBER_OF_RANKS = (
     "the checkpoint was written by %d data-parallel ranks with a 1-bit optimizer, and this run has %d: each "
-    "rank continues with the mean of their compression errors, which keeps the sum of the gradients; later "
-    "steps are those of the new number of ranks")
-MOMENTUM, SUM = "exp_avg", "local_sum"
-WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
-
-
-@dataclass(frozen=True)
-class CompressedSet:
-    """What a set has in addition.
-
-    momentum    "exp_avg" of the whole buffer
-    sums        "local_sum" of it, where ranks make steps of their own; else None
-    norm_views  the whole gradient of this rank, as far as it counts in the norm
-    """
-
-    of: ParameterSet
-    mean: CompressedMean
-    momentum: torch.Tensor
-    sums: torch.Tensor | None
-    norm_views: list[torch.Tensor]
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The whole gradient of this rank, padding included."""
-        return self.of.buckets.flat
+    "rank continues with the mean of their compression errors, and of sums that are not exchanged yet: this "
+    "keeps the sum of the gradients. Later steps are those of the new number of ranks")
+ONLY_MEANS = (
+    "the checkpoint has the mean of the compression errors of all ranks, and not those of each: it keeps the "
+    "sum of the gradients, but later steps have other bits than those of a run that was not interrupted")
 
 
 class CompressedUpdate:
@@ -85,7 +70,7 @@ class CompressedUpdate:
     def __init__(self, phases: Phases, sets: Sequence[ParameterSet], groups: DataGroups,
                  resident: ShardOptimizer, exchange: SwitchedExchange, device: torch.device):
         self._phases, self._resident, self._exchange, self._groups = phases, resident, exchange, groups
-        self._sets = [_compressed_set(s, phases, groups, resident, device) for s in sets]
+        self._sets = [make_set(s, phases, groups, resident, device) for s in sets]
         self._is_whole = False              # `momentum` of all sets, beyond this rank's shard
         self._noise = NoiseShare()
         exchange.measured = matrices_of(sets, groups)
@@ -99,7 +84,7 @@ class CompressedUpdate:
     @property
     def nbytes(self) -> int:
         """Bytes of state that is not counted with the leaves: errors, and momentum of other ranks' shards."""
-        return sum(state_bytes(s.of.plan, self._phases, s.mean.group.rank) for s in self._sets)
+        return sum(state_bytes(s.of.plan, self._phases, s.group.rank) for s in self._sets)
 
     def begin(self) -> None:
         """A step begins: decide what is exchanged."""
@@ -110,7 +95,7 @@ class CompressedUpdate:
         """This rank's addend of Σ_i ‖g_i‖² / P, float64, of gradients that stay local."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for s in self._sets:
-            total += squared_norm(s.norm_views, device) * s.mean.group.size
+            total += squared_norm(s.norm_views, device) * s.group.size
         return total
 
     def full_squares(self, device: torch.device) -> torch.Tensor | None:
@@ -158,46 +143,50 @@ class CompressedUpdate:
             yield from messages(s.of.plan, s.of.parameters, self._groups)
 
     # -------------------------------------------------------------------------------- state
-    def own_pieces(self, saving: bool) -> Iterator[StatePiece]:
-        """The errors, and numbers of parameters. saving: of the workers' errors their mean, collective."""
-        for s in self._sets:
-            rank, size, plan = s.mean.group.rank, s.mean.group.size, s.of.plan
-            error = self._mean_of(s, s.mean.worker_error) if saving else s.mean.worker_error
-            for piece in plan.layout.whole_slots():
-                yield _own(WORKER_ERROR, s, piece, error[piece.flat:], rank, size)
-            for piece in plan.layout.slot_intersections(rank):
-                yield _own(SERVER_ERROR, s, piece, s.mean.server_error[piece.offset:], 0, 1)
-            for leaf in s.of.resident:
-                yield from _numbers(leaf, self._resident.optimizer_of(leaf), plan, rank, size)
+    def own_kinds(self, saving: bool, saved: Mapping[str, float] | None) -> Collection[str]:
+        """The kinds of state of which a checkpoint has each worker's.
 
-    def means(self) -> dict[tuple[str, int], torch.Tensor]:
-        """(name, id of a leaf's tensor) → mean over ranks of a leaf's state that differs on them now.
-        Collective."""
-        if self._phases.at(self._resident.num_updates) is not Exchange.NONE:
-            return {}
-        found = {}
+        saving: one that is written now. saved: one with these `numbers`, which is loaded; None: of neither.
+        """
+        return self._differing if saving else own_kinds(saved or {}, self._workers)
+
+    def own_pieces(self, own: Collection[str], saving: bool) -> Iterator[StatePiece]:
+        """The pieces that are not those of a leaf. own: of `own_kinds`; their leaves have no pieces.
+
+        saving: to write; collective then.
+        """
         for s in self._sets:
-            for name, flat in ((MOMENTUM, s.momentum), (SUM, s.sums)):
-                mean = self._mean_of(s, flat)
-                found |= {(name, id(leaf.tensor)): view_of(mean, leaf) for leaf in s.of.resident}
-        return found
+            yield from s.saved(own) if saving else s.loaded(own)
+            for leaf in s.of.resident:
+                yield from numbers_of(leaf, self._resident.optimizer_of(leaf), s.of.plan, s.group.rank,
+                                      s.group.size)
+
+    def pieces_of_worker(self) -> Iterator[StatePiece]:
+        """What this worker alone has at a step at which the most differs, to count its bytes."""
+        for s in self._sets if self._workers > 1 else ():
+            yield from s.of_worker(s.buffers if self._phases.sums_locally else (WORKER_ERROR,))
 
     def numbers(self) -> dict[str, float]:
         """Numbers of a checkpoint, equal on all ranks of a stage."""
-        found = {"workers": self._workers, "noise_share": self._noise.value, "noise_count": self._noise.count}
+        found = {"workers": self._workers, "noise_share": self._noise.value, "noise_count": self._noise.count,
+                 **counts_of_workers(self._differing, self._workers)}
         for i, optimizer in enumerate(self._optimizers):
             found |= {f"{name}/{i}": value for name, value in optimizer.numbers().items()}
         return found
 
-    def load_numbers(self, numbers: dict[str, float]) -> None:
-        """Restore `numbers`, with a line in the log if they are of another number of workers."""
-        before, now = numbers.get("workers"), self._workers
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Restore `numbers`, with a line in the log if each worker begins with the mean of all."""
         self._noise = NoiseShare(numbers.get("noise_share", 0.0), int(numbers.get("noise_count", 0)))
-        if before not in (None, now) and self._groups.data.rank == self._groups.model.rank == 0:
-            logger.warning(NEW_NUMBER_OF_RANKS, before, now)
+        own = own_kinds(numbers, self._workers)
         for i, optimizer in enumerate(self._optimizers):
+            optimizer.differs = MOMENTUM in own
             optimizer.load_numbers({name.rpartition("/")[0]: value for name, value in numbers.items()
                                     if name.endswith(f"/{i}")})
+        before, is_first = numbers.get("workers"), self._groups.data.rank == self._groups.model.rank == 0
+        if is_first and before not in (None, self._workers):
+            logger.warning(NEW_NUMBER_OF_RANKS, before, self._workers)
+        elif is_first and WORKER_ERROR in self._differing and not own:
+            logger.warning(ONLY_MEANS)
         self.begin()
 
     def after_load(self) -> None:
@@ -205,6 +194,15 @@ class CompressedUpdate:
         self._is_whole = False
         for optimizer in self._optimizers:
             optimizer.after_load()
+
+    @property
+    def _differing(self) -> Collection[str]:
+        """The kinds of state that differ between workers now."""
+        updates = self._resident.num_updates
+        if self._workers == 1 or self._phases.variance_updates(updates) == updates:
+            return ()                               # nothing has been compressed, or never is
+        differs = any(optimizer.differs for optimizer in self._optimizers)
+        return (WORKER_ERROR, MOMENTUM, SUM) if differs else (WORKER_ERROR,)
 
     # -------------------------------------------------------------------------------- within
     @property
@@ -235,7 +233,7 @@ class CompressedUpdate:
         return follows_full
 
     def _exchange_set(self, s: CompressedSet, divisor: float) -> None:
-        beta1, factor = self._beta1, s.mean.group.size / divisor
+        beta1, factor = self._beta1, s.group.size / divisor
         if self._kind is Exchange.GRADIENT:
             x = s.gradient.float().mul_(factor)
             s.mean.reduce_(x)
@@ -253,15 +251,9 @@ class CompressedUpdate:
         for s in self._sets:
             if s.of.plan.policy.optimizer is None:
                 continue
-            layout, group = s.of.plan.layout, s.mean.group
+            layout, group = s.of.plan.layout, s.group
             for bucket, own in zip(layout.buckets, layout.shard_pieces(group.rank)):
                 all_gather_into_(s.momentum[bucket.start:bucket.stop], s.momentum[own.start:own.stop], group)
-
-    @staticmethod
-    def _mean_of(s: CompressedSet, flat: torch.Tensor) -> torch.Tensor:
-        total = flat.clone()
-        all_reduce_(total, s.mean.group)
-        return total.div_(s.mean.group.size)
 
 
 def matrices_of(sets: Sequence[ParameterSet], groups: DataGroups) -> dict[str, list[torch.Tensor]]:
@@ -283,49 +275,3 @@ def matrices_of(sets: Sequence[ParameterSet], groups: DataGroups) -> dict[str, l
             name = layout.slots[bucket.first_slot].name
             found[name] = norm_views(s.buckets.flat, pieces, s.buckets.start_of)
     return found
-
-
-def _compressed_set(s: ParameterSet, phases: Phases, groups: DataGroups, resident: ShardOptimizer,
-                    device: torch.device) -> CompressedSet:
-    layout, grads = s.plan.layout, s.buckets
-    counted = [p for p in layout.whole_slots() if is_counted(s.parameters[p.slot].spec, groups.tp.rank)]
-    buffers = {MOMENTUM: huge_page_zeros(layout.numel, device=device)}
-    if phases.sums_locally:
-        buffers[SUM] = huge_page_zeros(layout.numel, device=device)
-    for name, flat in buffers.items():
-        for leaf in s.resident:
-            resident.place_state(leaf, name, view_of(flat, leaf))
-    return CompressedSet(s, CompressedMean(s.plan, s.parameters, groups, device), buffers[MOMENTUM],
-                         buffers.get(SUM), norm_views(grads.flat, counted, grads.start_of))
-
-
-def view_of(flat: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """The part of a whole buffer that is a leaf's."""
-    return flat[leaf.piece.flat:leaf.piece.flat + leaf.piece.padded_numel]
-
-
-def _numbers(leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int,
-             size: int) -> Iterator[StatePiece]:
-    """Numbers of a logical parameter. Ranks with parts of one have the same: the first part is written."""
-    of = leaf.spec
-    spec = ParamSpec(of.name, (1,), of.init, tied=of.tied, tied_copy=of.tied_copy)
-    if plan.policy.optimizer is not None:
-        rank, size = int(leaf.piece.start > 0), 1
-    for name, tensor in optimizer.numbers_of(leaf.tensor):
-        yield StatePiece(spec, name, 0, 1, tensor, rank, size)
-
-
-def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
-    """Bytes of a set that are not counted with the leaves: errors of a worker and a server, momentum of other
-    ranks' shards, padding between buckets."""
-    layout = plan.layout
-    pieces = layout.slot_intersections(shard) if plan.policy.optimizer is not None else layout.whole_slots()
-    buffers = 1 + phases.sums_locally
-    whole = layout.numel * (1 + buffers) + layout.shard_numel
-    return FP32_BYTES * (whole - buffers * sum(piece.padded_numel for piece in pieces))
-
-
-def _own(kind: str, s: CompressedSet, piece: SlotPiece, tail: torch.Tensor, replica: int,
-         replicas: int) -> StatePiece:
-    spec, tensor = s.of.parameters[piece.slot].spec, tail[:piece.stop - piece.start]
-    return StatePiece(spec, kind, piece.start, piece.stop, tensor, replica, replicas)

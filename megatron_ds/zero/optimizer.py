@@ -276,25 +276,30 @@ class ZeroOptimizer:
         self._tiers.settle()
 
     # -------------------------------------------------------------------------------- state
-    def pieces(self, saving: bool = False) -> Iterator[StatePiece]:
-        """All state of this rank's shard, in a fixed order.
+    def pieces(self, saving: bool = False, saved: Mapping[str, float] | None = None) -> Iterator[StatePiece]:
+        """All state of this rank, in a fixed order.
 
-        saving: with the mean over ranks in place of state that differs on them; then it is collective, and
-        only for reading.
+        saving: what a checkpoint has that is written now, with means over ranks of state that differs on
+        them; then it is collective, and only for reading
+        saved: what a checkpoint with these numbers (`extra_state`) has for this rank, to be filled
         """
         self.wait_for_weights()
-        means = self.compressed.means() if self.compressed and saving else {}
+        own = self.compressed.own_kinds(saving, saved) if self.compressed else ()
         for s in self.sets:
             group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
                 state = () if s.buckets is None else self._optimizer_of(leaf).state_of(leaf)
                 for kind, tensor in [("weight", leaf.tensor.detach()), *state]:
-                    tensor = means.get((kind, id(leaf.tensor)), tensor)
-                    flat, piece = leaf.unpadded(tensor), leaf.piece
-                    yield StatePiece(leaf.spec, kind, piece.start, piece.stop, flat, replica, replicas)
+                    if kind not in own:
+                        flat, piece = leaf.unpadded(tensor), leaf.piece
+                        yield StatePiece(leaf.spec, kind, piece.start, piece.stop, flat, replica, replicas)
         if self.compressed:
-            yield from self.compressed.own_pieces(saving)
+            yield from self.compressed.own_pieces(own, saving)
+
+    def pieces_of_worker(self) -> Iterator[StatePiece]:
+        """What later checkpoints may have for this rank alone, besides `pieces`; to count its bytes."""
+        return self.compressed.pieces_of_worker() if self.compressed else iter(())
 
     def extra_state(self) -> dict[str, float]:
         """Numbers that belong to the state, equal on all ranks."""

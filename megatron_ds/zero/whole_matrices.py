@@ -193,8 +193,7 @@ class Round:
         for hop in self._data:
             changed |= hop.back({name: [local[name][a:b] for a, b in self._spans[name]]
                                  for name in self._here if name in hop.owners})
-        if moved := [(flat[name], changed[name]) for name in flat
-                     if flat[name].data_ptr() != changed[name].data_ptr()]:
+        if moved := [(flat[name], changed[name]) for name in flat if not _is_same(flat[name], changed[name])]:
             torch._foreach_copy_(*map(list, zip(*moved)))
 
     def _joined(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -224,6 +223,12 @@ class Round:
         for rank, local in enumerate(slices):
             for box in self._specs[name].boxes({"tp": (rank, len(slices))}):
                 yield _part(whole, box.logical, box.sizes), _part(local, box.local, box.sizes)
+
+
+def _is_same(flat: torch.Tensor, changed: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory; also of tensors without memory, which have no address."""
+    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset()) for tensor in (flat, changed)]
+    return places[0] == places[1]
 
 
 def _part(tensor: torch.Tensor, corner: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

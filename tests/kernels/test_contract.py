@@ -23,8 +23,8 @@ SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))
 # Of implementations that take no others, and need the processor's products of 16 bits.
 OWN_SIZES = {("attention", "c++"): ((65, 32), (130, 64), (7, 128))}
 # An example is plain causal attention, which these do not take: tests/plans/test_windows.py and
-# test_sparse_layouts.py compare them with an explicit softmax in double precision.
-OTHER_CASES = {("attention", "tiled")}
+# test_compiled_sparse.py compare them with an explicit softmax in double precision.
+OTHER_CASES = {("attention", "tiled"), ("attention", "c++ layouts")}
 ENTRIES = [pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
            for operation in OPERATIONS.values() for entry in operation.implementations
            if (operation.name, entry.name) not in OTHER_CASES]

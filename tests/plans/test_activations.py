@@ -237,6 +237,16 @@ def test_windows_and_sinks_keep_what_is_planned(style, features, length):
         assert measured == planned
 
 
+@pytest.mark.parametrize("style, features",
+                         [("llama", "--bf16"), ("bert", ""), ("gpt", "--softmax-type learnable")])
+def test_compiled_layouts_keep_what_is_planned(style, features):
+    """Blocks and channels that the kernel takes."""
+    job = [*STYLES[style], *features.split(), "--sparse-attention", "fixed", "--sparse-block", "16",
+           "--kv-channels", "32", "--seq-length", "80", "--micro-batch-size", "2", "--attention-dropout", "0"]
+    measured, _, planned = kept(job, 1, slice(1, 3))
+    assert measured == planned
+
+
 DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"),
             "dropout": ("0", "0.1"), "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
             "blocks": ("1", "0 1", "2")}
@@ -264,7 +274,8 @@ CLOSED = {"": 1, "--tensor-model-parallel-size 2 --sequence-parallel": 1,
 @pytest.mark.parametrize("flags", [
     "", "--bf16 --num-query-groups 2", "--tensor-model-parallel-size 2 --sequence-parallel",
     "--position-embedding-type rope --recompute-granularity selective", "--recompute-granularity full",
-    "--attention-dropout 0.1 --hidden-dropout 0.1 --model bert"])
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --model bert",
+    "--sparse-attention fixed --sparse-block 16 --kv-channels 32"])
 def test_context_ranks_keep_what_was_planned_to_the_byte(kind, flags):
     """Of the rank's tokens what one process keeps of them; keys and values once more, as they are sent."""
     ranks = 4 if "tensor" in flags else 2

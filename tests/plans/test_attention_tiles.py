@@ -12,19 +12,33 @@ from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
+from megatron_ds.ops.block_layout import BlockLayout
+from megatron_ds.ops.core_attention import attention
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from tests.harness.plain_gpt import plain_slopes
 
 LENGTH, SAMPLES, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 8
 ZIGZAG = [Runs((range(0, 6), range(18, 24))), Runs((range(6, 12), range(12, 18)))]
+
+
+def blocks(size, heads):
+    """About a third of the blocks."""
+    draw = torch.Generator().manual_seed(size)
+    return BlockLayout.of(size, torch.rand(heads, *[LENGTH // size] * 2, generator=draw).lt(0.35).numpy())
+
+
 PATTERNS = {"causal": CAUSAL, "full": FULL, "window": AttentionPattern(left=5),
-            "both sides": AttentionPattern(causal=False, left=2, right=4)}
+            "both sides": AttentionPattern(causal=False, left=2, right=4),
+            "blocks of heads": AttentionPattern(layout=blocks(4, HEADS)),
+            "blocks": AttentionPattern(causal=False, layout=blocks(3, 1))}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(attention_tiles, "ROWS", 4)
     monkeypatch.setattr(attention_tiles, "COLUMNS", 5)
+    monkeypatch.setattr(attention_tiles, "ROWS_OF_LAYOUT", 5)
+    monkeypatch.setattr(attention_tiles, "GAP", 4)
 
 
 def document_ids():
@@ -43,7 +57,7 @@ def seen_of(pattern, hides):
 
 
 def hidden_of(seen):
-    """bool [b, 1, s, s], from the definition."""
+    """bool [b, 1 or n, s, s], from the definition."""
     here = torch.arange(LENGTH)
     far = here[None] - here[:, None]
     hidden = torch.zeros(SAMPLES, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -54,6 +68,10 @@ def hidden_of(seen):
         hidden |= far < -pattern.left
     if pattern.right is not None and not pattern.causal:
         hidden |= far > pattern.right
+    if pattern.layout is not None:
+        size = pattern.layout.block
+        shown = torch.tensor(pattern.layout.seen)[:, here[:, None] // size, here // size]
+        hidden = hidden | ~shown
     if seen.documents is not None:
         hidden |= (seen.documents[:, :, None] != seen.documents[:, None])[:, None]
     return hidden if seen.mask is None else hidden | seen.mask
@@ -75,15 +93,15 @@ def test_tiles_cover_each_visible_element_once_and_skip_hidden_blocks(pattern, h
             mask = seen.hidden(tile)
             assert torch.equal(there, torch.zeros_like(there) if mask is None else mask.expand_as(there))
             count[tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop] += 1
-    assert count.max() == 1 and bool((count[~hidden.all(0)[0]] == 1).all())
+    assert count.max() == 1 and bool((count[~hidden.all(1).all(0)] == 1).all())
     if pattern != "full" or "documents" in hides:
         assert count.sum() < LENGTH * LENGTH
 
 
-def inputs(dtype=torch.float32):
+def inputs(dtype=torch.float32, channels=CHANNELS):
     draw = torch.Generator().manual_seed(3)
-    q, dout = (torch.randn(LENGTH, SAMPLES, HEADS, CHANNELS, generator=draw) for _ in range(2))
-    k, v = (torch.randn(LENGTH, SAMPLES, GROUPS, CHANNELS, generator=draw) for _ in range(2))
+    q, dout = (torch.randn(LENGTH, SAMPLES, HEADS, channels, generator=draw) for _ in range(2))
+    k, v = (torch.randn(LENGTH, SAMPLES, GROUPS, channels, generator=draw) for _ in range(2))
     return [t.to(dtype) for t in (q, k, v, dout)]
 
 
@@ -92,7 +110,7 @@ def explicit(q, k, v, dout, hidden, keep=1.0, bias=0.0):
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     queries = q.permute(1, 2, 0, 3)
     keys, values = (t.permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
-    scores = queries @ keys.transpose(2, 3) / math.sqrt(CHANNELS) + bias
+    scores = queries @ keys.transpose(2, 3) / math.sqrt(q.shape[-1]) + bias
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0) * keep
     out = (p @ values).permute(2, 0, 1, 3).flatten(2)
@@ -102,18 +120,19 @@ def explicit(q, k, v, dout, hidden, keep=1.0, bias=0.0):
 
 def partial(q, k, v, dout, seen):
     """The same over two blocks of keys, for the queries of each of two ranks."""
+    scale = 1 / math.sqrt(q.shape[-1])
     results = [torch.zeros_like(t, dtype=torch.float32) for t in (q, q, k, v)]
     for queries in ZIGZAG:
         rows = [*itertools.chain(*queries.ranges)]
-        attention = PartialAttention(q[rows], queries, seen, 1 / math.sqrt(CHANNELS))
+        part = PartialAttention(q[rows], queries, seen, scale)
         blocks = [(keys, [*itertools.chain(*keys.ranges)]) for keys in ZIGZAG]
         for keys, columns in blocks:
-            attention.add(k[columns], v[columns], keys)
-        out, sums = attention.result()
-        gradients = PartialGradients(q[rows], queries, seen, 1 / math.sqrt(CHANNELS), (out, sums),
+            part.add(k[columns], v[columns], keys)
+        out, sums = part.result()
+        gradients = PartialGradients(q[rows], queries, seen, scale, (out, sums),
                                      dout[rows].flatten(2))
         for keys, columns in blocks:
-            dkv = torch.zeros(2, len(columns), SAMPLES, GROUPS, CHANNELS)
+            dkv = torch.zeros(2, len(columns), SAMPLES, *k.shape[2:])
             gradients.add(k[columns], v[columns], keys, dkv)
             results[2][columns] += dkv[0]
             results[3][columns] += dkv[1]
@@ -127,6 +146,16 @@ def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides
     seen, values = seen_of(pattern, hides), inputs()
     for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.skipif(attention.first_choice("cpu", torch.bfloat16) != "c++", reason="not compiled for bf16")
+@pytest.mark.parametrize("pattern", ["causal", "full"])
+def test_tiles_of_bf16_run_in_compiled_attention(pattern, monkeypatch):
+    for name in ("_CPU", "_CPU_BACKWARD"):
+        monkeypatch.setattr(partial_attention, name, None)
+    values, seen = inputs(torch.bfloat16, 32), seen_of(pattern, "")
+    for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("pattern, hides", [("causal", ""), ("full", "padding"), ("causal", "documents")])
@@ -168,14 +197,14 @@ def test_the_golden_merge():
     q = torch.tensor([[1., 2], [.5, -1]])[:, None, None]
     k = torch.tensor([[1., 0], [0, 1], [-1, 1], [2, .5]])[:, None, None]
     v = torch.tensor([[1., 0], [0, 1], [1, 1], [2, -1]])[:, None, None]
-    attention = PartialAttention(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2))
-    attention.add(k[:2], v[:2], Runs((range(2),)))
-    out, sums = attention.result()
+    part = PartialAttention(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2))
+    part.add(k[:2], v[:2], Runs((range(2),)))
+    out, sums = part.result()
     right = torch.tensor([[.330238, .669762], [.742817, .257183]])
     torch.testing.assert_close(out[:, 0], right, rtol=0, atol=1e-6)
     torch.testing.assert_close(sums[0, 0], torch.tensor([1.815047, .650859]), rtol=0, atol=1e-6)
-    attention.add(k[2:], v[2:], Runs((range(2, 4),)))
-    out, sums = attention.result()
+    part.add(k[2:], v[2:], Runs((range(2, 4),)))
+    out, sums = part.result()
     right = torch.tensor([[1.256116, -.133287], [1.252486, -.158595]])
     torch.testing.assert_close(out[:, 0], right, rtol=0, atol=1e-6)
     torch.testing.assert_close(sums[0, 0], torch.tensor([2.804065, 1.304958]), rtol=0, atol=1e-6)

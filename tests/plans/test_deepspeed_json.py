@@ -300,7 +300,6 @@ def test_sparse_attention_that_cannot_be_is_refused_by_name(read, block, says):
 @pytest.mark.parametrize("words, says", [
     ("--window-size 8,0 --sparse-attention local", "both choose the keys"),
     ("--sparse-num-local-blocks 8", "no mode is chosen"),
-    ("--sparse-attention local --context-parallel-size 2", "--cp-comm-type a2a"),
     ("--model bert --sparse-attention local --sparse-direction unidirectional", "earlier and later ones")])
 def test_sparse_flags_that_do_not_fit_are_refused(read, words, says):
     assert says in problem_of(read, {"train_batch_size": 4}, *words.split(), ranks=2)

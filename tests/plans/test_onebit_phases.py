@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_ds.optim.onebit_phases import Exchange, FrozenVariance, ZeroOnePhases
-from megatron_ds.zero.compressed_noise import NoiseShare
+from megatron_ds.zero.compressed_exchange import NoiseShare
 from megatron_ds.zero.compressed_signs import pack_signs, unpack_signs
 from tests.harness.onebit_simulator import SimulatedMean
 

@@ -1,5 +1,7 @@
 """--param-group: patterns of names → optimizer, learning rate, weight decay, initial weights."""
 
+import json
+
 import pytest
 
 from megatron_ds.config import parse
@@ -57,6 +59,12 @@ def test_flags_add_up_and_files_have_lists(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f'param_groups:\n  - "{both[0]}"\n  - "{both[1]}"\n')
     assert parsed("--config", str(path)).param_groups == both
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW", "param_groups": both}}))
+    assert parsed("--deepspeed_config", str(path)).param_groups == both
+    path.write_text(json.dumps({"optimizer": {"param_groups": ["*.linear_fc3.weight:decay=off"]}}))
+    with pytest.raises(ConfigError, match="matches none of the"):
+        parsed("--deepspeed_config", str(path))
 
 
 def test_groups_are_divided_by_rules_and_then_by_rate():

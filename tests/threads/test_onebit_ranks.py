@@ -7,6 +7,7 @@ from torch import nn
 import megatron_ds
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
@@ -151,6 +152,23 @@ def test_what_is_sent_over_all_calls_is_what_was_given_less_the_errors():
     assert errors.any() and server.any()
 
 
+def test_one_rank_adds_what_several_have_not_sent_and_compresses_nothing():
+    """As after a load: errors of other ranks' exchanges."""
+    groups, settings = DataGroups({DATA_AXES: solo()}), settings_of("onebit_adam", 1)[1]
+    parameters = [nn.Parameter(w) for w in weights().values()]
+    for p, name in zip(parameters, SHAPES):
+        p.spec = ParamSpec(name, SHAPES[name], Init("zeros"))
+    [plan] = plan_parameters(parameters, settings, groups, ParameterUse())
+    mean = CompressedMean(plan, [parameters[i] for i in plan.members], groups, torch.device("cpu"))
+    mean.worker_error.fill_(0.5)
+    mean.server_error.fill_(0.25)
+    x = torch.ones(plan.layout.numel)
+    mean.reduce_(x)
+    assert torch.equal(x, torch.full_like(x, 1.75))
+    mean.reduce_(x)
+    assert torch.equal(x, torch.full_like(x, 1.75))
+
+
 def test_an_engine_takes_deepspeeds_types_and_continues_with_the_same_bits(tmp_path):
     def trained(engine, first, steps):
         for microbatches in batches(first + steps, 2, 2, engine.global_rank)[first:]:
@@ -169,13 +187,16 @@ def test_an_engine_takes_deepspeeds_types_and_continues_with_the_same_bits(tmp_p
         engine = start()
         trained(engine, 0, 4)
         state, before = engine.optimizer.state_dict(), engine_weights(engine)
+        engine.save_checkpoint(tmp_path)
         expected = trained(engine, 4, 2)
-        again = start()
-        again.optimizer.load_state_dict(state)
-        found = engine_weights(again)
-        return before, found, expected, trained(again, 4, 2)
+        again = [start(), start()]
+        again[0].optimizer.load_state_dict(state)
+        again[1].load_checkpoint(tmp_path)
+        found = [engine_weights(engine) for engine in again]
+        return before, found, expected, [trained(engine, 4, 2) for engine in again]
 
     for before, found, expected, continued in run_ranks(2, run):
         for name in before:
-            assert torch.equal(before[name], found[name]) and torch.equal(expected[name], continued[name])
+            assert all(torch.equal(before[name], weights[name]) for weights in found)
+            assert all(torch.equal(expected[name], weights[name]) for weights in continued)
         assert any(not torch.equal(before[name], expected[name]) for name in before)

@@ -3,12 +3,15 @@ state to the byte."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ds.config import Source, parse
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.planning.world_plan import plan_world
-from tests.harness.threads import run_ranks
+from megatron_ds.training.build import build_engine
+from tests.harness.alive_bytes import AliveBytes
+from tests.harness.threads import ThreadTransport, run_ranks
 from tools.compare_layouts import VOCAB, tiny_job
 from tools.layout_comparison import parse_layout, random_samples, train_layout
 
@@ -111,3 +114,30 @@ def test_matrices_that_an_optimizer_gathers_are_planned(layout):
 @pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2,zero=1", "dp=2,zero=0", "dp=2,zero=2,offload=cpu"])
 def test_norms_that_an_optimizer_asks_for_are_planned(layout):
     check([*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--optimizer", "lamb"], layout)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,dp=2,zero=1,sp=1", "dp=3,zero=2,grads=bf16"])
+def test_an_update_of_matrices_needs_the_planned_bytes(layout, monkeypatch):
+    """Bytes of all tensors that are alive during the update besides the state, of each rank. What threads
+    copy to one another does not count."""
+    send = ThreadTransport.all_to_all
+    dtype = "bf16" if "bf16" in layout else "fp32"
+    config = parsed([*tiny_job("llama", dtype, True, 0.0, 2, BATCH, STEPS), "--optimizer", "muon"], layout)
+    grid = config.grid()
+
+    def uncounted(transport, *tensors):
+        with _disable_current_modes():
+            return send(transport, *tensors)
+
+    def main(rank, world):
+        engine = build_engine(config, Mesh(grid, rank, world.connect, torch.device("cpu")))
+        with AliveBytes(peak=True) as alive:
+            engine.optimizer.resident.step(1e-3, 0.1, 2.0)
+        return alive.peak
+
+    monkeypatch.setattr(ThreadTransport, "all_to_all", uncounted)
+    most = run_ranks(config.world_size, main)
+    for rank in (0, config.world_size - 1):
+        plan = plan_world(config, rank, "cpu").rank_plan(rank)
+        assert plan.in_update == most[rank] > 0
+        assert plan.peak >= plan.state.total + plan.buffers + plan.in_update

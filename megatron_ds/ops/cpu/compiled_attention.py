@@ -59,14 +59,7 @@ class _CompiledAttention(torch.autograd.Function):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
             v = v.contiguous()              # else what is kept were the whole projection, for its values
-        out = q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)             # [b, n, sq]
-        threads = torch.get_num_threads()
-        work = _memory(q, threads * extension().forward_bytes(_sizes(q, k)))
-        if has_memory(q):
-            tensors = [_place(t) for t in (q, k, v, out)]
-            extension().forward(_sizes(q, k), tensors, lse.data_ptr(), scale, is_causal, work.data_ptr(),
-                                threads)
+        out, lse = attend(q, k, v, scale, is_causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.is_causal = scale, is_causal
         return out.view(*q.shape[:2], -1)
@@ -75,15 +68,40 @@ class _CompiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
-        dout = _with_rows(dout.reshape(q.shape))
-        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-        threads = torch.get_num_threads()
-        work = _memory(q, threads * extension().backward_bytes(_sizes(q, k)))
-        if has_memory(q):
-            tensors = [_place(t) for t in (q, k, v, out, dout, dq, dk, dv)]
-            extension().backward(_sizes(q, k), tensors, lse.data_ptr(), ctx.scale, ctx.is_causal,
-                                 work.data_ptr(), threads)
-        return dq, dk, dv, None, None
+        return *gradients(q, k, v, out, lse, dout.reshape(q.shape), ctx.scale, ctx.is_causal), None, None
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+           is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [sq, b, n, d], k and v [sk, b, g, d] → out [sq, b, n, d] and the log-sum-exp fp32 [b, n, sq]."""
+    q, k, v = (_with_rows(t) for t in (q, k, v))
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
+    threads = torch.get_num_threads()
+    work = _memory(q, threads * extension().forward_bytes(_sizes(q, k)))
+    if has_memory(q):
+        tensors = [_place(t) for t in (q, k, v, out)]
+        extension().forward(_sizes(q, k), tensors, lse.data_ptr(), scale, is_causal, work.data_ptr(), threads)
+    return out, lse
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+              dout: torch.Tensor, scale: float, is_causal: bool
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of keys [sk, b, g, d], which may be some of the keys that out and lse are about.
+
+    out, dout  [sq, b, n, d], of all keys
+    lse        contiguous fp32 [b, n, sq], of all keys
+    """
+    q, k, v, out, dout = (_with_rows(t) for t in (q, k, v, out, dout))
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    threads = torch.get_num_threads()
+    work = _memory(q, threads * extension().backward_bytes(_sizes(q, k)))
+    if has_memory(q):
+        tensors = [_place(t) for t in (q, k, v, out, dout, dq, dk, dv)]
+        extension().backward(_sizes(q, k), tensors, lse.data_ptr(), scale, is_causal, work.data_ptr(),
+                             threads)
+    return dq, dk, dv
 
 
 def _with_rows(t: torch.Tensor) -> torch.Tensor:

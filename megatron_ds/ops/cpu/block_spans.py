@@ -1,0 +1,82 @@
+"""Spans of a sparse layout: which units of keys the registers of a tile of queries see.
+
+The compiled kernel (csrc/sparse_kernel.h) works on tiles of four registers, each with the scores of `UNIT`
+queries. Keys are divided into units of `UNIT`, too, whatever the size of the layout's blocks. A *span* is a
+list of units that a run of neighbouring registers sees, and the register before and after it do not:
+
+    units        0 1 2 3 4 5             spans of this tile: registers 0 to 3, units 0 and 3
+    register 0   x     x x                                   register  0,      unit  4
+             1   x     x                                     registers 2 to 3, unit  5
+             2   x     x   x
+             3   x     x   x
+
+So the products are of scores that the layout shows, and of no others. Pure values, without tensors.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..attention_pattern import AttentionPattern
+
+UNIT, REGISTERS = 16, 4
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSpans:
+    """The spans of all heads.
+
+    layout_of_head  int32 [n], number among the different layouts
+    first           int32 [layouts, tiles + 1]: the first span of each tile, and the end of the last
+    spans           int32 [spans, 4]: first unit in `units`, the one past its last, first register, the one
+                    past its last
+    units           int32: numbers of units of keys
+    """
+
+    layout_of_head: np.ndarray
+    first: np.ndarray
+    spans: np.ndarray
+    units: np.ndarray
+
+
+def block_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> BlockSpans:
+    """Of a layout whose blocks are multiples of `UNIT`, perhaps causal, for two runs of positions that begin
+    and end at multiples of `UNIT`. Units and registers are numbered within the runs."""
+    layout = pattern.layout
+    groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
+    layout_of_head = np.empty(heads, dtype=np.int32)
+    firsts, spans, units, total = [], [], [np.empty(0)], 0
+    for number, (of_heads, alike) in enumerate(groups):
+        layout_of_head[of_heads] = number
+        firsts.append([len(spans)])
+        for tile in _tiles(replace(pattern, layout=alike), queries, keys):
+            for low, high, seen in _runs(tile):
+                spans.append((total, total + len(seen), low, high))
+                units.append(seen)
+                total += len(seen)
+            firsts[-1].append(len(spans))
+    return BlockSpans(layout_of_head, np.array(firsts, dtype=np.int32),
+                      np.array(spans, dtype=np.int32).reshape(-1, 4), np.concatenate(units).astype(np.int32))
+
+
+def _tiles(pattern: AttentionPattern, queries: range, keys: range) -> Iterator[np.ndarray]:
+    """bool [registers, units of keys] of each tile; the last one may have fewer registers."""
+    rows, columns = (np.arange(run.start // UNIT, run.stop // UNIT) for run in (queries, keys))
+    layout = pattern.layout
+    (blocks,) = layout.up_to(max(queries.stop, keys.stop))
+    for first in range(0, len(rows), REGISTERS):
+        registers = rows[first:first + REGISTERS]
+        seen = blocks[registers * UNIT // layout.block][:, columns * UNIT // layout.block]
+        yield seen & (columns <= registers[:, None]) if pattern.causal else seen
+
+
+def _runs(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(first register, one past the last, units) of the spans of a tile, wide ones first."""
+    closed = np.zeros((1, seen.shape[1]), dtype=bool)
+    framed = np.concatenate((closed, seen, closed))                     # register r is row r + 1
+    for width in range(len(seen), 0, -1):
+        for low in range(len(seen) - width + 1):
+            run = framed[low + 1:low + 1 + width].all(0) & ~framed[low] & ~framed[low + 1 + width]
+            if run.any():
+                yield low, low + width, np.flatnonzero(run)

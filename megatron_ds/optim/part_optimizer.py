@@ -1,0 +1,70 @@
+"""`PartOptimizer`: what the optimizers of this package have in common."""
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class PartOptimizer(torch.optim.Optimizer):
+    """An optimizer of fp32 tensors that are parameters or parts of them.
+
+    A subclass has the names of its state, STATE, and `make_step`. State has the shape and dtype of the
+    parameter, and begins with zeros; with COUNTS_STEPS there is also the number of updates of each parameter,
+    "step".
+
+    numbers: of all groups that have no others
+    """
+
+    STATE: tuple[str, ...] = ()
+    COUNTS_STEPS = False
+
+    def __init__(self, params: Iterable, numbers: Mapping[str, Any]):
+        super().__init__(params, dict(numbers))
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Torch's method without its decorator, whose first call imports the compiler: more than a second."""
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Update the parameters; returns the loss of `closure`. Collective if `make_step` is."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.make_step()
+        return loss
+
+    @abstractmethod
+    def make_step(self) -> None:
+        """Update the parameters with their gradients; these are not recorded."""
+
+    def state_of(self, p: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter, made when it is first asked for."""
+        state = self.state[p]
+        if self.COUNTS_STEPS:
+            state.setdefault("step", 0)
+        for name in self.STATE:
+            if name not in state:
+                state[name] = self.zeros(p)
+        return state
+
+    def zeros(self, p: torch.Tensor) -> torch.Tensor:
+        """The first value of a state of `p`."""
+        return torch.zeros_like(p)
+
+    def count_step(self, p: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter, whose number of updates is one larger then."""
+        state = self.state_of(p)
+        state["step"] = int(state["step"]) + 1          # loaded from torch's optimizer it is a tensor
+        return state
+
+
+def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
+    """The gradient to read: `p.low_grad`, a 16-bit tensor of the same length, in place of `p.grad`, if there
+    is one."""
+    low_grad = getattr(p, "low_grad", None)
+    return p.grad if low_grad is None else low_grad
