@@ -75,6 +75,8 @@ else:
         Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"],
                           depends=["csrc/bpe_cutter.h", "csrc/bpe_merges.h"], cxx_std=17,
                           extra_compile_args=flags, optional=True),
+        Pybind11Extension("megatron_ds._crc32", ["csrc/crc32.cpp"], cxx_std=17, extra_compile_args=flags,
+                          optional=True),
         Pybind11Extension("megatron_ds._index_builder", ["csrc/index_builder.cpp"], cxx_std=17, optional=True,
                           depends=["csrc/" + name for name in ("bert_mapping.h", "blend_index.h", "lanes.h",
                                                                "pool.h", "processors.h", "sample_index.h",

@@ -72,7 +72,8 @@ class MadePiece:
     """A piece whose values are made when they are written, so that a checkpoint may exceed the memory.
 
     tensor  flat, on the meta device: number of elements and dtype
-    make    returns the values. The piece is one rectangle of the logical tensor, and `make` has its shape
+    make    returns the values. The piece is one rectangle of the logical tensor, and `make` has its shape.
+            Floating-point values are cast to the dtype of `tensor` while they are written
     """
 
     spec: ParamSpec
@@ -113,11 +114,12 @@ def views(piece: Piece, coordinates: Coordinates) -> list[View]:
 
 
 def values_of(piece: Piece, view: View) -> torch.Tensor:
-    """The values of one of the `views` of a piece, made now if it is a `MadePiece`."""
+    """The values of one of the `views` of a piece, made now if it is a `MadePiece`, before they are cast."""
     if not isinstance(piece, MadePiece):
         return view.tensor
-    made = piece.make()
-    assert (made.shape, made.dtype) == (view.tensor.shape, view.tensor.dtype), (
+    made, dtype = piece.make(), view.tensor.dtype
+    is_alike = made.dtype == dtype or made.is_floating_point() and dtype.is_floating_point
+    assert made.shape == view.tensor.shape and is_alike, (
         f"{key(piece)}: made {made.dtype} {list(made.shape)}, not {view.tensor.dtype} "
         f"{list(view.tensor.shape)}")
     return made

@@ -51,7 +51,8 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
                  max_shard_bytes: int) -> None:
     """Write `entries` into files of at most `max_shard_bytes`, or of one tensor that is larger.
 
-    tensors   given entries in the order of writing, yields their tensors; called on all ranks
+    tensors   given entries in the order of writing, yields their tensors, on all ranks. Floating-point ones
+              are cast to the dtype of the entry while they are written
 
     Files are written under temporary names and renamed: a crash leaves the old files or none, never a
     mixture. Other files stay. Collective over `world`. Raises CheckpointError when rank 0 cannot write.
@@ -107,9 +108,11 @@ def _write_hidden(folder: Path, files: Mapping[str, Sequence[TensorEntry]],
                 file.write(header_of(entries))
                 for entry in entries:
                     tensor = next(tensors)
-                    assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, (
+                    is_alike = tensor.dtype == entry.dtype or (
+                        tensor.dtype.is_floating_point and entry.dtype.is_floating_point)
+                    assert tensor.shape == entry.shape and is_alike, (
                         f"{entry}: got {tensor.dtype} {list(tensor.shape)}")
-                    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                    file.write_tensor(tensor, entry.dtype)
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:

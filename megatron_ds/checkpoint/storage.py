@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
+from ..host.reused_pages import reused_pages
 from ..mpu.param_spec import Coordinates
-from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32
+from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32, write_chunk
 from .folder import INDEX_FILE
 from .index import index_of, read_index
 from .pieces import WEIGHT, Piece, View, key, rectangle, values_of, views
@@ -49,16 +50,12 @@ def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
 def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
     """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
     files, places = ChecksummedFiles(), []
-    with files.create_stream(path, "wb") as stream:
+    with files.create_stream(path, "wb") as file:
         for chunk in chunks:
-            start = stream.tell()
             values = values_of(chunk.piece, chunk.view).detach().cpu()
-            # torch.save writes the whole storage of a view.
-            torch.save(values.clone() if values.untyped_storage().nbytes() != values.nbytes else values,
-                       stream)
-            places.append(_StorageInfo(path.name, start, stream.tell() - start))
-        stream.flush()
-        os.fsync(stream.fileno())
+            places.append(write_chunk(file, path.name, values, chunk.view.tensor.dtype))
+        file.flush()
+        os.fsync(file.fileno())
     for place in places:
         place.crc32 = files.crc32_around(place)                         # ignored by DCP's reader
     return [WriteResult(chunk.item.index, place.length, place) for chunk, place in zip(chunks, places)]
@@ -209,18 +206,30 @@ class Reader:
         self._path, self.index = path, read_index(path)
         self.has_checksums = self.index.storage_meta.save_id is not None
 
+    def whole(self, name: str) -> torch.Tensor | None:
+        """A tensor that is stored as one chunk; None for others."""
+        stored = self.index.state_dict_metadata[name]
+        if len(stored.chunks) != 1:
+            return None
+        return self._read_chunk(dcp.MetadataIndex(name, stored.chunks[0].offsets), 0)
+
     def read(self, items: Iterable[ReadItem]) -> Iterator[tuple[ReadItem, torch.Tensor]]:
         """Items with their values, chunk by chunk, in the order in which the chunks are stored."""
         place_of = lambda item: self.index.storage_data[item.storage_index]
         order = lambda item: (place_of(item).relative_path, place_of(item).offset)
-        for _, group in itertools.groupby(sorted(items, key=order), key=order):
-            first, *others = group
-            index, place = first.storage_index, place_of(first)
-            stored = self.index.state_dict_metadata[index.fqn]
-            chunk = read_chunk(self._path / place.relative_path, index.fqn, place, stored.chunks[index.index],
-                               stored.properties.dtype)
-            for item in (first, *others):
-                yield item, rectangle(chunk, item.storage_offsets, item.lengths)
+        with reused_pages():
+            for _, group in itertools.groupby(sorted(items, key=order), key=order):
+                first, *others = group
+                chunk = self._read_chunk(first.storage_index, first.storage_index.index)
+                for item in (first, *others):
+                    yield item, rectangle(chunk, item.storage_offsets, item.lengths)
+                del chunk
+
+    def _read_chunk(self, index: dcp.MetadataIndex, number: int) -> torch.Tensor:
+        """number: of the chunk among those of its tensor."""
+        place, stored = self.index.storage_data[index], self.index.state_dict_metadata[index.fqn]
+        return read_chunk(self._path / place.relative_path, index.fqn, place, stored.chunks[number],
+                          stored.properties.dtype)
 
 
 def _chunk(view: View) -> dcp.ChunkStorageMetadata:

@@ -130,10 +130,12 @@ class StoredTensors:
         """The whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""
         from .storage import Reading
 
-        flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
-        spec = ParamSpec(entry.name, entry.shape, Init("zeros"))
-        piece = ParameterPiece(spec, flat, self._kind_of[entry.name])
+        kind = self._kind_of[entry.name]
         with explain_way_back(self._folder, self._step):
+            if (whole := self._reader.whole(f"{kind}/{entry.name}")) is not None:
+                return whole.to(entry.dtype)
+            flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
+            piece = ParameterPiece(ParamSpec(entry.name, entry.shape, Init("zeros")), flat, kind)
             Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 

@@ -14,34 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .deepspeed_experts import Experts, experts_of
 from .deepspeed_folder import EngineFiles, count, entry, files_of, open_file, scalar, shapes_in
-from .deepspeed_stage0 import stage0_state
+from .deepspeed_optimizer_files import Named, checked_masters, expert_state, unnamed_state, zero_state
 from .foreign_pickle import ForeignObject, fields_of
 from .malformed import refuses_malformed
 from .stored_tensor import MASTER, WEIGHT, RawCheckpoint, StoredProgress, StoredTensor
 from .tensor_parallel_merge import RankPacking, merged_over_tp
-from .zero_shards import (
-    Shard,
-    merged_fragments,
-    merged_parts,
-    merged_slices,
-    replayed_slices,
-    vectors_of,
-)
+from .zero_shards import merged_fragments
 
-Named = dict[str, dict[str, StoredTensor]]
 OWN_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
             "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
             "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
-            "checkpoint_parallel_dimensions", "universal_checkpoint_info"}
+            "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
+            "ds_autoep_layers"}
 TIED, BUFFER = "tied_modules.", "buffer"
 # Classes whose content is read here, or stated by the files otherwise.
 READ = {"torch.Tensor", "argparse.Namespace", "deepspeed.utils.tensor_fragment.fragment_address",
         "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"}
-# Ours ← theirs, of the dynamic loss scaler.
-SCALER = {"loss_scale": "cur_scale", "loss_scale_lives": "cur_hysteresis",
-          "loss_scale_last_overflow": "last_overflow_iter", "loss_scale_iteration": "cur_iter"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,8 @@ def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | 
     if thirds is None and not contents[0, 0].get("global_steps") and not files.optimizers:
         thirds = False          # written by a converter, before any training
     packing = RankPacking(thirds, bool(fields_of(contents[0, 0].get("args")).get("swiglu")))
-    states = [_state_of_rank(files, contents, rank, weights_only, ignored)
+    experts = experts_of(files, contents[0, 0])
+    states = [_state_of_rank(files, contents, rank, weights_only, ignored, experts)
               for rank in range(files.model_ranks)]
     if files.layers:
         tensors = _of_pipeline(files, states, packing)
@@ -79,7 +71,7 @@ def read_engine_folder(folder: Path, weights_only: bool = False, thirds: bool | 
         tensors = _merged([state.tensors for state in states], packing)
     first, common = contents[0, 0], states[0].common
     tensors[BUFFER] = {name: tensor for content in contents.values()
-                       for name, tensor in _buffers(content).items()}
+                       for name, tensor in _buffers(content).items()} | (experts.buffers if experts else {})
     shared = {alias: source for state in states for alias, source in state.shared.items()}
     settings = plain_settings(first, common.get("param_groups"), shared)
     place = files.models[0, 0]
@@ -113,13 +105,14 @@ def _check_same_save(files: EngineFiles, contents: Mapping[tuple[int, int], Mapp
 
 
 def _state_of_rank(files: EngineFiles, contents: Mapping[tuple[int, int], Mapping], rank: int,
-                   weights_only: bool, ignored: set[str]) -> RankState:
+                   weights_only: bool, ignored: set[str], experts: Experts | None) -> RankState:
     content, place = contents[rank, 0], files.models[rank, 0]
     weights, shared = _module_weights(content, place)
     stage3 = max(d for k, d in files.models if k == rank) > 0 or any(
         tensor.shape == (0,) for tensor in weights.values()) and content.get("param_shapes") is not None
     if content.get("param_shapes") is None:
-        tensors, common = ({}, {}) if weights_only else _stage0(files, content, place, weights)
+        tensors, common = ({}, {}) if weights_only else _stage0(files, content, place, weights, experts)
+        weights |= experts.weights if experts else {}
         return RankState({WEIGHT: weights, **tensors}, shared, common)
     shapes = [shapes_in(group, place) for group in entry(content, "param_shapes", list, place)]
     if stage3:
@@ -127,14 +120,17 @@ def _state_of_rank(files: EngineFiles, contents: Mapping[tuple[int, int], Mappin
                      if (rank, d) in contents]
         frozen = shapes_in(content.get("frozen_param_shapes") or {}, place)
         weights = merged_fragments(frozen, fragments, place)
+    weights |= experts.weights if experts else {}
     if not files.optimizers:
         if stage3 or not weights_only:
             raise CheckpointError(f"{files.folder} has no optim_states files. "
                                   + ("At ZeRO stage 3 they hold the weights: copy them." if stage3 else
                                      "Copy them, or load the weights alone."))
         return RankState({WEIGHT: weights}, shared, {})
-    tensors, common = _shards(files, rank, shapes, stage3, ignored)
+    tensors, common = zero_state(files, rank, shapes, stage3=stage3, experts=experts, ignored=ignored)
     masters = {name: tensor for name, tensor in tensors.pop(MASTER).items() if name not in shared}
+    if experts:
+        masters |= checked_masters(masters, experts)
     return RankState({WEIGHT: {**weights, **masters}, **({} if weights_only else tensors)}, shared, common)
 
 
@@ -161,62 +157,8 @@ def _module_weights(content: Mapping[str, Any], place: Path
     return found, shared
 
 
-def _shards(files: EngineFiles, rank: int, shapes: Sequence[Mapping], stage3: bool, ignored: set[str]
-            ) -> tuple[Named, dict[str, Any]]:
-    """Masters and moments of one model-parallel rank, at stages 1 to 3, and its common state."""
-    opened = [open_file(files.optimizers[rank, d]) for d in range(files.shards)]
-    ignored.update(name for file in opened for name in file.ignored)
-    paths = [files.optimizers[rank, d] for d in range(files.shards)]
-    states = [entry(file.content, "optimizer_state_dict", dict, path) for file, path in zip(opened, paths)]
-    inner_name, master_name = (("optimizer_state_dict", "fp32_flat_groups") if stage3 else
-                               ("base_optimizer_state", "single_partition_of_fp32_groups"))
-    inners = [entry(state, inner_name, dict, path) for state, path in zip(states, paths)]
-    masters = [entry(state, master_name, (list, tuple), path) for state, path in zip(states, paths)]
-    steps = {step for inner, path in zip(inners, paths) for step in optimizer_steps(inner, path)}
-    if len(steps) > 1:
-        raise CheckpointError(f"{files.folder}: parts of the optimizer state have made {sorted(steps)} "
-                              "steps. Files of several checkpoints are mixed up. Copy all files of one "
-                              "again.")
-    for state, path in zip(states, paths):
-        counts = entry(state, "partition_count", (int, list), path, files.shards)
-        if wrong := [n for n in (counts if isinstance(counts, list) else [counts]) if n != files.shards]:
-            raise CheckpointError(f"{path} is one of {wrong[0]} shards, and there are {files.shards}. Files "
-                                  "of several checkpoints are mixed up, or some are missing.")
-    groups = [[vectors_of(inner.get("state", {}).get(g), master, path) for g, master in enumerate(held)]
-              for inner, held, path in zip(inners, masters, paths)]
-    if stage3:
-        joined = [Shard(path, {kind: [vectors[kind][0] for vectors in of_rank] for kind in of_rank[0]})
-                  for path, of_rank in zip(paths, groups)]
-        tensors = merged_parts({name: shape for group in shapes for name, shape in group.items()}, joined)
-    else:
-        tensors = _all_groups(shapes, states, groups, paths)
-    common = {"param_groups": inners[0].get("param_groups"),
-              "scaler": scaler_numbers(states[0].get("loss_scaler"))}
-    return tensors, common | ({"num_updates": steps.pop()} if steps else {})
-
-
-def _all_groups(shapes: Sequence[Mapping], states: Sequence[Mapping], groups: Sequence[Sequence[Mapping]],
-                paths: Sequence[Path]) -> Named:
-    tensors: Named = {}
-    for path, of_rank in zip(paths, groups):
-        if len(of_rank) != len(shapes):
-            raise CheckpointError(f"{path} has {len(of_rank)} groups of parameters, and the model file "
-                                  f"{len(shapes)}: they are of different checkpoints.")
-    for g, group in enumerate(shapes):
-        shards = [Shard(path, of_rank[g]) for path, of_rank in zip(paths, groups)]
-        mappings = [state.get("param_slice_mappings") for state in states]
-        if all(isinstance(mapping, list) for mapping in mappings):
-            slices = [entry(dict(enumerate(mapping)), g, Mapping, path)
-                      for mapping, path in zip(mappings, paths)]
-        else:
-            slices = replayed_slices(group, shards)
-        for kind, named in merged_slices(group, shards, slices).items():
-            tensors.setdefault(kind, {}).update(named)
-    return tensors
-
-
-def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[str, StoredTensor]
-            ) -> tuple[Named, dict[str, Any]]:
+def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[str, StoredTensor],
+            experts: Experts | None) -> tuple[Named, dict[str, Any]]:
     """State at stage 0, where the optimizer is in the model file, by number of the parameter."""
     optimizer = entry(content, "optimizer", dict, place, {})
     if not optimizer:
@@ -227,36 +169,14 @@ def _stage0(files: EngineFiles, content: Mapping, place: Path, weights: Mapping[
                                   "no names. Load the weights alone, or save with ZeRO stage 1.")
         weights = {name: tensor for (layer, _), path in sorted(files.layers.items())
                    for name, tensor in _layer_weights(layer, path).items()}
-    inner = optimizer.get("optimizer_state_dict", optimizer)
-    masters = optimizer.get("fp32_groups")
-    if masters is None and "fp32_groups_flat" in optimizer:     # of a fused optimizer: one vector a group
-        masters = [[flat] for flat in entry(optimizer, "fp32_groups_flat", list, place)]
-    tensors = stage0_state(inner, masters, weights, place)
-    steps = optimizer_steps(inner, place)
-    common = {"param_groups": inner.get("param_groups"), "scaler": scaler_numbers(optimizer)}
+    if experts:
+        tensors, common = expert_state(files, optimizer, weights, experts)
+        weights = {**weights, **experts.weights}
+    else:
+        tensors, common = unnamed_state(optimizer, weights, place)
     if MASTER in tensors:
         tensors[WEIGHT] = {**weights, **tensors.pop(MASTER)}
-    return tensors, common | ({"num_updates": max(steps)} if steps else {})
-
-
-def optimizer_steps(inner: Mapping, place: object) -> set[int]:
-    """Numbers of updates of the groups or parameters; FusedAdam records them in `param_groups`."""
-    found = [*entry(inner, "state", Mapping, place, {}).values(),
-             *entry(inner, "param_groups", list, place, [])]
-    return {step for state in found if isinstance(state, Mapping)
-            for step in [count(state, "step", place)] if step is not None}
-
-
-def scaler_numbers(state: Any) -> dict[str, float]:
-    """Numbers of a dynamic loss scaler; {} for a fixed one."""
-    values = fields_of(state)
-    if not (values.get("dynamic") or values.get("dynamic_loss_scale")) or "cur_scale" not in values:
-        return {}
-    numbers = {"cur_hysteresis": 1, "last_overflow_iter": -1, "cur_iter": 0} | values
-    found = {ours: numbers[theirs] for ours, theirs in SCALER.items()}
-    if not all(type(n) in (int, float) for n in found.values()) or not 0 < found["loss_scale"] < 2**64:
-        raise CheckpointError(f"the loss scaler has the state {found}. The file is damaged.")
-    return found | {name: int(n) for name, n in found.items() if name != "loss_scale"}
+    return tensors, common
 
 
 # ---- Pipelines and tensor parallelism.

@@ -5,6 +5,8 @@
     …/[bf16_]zero_pp_rank_{d}_mp_rank_{k}_optim_states.pt     shard of masters and moments, stages 1 to 3
     …/zero_pp_rank_{d}_mp_rank_{k}_model_states.pt      stage 3: counters, no weights
     …/layer_{n}[-model_{t}]-model_states.pt             pipeline: weights of a layer
+    …/layer_{l}_expert_{e}_mp_rank_00_model_states.pt   weights of an expert (deepspeed_experts.py)
+    …/expp_rank_{r}_mp_rank_00_optim_states.pt          stage 0: optimizer of an expert-parallel rank
 
 d is the data-parallel rank, k the rank among the model-parallel ones, t the tensor-parallel rank.
 """
@@ -25,7 +27,8 @@ LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
 _LAYER = re.compile(r"layer_([0-9]{1,9})(?:-model_([0-9]{1,9}))?-model_states\.pt")
-_EXPERT = re.compile(r"layer_-?\d+_expert_.*|expp_rank_.*")
+_EXPERT = re.compile(r"layer_([0-9]{1,9})_expert_([0-9]{1,9})_mp_rank_([0-9]{1,9})_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class EngineFiles:
     models      (model-parallel rank, data-parallel rank) → file; data-parallel rank 0 unless stage 3
     optimizers  (model-parallel rank, data-parallel rank) → file of a shard; empty at stage 0
     layers      (number of the layer, tensor-parallel rank) → file; empty without a pipeline
+    experts     (number of the layer among those with experts, expert) → file
+    expert_optimizers  expert-parallel rank → file; at stage 0 with experts
     """
 
     folder: Path
     models: Mapping[tuple[int, int], Path]
     optimizers: Mapping[tuple[int, int], Path]
     layers: Mapping[tuple[int, int], Path]
+    experts: Mapping[tuple[int, int], Path]
+    expert_optimizers: Mapping[int, Path]
 
     @property
     def model_ranks(self) -> int:
@@ -84,18 +91,18 @@ def tag_folder(folder: Path, iteration: int | None = None, pointer: str = LATEST
 
 def files_of(folder: Path) -> EngineFiles:
     """The files in a folder of one checkpoint. Raises CheckpointError if files of a rank are missing."""
-    models, optimizers, layers = {}, {}, {}
+    models, optimizers, layers, experts, expert_optimizers = {}, {}, {}, {}, {}
     for name in sorted(os.listdir(folder)):
-        if _EXPERT.fullmatch(name):
-            raise CheckpointError(f"{folder / name}: checkpoints of DeepSpeed with experts are not read, "
-                                  "because their experts are in files of another form. Export the model with "
-                                  "the program that trained it.")
         if found := _MODEL.fullmatch(name):
             models[int(found[2]), int(found[1] or 0)] = folder / name
         elif found := _OPTIMIZER.fullmatch(name):
             optimizers[int(found[2]), int(found[1])] = folder / name
         elif found := _LAYER.fullmatch(name):
             layers[int(found[1]), int(found[2] or 0)] = folder / name
+        elif (found := _EXPERT.fullmatch(name)) and not int(found[3]):
+            experts[int(found[1]), int(found[2])] = folder / name
+        elif (found := _EXPERT_OPTIMIZER.fullmatch(name)) and not int(found[2]):
+            expert_optimizers[int(found[1])] = folder / name
     if not models:
         raise CheckpointError(f"{folder} has no file mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_"
                               "model_states.pt: it is no checkpoint of an engine of DeepSpeed.")
@@ -105,7 +112,11 @@ def files_of(folder: Path) -> EngineFiles:
         raise CheckpointError(f"{folder} has optim_states of {len({r for r, _ in optimizers})} "
                               f"model-parallel ranks, and model_states of {len({r for r, _ in models})}. "
                               "Copy the missing files, or load the weights alone.")
-    return EngineFiles(folder, models, optimizers, layers)
+    if absent := set(range(1 + max(expert_optimizers, default=-1))) - expert_optimizers.keys():
+        raise CheckpointError(f"{folder}: {len(absent)} expp_rank files are missing, first that of "
+                              f"expert-parallel rank {min(absent)}. Copy those that other nodes wrote, or "
+                              "load the weights alone.")
+    return EngineFiles(folder, models, optimizers, layers, experts, expert_optimizers)
 
 
 def _check_complete(folder: Path, kind: str, files: Mapping[tuple[int, int], Path]) -> None:

@@ -203,10 +203,22 @@ def _training(raw: RawCheckpoint) -> dict[str, Any]:
     group = _group(raw)
     found = {f"optimizer.{ours}": group[theirs] for theirs, ours in NUMBERS.items()
              if isinstance(group.get(theirs), float)}
+    found |= {name: value for name, value in _choices(raw, group).items() if isinstance(value, bool)}
     betas = group.get("betas")
     if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, float) for beta in betas):
         found |= {"optimizer.adam_beta1": betas[0], "optimizer.adam_beta2": betas[1]}
     return found
+
+
+def _choices(raw: RawCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are true or false: as the groups of the classes of DeepSpeed and torch have them, else
+    the JSON. The weight decay of the type AdamW is decoupled in any case."""
+    table = lambda value: value if isinstance(value, Mapping) else {}
+    optimizer = table(table(raw.settings.get("ds_config")).get("optimizer"))
+    params = table(optimizer.get("params"))
+    decoupled = str(optimizer.get("type")).lower() == "adamw" or params.get("adam_w_mode")
+    return {"optimizer.adam_bias_correction": group.get("bias_correction", params.get("bias_correction")),
+            "optimizer.decoupled_weight_decay": group.get("decoupled_weight_decay", decoupled)}
 
 
 def _settings(raw: RawCheckpoint, folder: Path, family: Family) -> dict[str, Any]:

@@ -50,7 +50,7 @@ ARGUMENTS = (
     Key("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights", False),
     Key("rotary_percent", "rotary_percent", None),
     Only("transformer_impl", ("local",), "tensors under other names"),
-    Only("num_experts", (None, 1, [1]), "experts in files of their own"))
+    Only("num_experts", (None, 1, [1]), "experts with DeepSpeed's gate, which an engine computes"))
 FIXED = (Fixed("model", "gpt"),)
 
 

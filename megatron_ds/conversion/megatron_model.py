@@ -17,10 +17,22 @@ from .family import listing, matches, model_of
 from .formats import Wishes
 from .megatron_args import model_options
 from .megatron_names import EMBEDDING, HEAD, VOCABULARY
-from .stored_tensor import MASTER, WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredProgress, StoredTensor
+from .stored_tensor import (
+    MASTER,
+    WEIGHT,
+    LogicalCheckpoint,
+    RawCheckpoint,
+    StoredProgress,
+    StoredTensor,
+    compared_with,
+)
 from .tensor_views import first_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Flat buffers name no parameters, so a master is compared with its weight.
+WRONG_MASTER = ("The optimizer state is of another save or rank, or in another order, or of tied embeddings "
+                "on two pipeline stages with --dist-ckpt-optim-fully-reshardable, which megatron-core 0.16.1 "
+                "stores wrongly. To load the weights alone, give --no-optim (in training, --no-load-optim).")
 
 
 def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) -> LogicalCheckpoint:
@@ -33,8 +45,8 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     tensors = {kind: _tied_once(stored, kind, shapes, raw) for kind, stored in raw.tensors.items()}
     unused = _check_names(tensors[WEIGHT], shapes, raw, wishes)
     tensors = {kind: _cut(stored, shapes, kind, raw) for kind, stored in tensors.items()}
-    weights = {**tensors[WEIGHT], **{name: _compared(tensors[WEIGHT][name], master) for name, master
-                                     in tensors.pop(MASTER, {}).items()}}
+    weights = {**tensors[WEIGHT], **{name: compared_with(tensors[WEIGHT][name], master, WRONG_MASTER)
+                                     for name, master in tensors.pop(MASTER, {}).items()}}
     moments = {kind: tensors[kind] for kind in MOMENTS if tensors.get(kind)}
     source = {"format": format_name, "iteration": raw.progress.iteration}
     ignored = tuple(name for name in raw.ignored if name != "argparse.Namespace")       # the arguments
@@ -50,24 +62,6 @@ def logical(raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str) ->
     return LogicalCheckpoint(raw.folder, options, {WEIGHT: weights, **moments}, raw.progress, "adam",
                              training_options(raw.settings), source=source, ignored=ignored,
                                  unused=unused)
-
-
-def _compared(weight: StoredTensor, master: StoredTensor) -> StoredTensor:
-    """The master. Reading it compares it with the weight, which was rounded from it: flat buffers name no
-    parameters, and megatron-core 0.16.1 stores a wrong master of tied embeddings on two pipeline stages.
-    """
-    def read() -> torch.Tensor:
-        values, rounded = master.read(), weight.read()
-        if not torch.equal(values.to(rounded.dtype), rounded):
-            raise CheckpointError(
-                f"{master.place} is not what the weight was rounded from: the largest difference is "
-                f"{float((values - rounded).abs().max()):.3g}. The optimizer state is of another save or "
-                "rank, or in another order, or of tied embeddings on two pipeline stages with "
-                "--dist-ckpt-optim-fully-reshardable, which megatron-core 0.16.1 stores wrongly. To load the "
-                "weights alone, give --no-optim (in training, --no-load-optim).")
-        return values
-
-    return replace(master, read=read)
 
 
 def _tied_once(stored: Mapping[str, StoredTensor], kind: str, shapes: Mapping[str, tuple],

@@ -19,7 +19,6 @@ import torch
 from .. import __version__
 from ..checkpoint import folder as folders
 from ..checkpoint.disk_space import check_room
-from ..checkpoint.index import read_index
 from ..checkpoint.load import find_checkpoint, latest, read_run
 from ..checkpoint.lock import locked
 from ..checkpoint.pieces import MadePiece
@@ -54,6 +53,10 @@ def detect(folder: Path) -> bool:
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of `wishes.iteration`, or the latest. Raises CheckpointError."""
+    from ..checkpoint.index import (
+        read_index,  # imports take seconds, and this format is the first of detection
+    )
+
     step = wishes.iteration if wishes.iteration is not None else latest(folder)
     if step is None:
         raise CheckpointError(f"{folder}: no complete checkpoint there. Give the folder that was --save in "

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from ..config.model_options import ModelConfig
+from ..host.reused_pages import uninitialized
 
 Parts = Sequence[torch.Tensor]
 
@@ -42,15 +43,28 @@ class Packing:
 
 def join_heads(parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Q [n d, ..], K and V [g d, ..] → our rows [(n + 2 g) d, ..]."""
-    groups = [part.unflatten(0, (model.query_groups, -1)) for part in parts]
-    return torch.cat(groups, 1).flatten(0, 1)
+    return _joined([part.unflatten(0, (model.query_groups, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _joined(parts: Parts, dim: int) -> torch.Tensor:
+    """torch.cat, in memory that was used before (`host.reused_pages`)."""
+    first, total = parts[0], sum(part.shape[dim] for part in parts)
+    whole = uninitialized((*first.shape[:dim], total, *first.shape[dim + 1:]), first.dtype)
+    return torch.cat(list(parts), dim, out=whole)
 
 
 def split_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     """Our rows [(n + 2 g) d, ..] → Q [n d, ..], K and V [g d, ..]."""
     d, queries = model.head_dim, model.num_attention_heads // model.query_groups
     groups = rows.unflatten(0, (model.query_groups, -1))                      # [g, (n/g + 2) d, ..]
-    return [part.flatten(0, 1) for part in groups.split((queries * d, d, d), 1)]
+    return [_flattened(part) for part in groups.split((queries * d, d, d), 1)]
+
+
+def _flattened(part: torch.Tensor) -> torch.Tensor:
+    """The first two dimensions as one: a view, or a copy in memory that was used before."""
+    if part.is_meta or part.is_contiguous():
+        return part.flatten(0, 1)
+    return uninitialized(part.shape, part.dtype).copy_(part).flatten(0, 1)
 
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
@@ -71,7 +85,7 @@ def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
 def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Tensor:
     k = tensors_of_expert
     shape = (len(parts) // k, k * parts[0].shape[0], *parts[0].shape[1:])
-    stacked = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
+    stacked = uninitialized(shape, parts[0].dtype)
     torch.stack(list(parts), out=stacked.view(len(parts), *parts[0].shape))
     return stacked
 
@@ -89,7 +103,7 @@ QKV_ROWS = Packing("rows [Q; K; V]", _join_rows, _to_rows)
 QKV_COLUMNS = Packing("columns [Q, K, V]",
                       lambda parts, model: _join_rows([parts[0].t()], model),
                       lambda tensor, model: [_to_rows(tensor, model)[0].t()])
-GATE_UP = Packing("gate and up", lambda parts, model: torch.cat(list(parts)),
+GATE_UP = Packing("gate and up", lambda parts, model: _joined(parts, 0),
                   lambda tensor, model: tensor.chunk(2))
 ROWS_FROM_2 = Packing("rows from 2", lambda parts, model: parts[0][UNUSED_ROWS:],
                       lambda tensor, model: [torch.cat((tensor.new_zeros(UNUSED_ROWS, *tensor.shape[1:]),

@@ -1,7 +1,8 @@
 """Tensors read in a known order, the next ones in threads while one is used.
 
-Reading, packing and casting release the interpreter, so they overlap with writing. The bytes that are read
-ahead are limited.
+Reading and packing release the interpreter, so they overlap with writing. The bytes that are read ahead are
+limited. Casts are left to the copy that the user of the tensor makes, which needs no memory for them; only
+float16, which cannot hold all values, is cast here, so that it is checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,15 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from ..host.reused_pages import reused_pages
 from .stored_tensor import StoredTensor, in_dtype
 
 THREADS = 2
-MOST_BYTES = 1_000_000_000      # read and not yet used; one tensor may be larger
+MOST_BYTES = 500_000_000        # read and not yet used, with packed copies; one tensor may be larger
 
 
 class ReadAhead:
-    """`take(0)`, `take(1)`, … return the tensors in order, each once, cast to its dtype.
+    """`take(0)`, `take(1)`, … return the tensors in order, each once, contiguous.
 
+    dtypes  to which the user casts them
     done    called with the bytes of a stored tensor, before the cast, when it is taken
     """
 
@@ -27,13 +30,17 @@ class ReadAhead:
         self._pool = ThreadPoolExecutor(THREADS, "read-ahead")
         self._waiting: dict[int, Future] = {}
         self._next, self._bytes = 0, 0
+        self._memory = reused_pages()
 
     def __enter__(self) -> "ReadAhead":
+        self._memory.__enter__()
+        self._submit()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
+        self._memory.__exit__(*failure)
 
     def take(self, index: int) -> torch.Tensor:
         """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""
@@ -53,9 +60,10 @@ class ReadAhead:
             self._next += 1
 
     def _cost(self, index: int) -> int:
-        tensor = self._tensors[index]
-        return tensor.nbytes + torch.Size(tensor.shape).numel() * self._dtypes[index].itemsize
+        """Bytes of the stored tensor, and of the one that it is packed into."""
+        return 2 * self._tensors[index].nbytes
 
     def _read(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
-        return in_dtype(tensor.read(), self._dtypes[index], tensor.place).contiguous()
+        tensor, dtype = self._tensors[index], self._dtypes[index]
+        values = tensor.read()
+        return (in_dtype(values, dtype, tensor.place) if dtype == torch.float16 else values).contiguous()

@@ -9,7 +9,7 @@ Both map kind → name → `StoredTensor`. The kinds are those of `checkpoint.pi
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,21 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def compared_with(weight: StoredTensor, master: StoredTensor, why: str) -> StoredTensor:
+    """The master. Reading it compares it with the weight, which was rounded from it.
+
+    why: end of the message of the CheckpointError where they differ
+    """
+    def read() -> torch.Tensor:
+        values, rounded = master.read(), weight.read()
+        if not torch.equal(values.to(rounded.dtype), rounded):
+            raise CheckpointError(f"{master.place} is not what the weight was rounded from: the largest "
+                                  f"difference is {float((values - rounded).abs().max()):.3g}. {why}")
+        return values
+
+    return replace(master, read=read)
 
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:

@@ -23,8 +23,9 @@ import torch
 
 from ..checkpoint.folder import write_durably
 from ..errors import CheckpointError
-from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, optimizer_steps, plain_settings, scaler_numbers
+from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, plain_settings
 from .deepspeed_folder import count, entry, open_file, scalar, shapes_in, tag_folder
+from .deepspeed_optimizer_files import optimizer_steps, scaler_numbers
 from .foreign_names import save_with_names, scaler_object
 from .malformed import refuses_malformed
 from .published import published

@@ -20,6 +20,7 @@ from ..conversion.stored_tensor import RawCheckpoint, Tensors
 from ..conversion.universal_folder import POINTER, ZERO, read_universal
 from ..errors import CheckpointError
 from ..mpu.agree import on_all_ranks
+from ..mpu.collectives import all_gather_object
 from ..ramps import Progress
 from .engine_status import EngineStatus
 
@@ -50,6 +51,8 @@ def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], w
     Nothing has been changed when tensors are missing or of another shape.
     """
     world, plans = engine.world.world, []
+    here = {p.spec.name for p in engine.module.parameters()}
+    names = here.union(*all_gather_object(here, world)) if engine.world.expert_parts > 1 else here
 
     def plan() -> None:
         universal = (path / ZERO).is_dir()
@@ -57,7 +60,7 @@ def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], w
                                                                                            not with_optimizer)
         raw = raw if with_optimizer else without_state(raw)
         tensors = with_aliases(raw)
-        _check({p.spec.name for p in engine.module.parameters()}, pieces, tensors, with_optimizer)
+        _check(names, pieces, tensors, with_optimizer)
         plans.append((raw, plan_filling(pieces, tensors, None if with_optimizer else (WEIGHT, BUFFER))))
 
     failing = {"doing": f"cannot load {path}, which DeepSpeed saved", "kind": CheckpointError}
@@ -77,7 +80,7 @@ def with_aliases(raw: RawCheckpoint) -> Tensors:
 def _check(names: set[str], pieces: list[Piece], tensors: Tensors, with_optimizer: bool) -> None:
     """Raises CheckpointError for parameters that the module lacks, or the state of another optimizer.
 
-    names: of the module's parameters
+    names: of the module's parameters, with the experts of all ranks
     """
     used = {id(tensor) for name, tensor in tensors[WEIGHT].items() if name in names}
     if odd := sorted(name for name, tensor in tensors[WEIGHT].items() if id(tensor) not in used):

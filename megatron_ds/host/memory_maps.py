@@ -50,12 +50,16 @@ def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
 
 def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
-    nbytes = numel * dtype.itemsize
+    return torch.frombuffer(huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel)   # keeps the map
+
+
+def huge_pages(nbytes: int) -> mmap.mmap:
+    """Private memory of zeros, starting at a page boundary; on huge pages if it fills two."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     pages = mmap.mmap(-1, nbytes, **private)
     if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)       # before the first touch, which allocates a page
-    return torch.frombuffer(pages, dtype=dtype, count=numel)        # keeps the map
+    return pages
 
 
 class FileMap:

@@ -1,10 +1,10 @@
-"""One AdamW update of flat fp32 tensors; and torch's Adam with the names and arguments of DeepSpeed's.
+"""One AdamW update of flat fp32 tensors; and Adam with the names and arguments of DeepSpeed's classes.
 
 Implementations: a pass over memory, on CPUs cpu/compiled_adam.py, on GPUs gpu/adam_kernels.py, with the bits
 of the reference in torch's operations. `optim/row_adamw.py` is torch's interface to them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,13 +17,16 @@ from .cpu import compiled_adam
 from .gpu import adam_kernels
 from .kernel_table import CPU, GPU, Operation
 
+# Number of updates after which every beta**step is 0, and the correction of the moments 1.
+UNCORRECTED = 1 << 62
+
 
 class AdamRow(NamedTuple):
     """The tensors of one update: contiguous, on one device, of the same length.
 
     p     fp32 weight, updated in place as m and v, the moments, are
     grad  only read; fp32, bf16 or fp16
-    step  number of this update, from 1
+    step  number of this update, from 1; UNCORRECTED: moments are used as they are
     low   bf16 or fp16: receives p, rounded to nearest even
     """
 
@@ -113,21 +116,61 @@ def fp32(x: float) -> float:
     return float(np.float32(x))
 
 
+def adam_variant_(p: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any], *, corrects: bool,
+                  decoupled: bool) -> None:
+    """One update of p by p.grad. Kingma and Ba 2014 (arXiv:1412.6980), alg. 1, with two choices.
+
+    state      {"step": number of this update, from 1, "exp_avg", "exp_avg_sq"} of p
+    group      {"lr", "betas", "eps", "weight_decay"}
+    corrects   divide the moments by 1 - beta^step, as the algorithm does
+    decoupled  weight decay lowers the weights by themselves (AdamW); otherwise it is added to the gradient
+               (L2 regularization), and so divided by the root of the second moment
+    """
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    step, m, v, g = state["step"], state["exp_avg"], state["exp_avg_sq"], p.grad
+    if decay and decoupled:
+        p.mul_(1 - group["lr"] * decay)
+    elif decay:
+        g = g.add(p, alpha=decay)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    first, second = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+    p.addcdiv_(m, (v / second).sqrt_().add_(group["eps"]), value=-group["lr"] / first)
+
+
 class FusedAdam(torch.optim.Adam):
     """torch's Adam with the name and arguments of DeepSpeed's FusedAdam; an engine runs it on its shards.
 
-    adam_w_mode: weight decay is decoupled (AdamW). set_grad_none has no effect. Raises ConfigError for
-    bias_correction=False.
+    bias_correction: False uses the moments as they are. adam_w_mode: weight decay is decoupled (AdamW).
+    set_grad_none has no effect. Raises ConfigError for amsgrad without bias correction.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
                  weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True):
-        if not bias_correction:
-            raise ConfigError(f"{type(self).__name__}(bias_correction=False) is not supported: torch's Adam "
-                              "corrects its moments. Give the optimizer in the JSON, where "
-                              '"bias_correction": false is supported.')
+        if amsgrad and not bias_correction:
+            raise ConfigError(f"{type(self).__name__}(amsgrad=True, bias_correction=False) is not supported: "
+                              "AMSGrad is torch's, which corrects its moments. Leave out one of the two.")
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+        self.bias_correction = bias_correction
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Update the parameters; returns the loss of `closure`."""
+        if self.bias_correction:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p] = self.state[p] or {
+                        "step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    state["step"] = int(state["step"]) + 1
+                    adam_variant_(p, state, group, corrects=False, decoupled=group["decoupled_weight_decay"])
+        return loss
 
 
 class DeepSpeedCPUAdam(FusedAdam):

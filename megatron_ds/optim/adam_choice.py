@@ -19,8 +19,8 @@ def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer
     corrects, decoupled = settings.adam_bias_correction, settings.decoupled_weight_decay
     if settings.adam_amsgrad:
         return fused(torch.optim.AdamW if decoupled else torch.optim.Adam, groups, amsgrad=True, **options)
+    if decoupled and has_kernel(groups):
+        return RowAdamW(groups, **options, bias_correction=corrects)
     if not (corrects and decoupled):
         return VariantAdam(groups, **options, bias_correction=corrects, decoupled=decoupled)
-    if has_kernel(groups):
-        return RowAdamW(groups, **options)
     return fused(torch.optim.AdamW, groups, **options)

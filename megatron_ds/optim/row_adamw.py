@@ -4,12 +4,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam import AdamRow, AdamStep, adamw
+from ..ops.adam import UNCORRECTED, AdamRow, AdamStep, adamw
 from .row_optimizer import RowOptimizer
 
 
 class RowAdamW(RowOptimizer):
     """AdamW on contiguous fp32 parameters, for devices with an implementation of `adamw` (`has_kernel`).
+
+    bias_correction  divide the moments by 1 - beta^step, as the algorithm does; else they are used as they
+                     are, by the same kernels
 
     Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable; "step"
     is a number, as in earlier versions of torch.
@@ -22,8 +25,9 @@ class RowAdamW(RowOptimizer):
     COUNTS_STEPS = True
 
     def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.01):
+                 eps: float = 1e-8, weight_decay: float = 0.01, *, bias_correction: bool = True):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.bias_correction = bias_correction
 
     def update(self, rows: Sequence[AdamRow], group: dict, divisor: float | torch.Tensor) -> None:
         """See `RowOptimizer.update`."""
@@ -33,8 +37,8 @@ class RowAdamW(RowOptimizer):
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> AdamRow:
         """See `RowOptimizer.row`; counts the step."""
         state = self.count_step(p)
-        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"],
-                       getattr(p, "low", None))
+        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"],
+                       state["step"] if self.bias_correction else UNCORRECTED, getattr(p, "low", None))
 
 
 def has_kernel(groups: Iterable[dict]) -> bool:

@@ -101,7 +101,6 @@ CONDITIONS: dict[str, Condition] = {
     "probabilities_": _is_on_cpu, "probability_gradient_": _is_on_cpu,
     "lion": _optimizes("lion"), "adagrad": _optimizes("adagrad"),
     "adamw": lambda config, device: (config.optimizer.optimizer in ("adam", "adamw")
-                                     and config.optimizer.adam_bias_correction
                                      and config.optimizer.decoupled_weight_decay)}
 
 

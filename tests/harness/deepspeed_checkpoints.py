@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import megatron_ds
 from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.moe import MoE
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness import deepspeed_modules as modules
@@ -24,12 +26,16 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
                                      reason="DeepSpeed is not installed: pip install deepspeed")
 
 
+KEEPERS = []
+
+
 @functools.cache
-def made() -> Path:
-    """The folder with all of `runs.CASES`."""
-    keeper = made.keeper = tempfile.TemporaryDirectory(prefix="deepspeed-")
-    run_deepspeed("make", keeper.name)
-    return Path(keeper.name)
+def made(experts: bool = False) -> Path:
+    """The folder with the cases of `runs.CASES` with or without experts."""
+    KEEPERS.append(tempfile.TemporaryDirectory(prefix="deepspeed-"))
+    cases = [case for case in runs.CASES if case.startswith("experts") == experts]
+    run_deepspeed("make", KEEPERS[-1].name, *cases)
+    return Path(KEEPERS[-1].name)
 
 
 def run_deepspeed(*words: str) -> None:
@@ -44,24 +50,29 @@ def run_deepspeed(*words: str) -> None:
 
 
 def next_step(path: Path) -> dict:
-    """loss, before, after of DeepSpeed's step after a checkpoint; of a pipeline, of all stages together."""
-    first, second = (torch.load(path.with_name(f"{path.name}{rank}")) for rank in range(runs.RANKS))
-    return first | {"before": second["before"] | first["before"], "after": second["after"] | first["after"],
-                    "logits": None if first["logits"] is None else
-                    torch.cat([first["logits"], second["logits"]])}
+    """loss, before, after of DeepSpeed's step after a checkpoint, of all stages and experts together."""
+    ranks = [torch.load(file) for file in sorted(path.parent.glob(f"{path.name}?"))]
+    joined = {key: {name: tensor for rank in reversed(ranks) for name, tensor in rank[key].items()}
+              for key in ("before", "after")}
+    logits = [rank["logits"] for rank in ranks]
+    return ranks[0] | joined | {"logits": None if logits[0] is None else torch.cat(logits)}
 
 
 def engine_config(case: str, stage: int, ranks: int) -> dict:
     """The JSON of `case` for another stage and number of ranks."""
     config = runs.config_of(stage, {k: v for k, v in runs.CASES[case][2].items() if k != "data_types"})
     del config["zero_force_ds_cpu_optimizer"], config["optimizer"]["params"]["torch_adam"]
-    return config | {"train_micro_batch_size_per_gpu": 4 // ranks}
+    if case.startswith("experts"):
+        config["gradient_clipping"] = 0.0
+    return config | {"train_micro_batch_size_per_gpu": 2 * runs.ranks_of(case) // ranks}
 
 
 def our_next_step(case: str, folder: Path, stage: int, ranks: int, **options
                   ) -> tuple[float, dict[str, torch.Tensor], tuple]:
     """(loss, weights, (engine's counters, client state)) of our engine, which loads the checkpoint first."""
-    drawn = [runs.CASES[case][0]() for _ in range(ranks)]       # threads share torch's random state
+    kind = runs.CASES[case][0]
+    make = partial(modules.Routed, MoE, min(ranks, modules.PARTS)) if kind == "experts" else kind
+    drawn = [make() for _ in range(ranks)]       # threads share torch's random state
 
     def main(rank, world):
         mesh = Mesh(Grid.fit(ranks), rank, world.connect)
@@ -71,20 +82,20 @@ def our_next_step(case: str, folder: Path, stage: int, ranks: int, **options
         path, client = engine.load_checkpoint(folder, **options)
         counters = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr()[0],
                     engine.optimizer.loss_scale)
-        tokens = modules.tokens_of(runs.STEPS, vocab=11).chunk(ranks)[rank]
+        tokens = modules.tokens_of(runs.STEPS, None, runs.ranks_of(case), vocab=11).chunk(ranks)[rank]
         loss = modules.loss_of(engine(tokens[:, :-1]), tokens)
         engine.backward(loss)
         engine.step()
         with engine.gathered_parameters():
             weights = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
-        masters = [(piece.spec.name, piece.start, piece.tensor.clone())
+        masters = [(piece.spec, piece.start, piece.tensor.clone())
                    for piece in engine.optimizer.pieces() if piece.kind == "weight"]
         return loss.item(), weights, (counters, client, path), masters
 
     found = run_ranks(ranks, main)
     weights = found[0][1]
-    for name, start, values in (master for *_, masters in found for master in masters):
-        weights[name].view(-1)[start:start + len(values)] = values
+    for spec, start, values in (master for *_, masters in found for master in masters):
+        weights.setdefault(spec.name, torch.empty(spec.shape)).view(-1)[start:start + len(values)] = values
     return sum(loss for loss, *_ in found) / ranks, weights, found[0][2]
 
 

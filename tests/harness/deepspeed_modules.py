@@ -43,6 +43,51 @@ class Small(nn.Module):
         return self.head(x + self.down(self.norm(F.gelu(self.up(x)))) + self.offset.to(x.dtype))
 
 
+EXPERTS, PARTS = 4, 2        # of a layer; ranks that divide them
+
+
+class Routed(nn.Module):
+    """Layers with experts. moe: class of the layers. No tokens are dropped, and all experts have some."""
+
+    def __init__(self, moe: type, parts: int = PARTS):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(moe(6, Expert(), num_experts=EXPERTS, ep_size=parts, k=2,
+                                        top2_2nd_expert_sampling=False, capacity_factor=float(EXPERTS))
+                                    for _ in range(2))
+        self.between, self.head = nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.deepspeed_moe.gate.wg.weight.mul_(4)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.between(x) + block(x)[0]
+        return self.head(x)
+
+
+class Expert(nn.Module):
+    """x [.., 6] → the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x))) * self.scale.to(x.dtype)
+
+
+def global_name(name: str, rank: int) -> str:
+    """The name of a parameter of `Routed` on a rank, among all experts."""
+    head, is_expert, rest = name.partition(".deepspeed_experts.")
+    if not is_expert:
+        return name
+    number, _, leaf = rest.partition(".")
+    return f"{head}{is_expert}{rank % PARTS * EXPERTS // PARTS + int(number)}.{leaf}"
+
+
 class Named(nn.Module):
     """Parameters under dotted names, in the order of `weights`."""
 

@@ -1,10 +1,11 @@
-"""Checkpoints that DeepSpeed wrote, and what it computes after it read ours. A program of two ranks on gloo:
+"""Checkpoints that DeepSpeed wrote, and what it computes after it read ours. A program of 2 or 4 ranks on
+gloo:
 
     python -m tests.harness.deepspeed_runs make FOLDER           all of `CASES`: FOLDER/CASE/…, CASE/next.pt
     python -m tests.harness.deepspeed_runs read CASE UNIVERSAL OUT
 
-next.pt0, next.pt1 and OUT0, OUT1, of each rank, hold the weights of the checkpoint as DeepSpeed shows them
-("before"), the loss of the next step, of both ranks together, the logits in it, and the weights after it.
+next.pt0, next.pt1, … and OUT0, OUT1, …, of each rank, hold the weights of the checkpoint as DeepSpeed shows
+them ("before"), the loss of the next step, of all ranks together, the logits in it, and the weights after it.
 """
 
 import importlib
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from tests.harness import deepspeed_modules as modules
 from tests.harness.deepspeed_modules import loss_of, tokens_of
 
-RANKS, STEPS = 2, 2
+STEPS = 2
 FP16, BF16 = ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {"bf16": {"enabled": True}})
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
 # name → (module, ZeRO stage, precision)
@@ -29,7 +30,19 @@ CASES = {
     "small3_bf16": (modules.Small, 3, BF16), "small1_bf16_fp32": (modules.Small, 1, BF16 | FP32_GRADS),
     "llama1": (modules.HfLlama, 1, {}), "llama3": (modules.HfLlama, 3, {}),
     "mds_pipe1": ("pipe", 0, {}), "mds_pipe2_bf16": ("pipe2", 1, BF16 | FP32_GRADS),
+    **{f"experts{stage}": ("experts", stage, {}) for stage in (0, 1)},
+    "experts0_fp16": ("experts", 0, FP16), "experts2_bf16": ("experts", 2, BF16),
 }
+
+
+def ranks_of(case: str) -> int:
+    """Experts are divided over 2 of 4 data-parallel ranks."""
+    return 4 if case.startswith("experts") else 2
+
+
+def vocab_of(case: str) -> int:
+    """Number of token ids."""
+    return 11 if case.startswith(("small", "experts")) else modules.VOCAB
 
 
 def config_of(stage: int, precision: dict) -> dict:
@@ -67,26 +80,41 @@ def engine_of(case: str, universal: bool = False):
 
     kind, stage, precision = CASES[case]
     torch.manual_seed(3)
-    model = pipeline(int(kind[4:] or 1)) if isinstance(kind, str) else kind()
     config = config_of(stage, precision) | ({"checkpoint": {"load_universal": True}} if universal else {})
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)
-    return engine, isinstance(kind, str)
+    if kind == "experts":
+        model = modules.Routed(importlib.import_module("deepspeed.moe.layer").MoE)
+        config["gradient_clipping"] = 0.0       # DeepSpeed's norm counts experts as if all ranks had the same
+    else:
+        model = pipeline(int(kind[4:] or 1)) if isinstance(kind, str) else kind()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=with_moe_groups(groups_of(model)),
+                                      config=config)
+    return engine, isinstance(kind, str) and kind != "experts"
+
+
+def with_moe_groups(groups: list[dict]) -> list[dict]:
+    """The groups with those of experts apart, as ZeRO needs them."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    named = [{"name": f"group {g}", **group} for g, group in enumerate(groups)]
+    divided = split_params_into_different_moe_groups_for_optimizer(named)
+    return divided if any(group.get("moe") for group in divided) else groups
 
 
 def train(engine, is_pipeline: bool, step: int, vocab: int) -> tuple[float, torch.Tensor | None]:
     """(mean loss of all ranks, logits of this rank)."""
+    world = dist.get_world_size()
     if is_pipeline:
-        ranks = RANKS // engine.module.num_stages
+        ranks = world // engine.module.num_stages
         tokens = tokens_of(step, engine.grid.get_data_parallel_rank(), ranks, vocab)
         return float(engine.train_batch(iter([(tokens[:, :-1], tokens)]))), None
-    tokens = tokens_of(step, dist.get_rank(), RANKS, vocab)
+    tokens = tokens_of(step, dist.get_rank(), world, vocab)
     logits = engine(tokens[:, :-1])
     loss = loss_of(logits, tokens)
     engine.backward(loss)
     engine.step()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    return float(total / RANKS), logits.detach().float()
+    return float(total / world), logits.detach().float()
 
 
 def whole_weights(engine) -> dict[str, torch.Tensor]:
@@ -97,6 +125,7 @@ def whole_weights(engine) -> dict[str, torch.Tensor]:
     for name, p in engine.module.named_parameters():
         if p.requires_grad:
             in_fp32 = hasattr(p, "_hp_mapping") or hasattr(p, "ds_id")
+            name = modules.global_name(name, dist.get_rank())
             found[name] = (safe_get_full_fp32_param(p) if in_fp32 else p.detach().float()).clone()
     return found
 
@@ -112,10 +141,11 @@ def rest(engine, is_pipeline: bool, vocab: int, out: Path) -> None:
 def make(folder: Path, cases: list[str]) -> None:
     for case in cases:
         engine, is_pipeline = engine_of(case)
-        vocab = 11 if case.startswith("small") else modules.VOCAB
+        vocab = vocab_of(case)
         for step in range(STEPS):
             train(engine, is_pipeline, step, vocab)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
+        info = {} if case.startswith("experts") else info       # DeepSpeed refuses that key there
         args = {"args": Namespace(**modules.MDS_ARGUMENTS)} if is_pipeline else {}
         engine.save_checkpoint(str(folder / case), client_state={"iteration": STEPS, **args, **info})
         rest(engine, is_pipeline, vocab, folder / case / "next.pt")
@@ -125,41 +155,53 @@ def read(case: str, folder: Path, out: Path) -> None:
     engine, is_pipeline = engine_of(case, universal=True)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
-    rest(engine, is_pipeline, 11 if case.startswith("small") else modules.VOCAB, out)
+    rest(engine, is_pipeline, vocab_of(case), out)
 
 
-def main(rank: int, port: int, verb: str, words: list[str]) -> None:
+def main(rank: int, ranks: int, port: int, verb: str, words: list[str]) -> None:
+    """A rank of all cases that need as many."""
     import deepspeed
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     if verb == "make":
-        make(Path(words[0]), words[1:] or list(CASES))
+        make(Path(words[0]), [case for case in words[1:] or CASES if ranks_of(case) == ranks])
     else:
         for case, folder, out in zip(words[::3], words[1::3], words[2::3]):
             read(case, Path(folder), Path(out))
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    import torch._dynamo  # as torch's optimizers do, in every rank
-
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True      # slow on some processors
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None     # it compiles for minutes
-    port = int(sys.argv[1])
-    child = os.fork()                                       # imports are done once
+def fork(*arguments) -> int:
+    """The process of a rank."""
+    pid = os.fork()
+    if pid:
+        return pid
     try:
-        main(int(child == 0), port, sys.argv[2], sys.argv[3:])
+        main(*arguments)
     except BaseException:
         import traceback
 
         traceback.print_exc()
         os._exit(1)
-    if child == 0:
-        os._exit(0)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # as torch's optimizers do, in every rank
+
+    torch.compile = lambda *_, **__: lambda function: function      # of Muon, unused here; it takes seconds
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # noqa: F401  imports are done once
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True      # slow on some processors
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None     # it compiles for minutes
+    port, verb, words = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    cases = words[1:] or list(CASES) if verb == "make" else words[::3]
+    for ranks in sorted({ranks_of(case) for case in cases}):
+        pids = [fork(rank, ranks, port, verb, words) for rank in range(ranks)]
+        if any([os.waitpid(pid, 0)[1] for pid in pids]):
+            sys.exit(1)

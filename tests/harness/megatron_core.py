@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
+
+from megatron_ds.data.samples.bert_data import BertOptions, MockBertDataset
+from megatron_ds.data.samples.masking import Masking
 
 SEQUENCE, ROWS = 16, 128
 LLAMA = dict(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
@@ -34,8 +38,20 @@ def make_batches(path: Path) -> torch.Tensor:
     """int64 [4, 4, SEQUENCE + 1] of ids that the mock data of layout runs leave as they are."""
     tokens = torch.randint(ROWS - 2, (4, 4, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
     tokens += (tokens % 11 == 0).long()
-    torch.save(tokens, path)
+    torch.save([{"tokens": batch[:, :-1], "labels": batch[:, 1:]} for batch in tokens], path)
     return tokens
+
+
+def make_sentences(path: Path) -> list[list[dict]]:
+    """4 batches of 4 samples for BERT as our datasets have them. The file has them as megatron-core does."""
+    options = BertOptions(SEQUENCE, 3, Masking(0.3, 2, False), pairs=True, short_seq_prob=0.1)
+    made = MockBertDataset(16, ROWS, options)
+    batches = [[made[4 * step + i] for i in range(4)] for step in range(4)]
+    names = {"tokens": "text", "labels": "labels", "mask": "loss_mask", "types": "types",
+             "padding": "padding_mask", "order": "is_random"}
+    torch.save([{theirs: torch.from_numpy(np.stack([sample[ours] for sample in batch]))
+                 for theirs, ours in names.items()} for batch in batches], path)
+    return batches
 
 
 class MegatronCore:
@@ -44,6 +60,7 @@ class MegatronCore:
     def __init__(self, folder: Path):
         self.folder, self._count = folder, 0
         self.batches = make_batches(folder / "batches.pt")
+        self.sentences = make_sentences(folder / "sentences.pt")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._errors = open(folder / "errors.txt", "w+")
         self._process = subprocess.Popen(
@@ -56,9 +73,10 @@ class MegatronCore:
         """What each rank has after one more step than was saved. Raises AssertionError with its errors."""
         self._count += 1
         after = self.folder / name / "after"
+        batches = "sentences.pt" if model.get("bert") else "batches.pt"
         defaults = dict(dtype="float32", distributed=False, load=None, steps=STEPS, saves=[])
         job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "vp": vp,
-               "lr": LR, "batches": str(self.folder / "batches.pt"), "after": str(after), "timeout": 300,
+               "lr": LR, "batches": str(self.folder / batches), "after": str(after), "timeout": 300,
                "store": str(self.folder / f"store{self._count}")}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -90,3 +108,21 @@ def logical_weights(ranks: list[dict], model: dict) -> dict[str, torch.Tensor]:
         else:
             found[name] = parts[0]
     return found
+
+
+def pipeline_weights(ranks: list[dict], when: str = "weights") -> dict[str, torch.Tensor]:
+    """Weights of pipeline stages under the names of one process, where each chunk has one layer."""
+    found = {}
+    for stage, rank in enumerate(ranks):
+        for name, weight in rank[when].items():
+            number, is_later, rest = name.partition(".")
+            chunk, name = (int(number), rest) if is_later and number.isdecimal() else (0, name)
+            layer = f"layers.{chunk * len(ranks) + stage}."
+            found.setdefault(name.replace("layers.0.", layer), weight)
+    return found
+
+
+def mean_loss(ranks: list[dict], term: str = "loss") -> float:
+    """A term of the loss, of all micro-batches of all ranks."""
+    values = [terms[term] for rank in ranks for terms in rank["terms"]]
+    return sum(values) / len(values)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.ops.adam import AdamRow, AdamStep, adamw, reference_adamw_
+from megatron_ds.ops.adam import UNCORRECTED, AdamRow, AdamStep, adamw, reference_adamw_
 from megatron_ds.ops.gpu import adam_kernels
 from megatron_ds.optim import default_groups, row_adamw
 from megatron_ds.optim.row_adamw import RowAdamW
@@ -62,6 +62,13 @@ def test_one_launch_for_all_rows_has_the_bits_of_the_reference(dtypes):
     assert len(on_gpu(ours, divisor=3.0)) == 1
     reference_adamw_(plain, **HYPER, grad_scale=1 / 3)
     assert same_bits(wide(ours), plain)
+
+
+def test_moments_are_used_as_they_are_at_the_step_uncorrected():
+    ours, plain = (rows(sizes=(70, 1000), steps=lambda i: UNCORRECTED) for _ in range(2))
+    on_gpu(ours)
+    reference_adamw_(plain, **HYPER)
+    assert same_bits(ours, plain)
 
 
 def test_the_contract_of_implementations_covers_the_bits_of_the_compiled_one():

@@ -15,7 +15,7 @@ import torch
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import kernel_table
-from megatron_ds.ops.adam import AdamRow, AdamStep, adamw, reference_adamw_
+from megatron_ds.ops.adam import UNCORRECTED, AdamRow, AdamStep, adamw, reference_adamw_
 from megatron_ds.ops.cpu import compiled_adam as adam
 from megatron_ds.ops.cpu.compiled_adam import adamw_
 from megatron_ds.optim import OPTIMIZERS
@@ -65,6 +65,18 @@ def test_every_variant_has_the_bits_of_the_reference(variant, dtype):
     adamw_(fast, **HYPER, grad_scale=1 / 3, threads=1, variant=variant)
     reference_adamw_(plain, **HYPER, grad_scale=1 / 3)
     assert_same_bits(fast, plain)
+
+
+@compiled
+def test_moments_are_used_as_they_are_at_the_step_uncorrected(variant):
+    fast, plain = ([r._replace(step=UNCORRECTED) for r in rows(torch.bfloat16)] for _ in range(2))
+    first = [r.p.clone() for r in plain]
+    adamw_(fast, **HYPER, variant=variant)
+    reference_adamw_(plain, **HYPER)
+    assert_same_bits(fast, plain)
+    for r, p in zip(plain, first):          # of the moments after the update
+        expected = p * (1 - 3e-4) - 3e-3 * r.m / (r.v.sqrt() + 1e-8)
+        torch.testing.assert_close(r.p, expected, rtol=1e-5, atol=1e-6)
 
 
 @compiled

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_ds.conversion import deepspeed_format, mds_family
-from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder, scaler_numbers
+from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
 from megatron_ds.conversion.deepspeed_folder import files_of, tag_folder
+from megatron_ds.conversion.deepspeed_optimizer_files import scaler_numbers
 from megatron_ds.conversion.deepspeed_stage0 import stage0_state
 from megatron_ds.conversion.family import entries_of, model_of, to_theirs
 from megatron_ds.conversion.foreign_names import save_with_names, scaler_object
@@ -216,6 +217,19 @@ def test_the_loss_scaler_is_written_under_the_name_of_deepspeed_without_it(tmp_p
     file = read_torch_file(tmp_path / "state.pt")
     assert file.ignored == ("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",)
     assert scaler_numbers(file.content["loss_scaler"]) == numbers
+
+
+@pytest.mark.parametrize("group, optimizer, corrects, decoupled", [
+    ({"bias_correction": False, "lr": 0.1}, {"type": "Adam", "params": {"adam_w_mode": False}}, False, False),
+    ({"bias_correction": True, "decoupled_weight_decay": True}, {"params": {"bias_correction": False}},
+     True, True),
+    ({}, {"type": "AdamW", "params": {"adam_w_mode": False, "bias_correction": False}}, False, True),
+    ({}, None, None, None)])
+def test_choices_of_adam_are_those_of_the_groups_or_the_json(group, optimizer, corrects, decoupled, tmp_path):
+    raw = RawCheckpoint(tmp_path, {}, {"param_groups": [group], "ds_config": {"optimizer": optimizer}})
+    found = deepspeed_format._training(raw)
+    assert found.get("optimizer.adam_bias_correction") is corrects
+    assert found.get("optimizer.decoupled_weight_decay") is decoupled
 
 
 def test_moments_without_a_count_of_updates_are_written_with_that_of_the_training(tmp_path):

@@ -80,3 +80,35 @@ def test_an_error_of_a_block_in_the_background_is_raised(tmp_path, monkeypatch):
         file.close()
     with pytest.raises(FileNotFoundError):
         DirectFile(tmp_path / "missing" / "file")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_tensors_are_cast_into_the_blocks_wherever_they_begin_and_end(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_file, "BLOCK", BLOCK)
+    monkeypatch.setattr(direct_file, "TILE", 1000)          # elements
+    whole = torch.randn(90, 101).mul(50).bfloat16()
+    given = [whole, whole[7:60], whole.t(), whole[0, 0], whole[:0], whole[:, 5:9], whole]
+    expected = b"".join(one.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                        for one in given)
+    for start in (0, 3, 64):                                # bytes before the first
+        with DirectFile(tmp_path / "file") as file:
+            file.write(bytes(start))
+            for one in given:
+                file.write_tensor(one, dtype)
+        assert (tmp_path / "file").read_bytes() == bytes(start) + expected
+
+
+def test_a_range_is_read_through_the_page_cache_only_if_most_of_it_is_there(tmp_path):
+    path, size = tmp_path / "file", 64 * 4096
+    path.write_bytes(os.urandom(size))
+    with open(path, "rb") as file:
+        fd = file.fileno()
+        os.fsync(fd)
+        if not direct_file._is_cached(fd, 0, size):
+            pytest.skip("this system does not tell what its page cache holds")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if direct_file._is_cached(fd, 0, size):
+            pytest.skip("the file system keeps its pages in memory")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(fd, 1, 0)                                  # one page
+        assert not direct_file._is_cached(fd, 0, size) and direct_file._is_cached(fd, 0, 4096)

@@ -44,7 +44,8 @@ def test_weight_decay_in_the_gradient_is_torchs_adam(gradients):
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_without_bias_correction_the_moments_are_used_as_they_are(gradients, decoupled):
-    ours, _ = updated(gradients, 0.1, 0.3, adam_bias_correction=False, decoupled_weight_decay=decoupled)
+    ours, state = updated(gradients, 0.1, 0.3, adam_bias_correction=False, decoupled_weight_decay=decoupled)
+    assert state["step"] == 5
     p, m, v = torch.linspace(-1, 1, 7).double(), torch.zeros(7).double(), torch.zeros(7).double()
     for g in gradients.double():
         g = g if decoupled else g + 0.3 * p

@@ -22,7 +22,9 @@ from megatron_ds.conversion.own_format import FORMAT as OURS
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
 from tests.harness.huggingface_models import MODELS, WINDOW, saved
+from tests.harness.next_step import difference, next_step
 from tests.harness.pretraining import run_file, run_pretrain, train
+from tools.layout_comparison import DOCUMENT_ENDS, random_samples
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
@@ -61,6 +63,28 @@ def test_a_model_computes_the_same_there_here_and_back_and_its_files_are_equal(n
         before[UNUSED_ROWS][:2] = 0
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name, layout", [("llama", "tp=2,dp=2,zero=3"), ("gpt2", "pp=2"),
+                                          ("gpt_neox", "dp=2,zero=1")])
+def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(name, layout, tmp_path):
+    import transformers
+
+    found = HUGGING_FACE.read(saved(name, tmp_path / "theirs"), Wishes())
+    tokens = random_samples(4, 16, found.model["vocab_size"] - 1, seed=3)
+    tokens += (tokens % DOCUMENT_ENDS == 0).long()
+    trace, weights = next_step(found, tokens, layout, seq_length=16, hidden_dropout=0.0, lr=0.01,
+                               attention_dropout=0.0, adam_eps=0.001, weight_decay=0.0, clip_grad=0.0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.001, weight_decay=0.0)
+    loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1),
+                                             tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "after")
+    after = HUGGING_FACE.read(tmp_path / "after", Wishes()).tensors["weight"]
+    assert abs(trace.losses[0] - loss.item()) < 1e-5
+    assert difference(weights, {name: tensor.read() for name, tensor in after.items()}) < 1e-5
 
 
 def test_windows_are_those_of_the_settings_and_tokens_outside_of_them_matter(tmp_path):

@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.config import parse
 from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.conversion.formats import Wishes, detected
-from megatron_ds.conversion.logits_proof import our_outputs
 from megatron_ds.conversion.stored_tensor import WEIGHT
 from megatron_ds.errors import CheckpointError
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.foreign_start import load_foreign
-from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness import megatron_core
 from tests.harness.megatron_core import (
     BERT,
@@ -28,11 +23,13 @@ from tests.harness.megatron_core import (
     STEPS,
     MegatronCore,
     logical_weights,
+    mean_loss,
+    pipeline_weights,
 )
-from tests.harness.threads import run_ranks
-from tools.layout_comparison import merge, parse_layout, train_layout
+from tests.harness.next_step import difference, next_step
 
 pytestmark = pytest.mark.skipif(bool(megatron_core.skip_reason()), reason=megatron_core.skip_reason())
+OPTIONS = dict(vocab_size=ROWS, seq_length=SEQUENCE, lr=LR, min_lr=LR, weight_decay=0.1, adam_beta2=0.95)
 READERS = {"torch_dist": megatron_torch_dist_format, "torch": megatron_torch_format}
 ALL_ROWS = Wishes(vocab_size=ROWS)
 
@@ -72,45 +69,10 @@ def same(one, other) -> bool:
                 for name, tensor in of_kind.items()) for kind, of_kind in one.tensors.items())
 
 
-def flags_of(found) -> list[str]:
-    """The run of megatron_core_program.py as our flags; the model comes from the files."""
-    values = {"--vocab-size": ROWS, "--seq-length": SEQUENCE, "--lr": LR, "--min-lr": LR,
-              "--weight-decay": 0.1, "--adam-beta2": 0.95, "--global-batch-size": 4, "--train-iters": 9,
-              "--lr-decay-style": "constant", "--tokenizer-type": "NullTokenizer"}
-    flags = ["--mock-data", *(str(part) for pair in values.items() for part in pair)]
-    for name, value in found.model.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in ("vocab_size", "seq_length"):
-            continue
-        if name == "activation" and value == "swiglu":
-            flags.append("--swiglu")
-        elif name == "add_bias_linear":
-            flags.append("--disable-bias-linear")
-        elif isinstance(value, tuple):
-            flags += [flag, *map(str, value)]
-        else:
-            flags += [flag] if value is True else [flag, str(value)]
-    return flags
-
-
-def next_step(found, batch: torch.Tensor, layout: str):
+def trained_on(found, batch, layout: str):
     """(loss, logical weights) of one step of ours on the batch, from the state that was read."""
-    request = parse_layout(layout, mbs="2")
-    config = parse([*flags_of(found), *request.flags], world_size=request.world_size)
-    grid = config.grid(request.world_size)
-
-    def rank_trains(rank, world):
-        mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return train_layout(config, mesh, 1, batch,
-                            watch=lambda engine: load_foreign(engine, found, all_pieces(engine)))
-
-    trace, weights = merge(run_ranks(request.world_size, rank_trains))
+    trace, weights = next_step(found, batch, layout, **OPTIONS)
     return trace.losses[0], weights
-
-
-def difference(ours: dict, theirs: dict) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name].float()).abs().max()) for name in theirs)
 
 
 @pytest.mark.parametrize("layout, source", [("tp=1", "torch_dist"), ("pp=2,dp=2,zero=1", "torch"),
@@ -119,11 +81,11 @@ def test_the_next_step_of_a_llama_is_that_of_megatron_core(layout, source, core,
     folder, ranks = llama
     found = read(folder / source)
     assert (found.progress.iteration, found.progress.num_updates, found.progress.samples) == (STEPS, STEPS, 8)
-    loss, weights = next_step(found, core.batches[STEPS], layout)
+    loss, weights = trained_on(found, core.batches[STEPS], layout)
     theirs = logical_weights(ranks, LLAMA)
     moved = difference({name: found.tensors[WEIGHT][name].read() for name in theirs}, theirs)
     assert moved > 1e-3, "the step changes too little to compare"
-    assert abs(loss - float(ranks[0]["loss"])) < 1e-5
+    assert abs(loss - mean_loss(ranks)) < 1e-5
     assert difference(weights, theirs) < 1e-5
 
 
@@ -131,8 +93,8 @@ def test_the_next_step_of_a_llama_is_that_of_megatron_core(layout, source, core,
 def test_the_next_step_of_a_gpt_with_the_distributed_optimizer_is_that_of_megatron_core(layout, core, gpt2):
     folder, ranks = gpt2
     found = read(folder / "fully_reshardable")
-    loss, weights = next_step(found, core.batches[STEPS], layout)
-    assert abs(loss - sum(float(rank["loss"]) for rank in ranks) / 2) < 1e-5
+    loss, weights = trained_on(found, core.batches[STEPS], layout)
+    assert abs(loss - mean_loss(ranks)) < 1e-5
     assert difference(weights, logical_weights(ranks[:1], GPT2)) < 1e-5
 
 
@@ -172,8 +134,8 @@ def test_the_next_step_of_a_model_with_experts_is_that_of_megatron_core(name, co
     found = read(folder / "torch_dist")
     assert all(same(found, read(other)) for other in folder.iterdir())
     layout = "ep=2,dp=2" if name == "plain" else "tp=2,ep=2,dp=2"
-    loss, weights = next_step(found, core.batches[STEPS], layout)
-    assert abs(loss - sum(float(rank["loss"]) for rank in ranks) / 2) < 1e-5
+    loss, weights = trained_on(found, core.batches[STEPS], layout)
+    assert abs(loss - mean_loss(ranks)) < 1e-5
     assert difference(weights, logical_experts(ranks)) < 1e-5
 
 
@@ -187,7 +149,7 @@ def test_a_model_with_experts_trains_on_in_megatron_core(ep, core, experts, tmp_
     assert same(found, read(tmp_path / "ours")) and read(tmp_path / "ours").model == found.model
     after = core.run(f"experts back {ep}", MOE, ep=ep, distributed=True, steps=0, first_batch=STEPS,
                      load=[str(tmp_path / "ours"), "fully_reshardable"])
-    assert abs(sum(float(rank["loss"]) for rank in after) - sum(float(rank["loss"]) for rank in ranks)) < 2e-5
+    assert abs(mean_loss(after) - mean_loss(ranks)) < 1e-5
     assert difference(logical_experts(after if ep > 1 else after[:1]), logical_experts(ranks)) < 1e-5
 
 
@@ -200,7 +162,7 @@ def keys_of(folder: Path) -> set[str]:
 def test_without_the_moments_the_next_step_is_another(core, llama):
     folder, ranks = llama
     found = read(folder / "torch_dist", Wishes(vocab_size=ROWS, weights_only=True))
-    _, weights = next_step(found, core.batches[STEPS], "tp=1")
+    _, weights = trained_on(found, core.batches[STEPS], "tp=1")
     assert difference(weights, logical_weights(ranks, LLAMA)) > 1e-3
 
 
@@ -233,15 +195,20 @@ def test_pipeline_stages_in_bfloat16_are_merged_with_their_masters(distributed, 
             assert torch.equal(master.bfloat16(), weight), ours
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_virtual_pipeline_stages_are_merged(tied, core):
-    """Optimizer state of the kind fully_reshardable has names of megatron-core. Of tied embeddings on two
-    stages version 0.16.1 stores there another master than the weight was rounded from."""
-    folder, model = core.folder / f"virtual{tied}", {**GPT2, "num_layers": 4,
-                                                     "share_embeddings_and_output_weights": tied}
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def virtual(request, core):
+    """Two pipeline ranks with two chunks each and the distributed optimizer: (is tied, folder, ranks)."""
+    name, tied = f"virtual{request.param}", request.param
+    folder, model = core.folder / name, {**GPT2, "num_layers": 4, "share_embeddings_and_output_weights": tied}
     saves = [["torch", str(folder / "torch"), None]]
     saves += [["torch_dist", str(folder / kind), kind] for kind in ("fully_reshardable", "dp_reshardable")]
-    ranks = core.run(f"virtual{tied}", model, pp=2, vp=2, dtype="bfloat16", distributed=True, saves=saves)
+    return tied, folder, core.run(name, model, pp=2, vp=2, distributed=True, saves=saves)
+
+
+def test_virtual_pipeline_stages_are_merged(virtual):
+    """Optimizer state of the kind fully_reshardable has names of megatron-core. Of tied embeddings on two
+    stages version 0.16.1 stores there other values than the weight has."""
+    tied, folder, ranks = virtual
     named = read(folder / "torch")
     assert same(named, read(folder / "dp_reshardable"))
     other = read(folder / "fully_reshardable")
@@ -250,34 +217,62 @@ def test_virtual_pipeline_stages_are_merged(tied, core):
             same(named, other)
     else:
         assert same(named, other)
-    theirs = ranks[0]["saved"]["embedding.word_embeddings.weight"]
-    assert torch.equal(named.tensors[WEIGHT]["embedding.word_embeddings.weight"].read().bfloat16(), theirs)
-    for rank, of_rank in enumerate(ranks):
-        for chunk in range(2):
-            theirs = of_rank["saved"]["1." * chunk + "decoder.layers.0.mlp.linear_fc1.weight"]
-            ours = named.tensors[WEIGHT][f"decoder.layers.{2 * chunk + rank}.mlp.linear_fc1.weight"].read()
-            assert torch.equal(ours.bfloat16(), theirs)
+    for name, theirs in pipeline_weights(ranks, "saved").items():
+        ours = "embedding.word_embeddings.weight" if tied and name == "output_layer.weight" else name
+        assert torch.equal(named.tensors[WEIGHT][ours].read(), theirs), name
 
 
-def test_a_bert_computes_what_megatron_core_does_and_its_state_is_read(core, tmp_path):
-    """Two tensor-parallel ranks without, and two pipeline stages with the distributed optimizer."""
+def test_the_next_step_of_virtual_stages_is_that_of_megatron_core(core, virtual):
+    tied, folder, ranks = virtual
+    layout, source = ("pp=2,chunks=2", "torch") if tied else ("dp=2,zero=3", "fully_reshardable")
+    loss, weights = trained_on(read(folder / source), core.batches[STEPS], layout)
+    theirs = pipeline_weights(ranks)
+    if tied:
+        assert torch.equal(theirs.pop("output_layer.weight"), theirs["embedding.word_embeddings.weight"])
+    assert abs(loss - mean_loss(ranks)) < 1e-5
+    assert difference(weights, theirs) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def bert(core):
+    """Two tensor-parallel ranks without the distributed optimizer, in both formats."""
     folder = core.folder / "bert"
-    saves = [["torch", str(folder / "torch"), None], ["torch_dist", str(folder / "dist"), None]]
-    ranks = core.run("bert", BERT, tp=2, saves=saves)
+    return folder, core.run("bert", BERT, tp=2, saves=[[kind, str(folder / kind), None] for kind in READERS])
+
+
+@pytest.mark.parametrize("layout, source", [("tp=1", "torch"), ("pp=2,dp=2,zero=2", "torch_dist")])
+def test_the_next_step_of_a_bert_is_that_of_megatron_core(layout, source, core, bert):
+    """Of masked tokens and of the order of segments, whose head and pooler are trained, too."""
+    folder, ranks = bert
+    found = read(folder / source)
+    trace, weights = next_step(found, core.sentences[STEPS], layout, **OPTIONS)
+    assert abs(trace.losses[0] - mean_loss(ranks)) < 1e-5
+    assert abs(trace.metrics[0]["sop loss"] - mean_loss(ranks, "order")) < 1e-5
+    theirs = logical_weights(ranks, BERT)
+    before = {name: found.tensors[WEIGHT][name].read() for name in theirs}
+    assert all((before[name] - theirs[name]).abs().max() > 1e-3 for name in theirs), "a head is not trained"
+    assert difference(weights, theirs) < 1e-5
+
+
+def test_a_bert_of_ours_is_read_by_megatron_core(core, bert, tmp_path):
+    folder, ranks = bert
     found = read(folder / "torch")
-    assert found.model["model"] == "bert" and found.optimizer == "adam" and same(found, read(folder / "dist"))
-    logits, order = our_outputs(found, core.batches[0][:, :-1])
-    assert (logits - torch.cat([rank["logits"] for rank in ranks], -1)).abs().max() < 1e-5
-    assert (order - ranks[0]["order"]).abs().max() < 1e-5
-    saves = [[kind, str(folder / f"stages {kind}"), "fully_reshardable"] for kind in READERS]
-    untied = {**BERT, "share_embeddings_and_output_weights": False}
-    core.run("bert stages", untied, pp=2, distributed=True, saves=saves)
-    assert same(read(folder / "stages torch"), read(folder / "stages torch_dist"))
+    assert found.model["model"] == "bert" and found.optimizer == "adam"
+    assert same(found, read(folder / "torch_dist"))
     megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes())
-    assert same(found, read(tmp_path / "ours")) and keys_of(folder / "dist") <= keys_of(tmp_path / "ours")
-    after = core.run("bert back", BERT, distributed=True, steps=0, load=[str(tmp_path / "ours"),
-                                                                        "fully_reshardable"])
-    assert (after[0]["logits"] - logits).abs().max() < 1e-5
+    assert same(found, read(tmp_path / "ours"))
+    assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
+    after = core.run("bert back", BERT, distributed=True, steps=0, first_batch=STEPS,
+                     load=[str(tmp_path / "ours"), "fully_reshardable"])
+    assert (after[0]["logits"][1] - ranks[0]["logits"][1][:2]).abs().max() < 1e-5       # order of segments
+    assert difference(logical_weights(after[:1], BERT), logical_weights(ranks, BERT)) < 1e-5
+
+
+def test_pipeline_stages_of_a_bert_are_merged(core):
+    folder, untied = core.folder / "stages of bert", {**BERT, "share_embeddings_and_output_weights": False}
+    core.run("stages of bert", untied, pp=2, distributed=True,
+             saves=[[kind, str(folder / kind), "fully_reshardable"] for kind in READERS])
+    assert same(read(folder / "torch"), read(folder / "torch_dist"))
 
 
 def test_ours_trains_on_in_megatron_core(core, llama, tmp_path):
@@ -288,11 +283,10 @@ def test_ours_trains_on_in_megatron_core(core, llama, tmp_path):
     assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
     after = core.run("back", LLAMA, distributed=True, steps=0, first_batch=STEPS,
                      load=[str(tmp_path / "ours"), "fully_reshardable"])
-    logits = torch.cat([rank["logits"] for rank in ranks], -1)          # [b, s, v], cut over the vocabulary
-    back = torch.empty_like(logits)
-    back[0::2], back[1::2] = after[0]["logits"], after[1]["logits"]     # two data-parallel ranks
+    logits = torch.cat([rank["logits"][0] for rank in ranks], -1)       # [b, s, v], cut over the vocabulary
+    back = torch.cat([rank["logits"][0] for rank in after])             # two data-parallel ranks
     assert (back - logits).abs().max() < 1e-5
-    assert abs(sum(float(rank["loss"]) for rank in after) / 2 - float(ranks[0]["loss"])) < 1e-5
+    assert abs(mean_loss(after) - mean_loss(ranks)) < 1e-5
     assert difference(logical_weights(after[:1], LLAMA), logical_weights(ranks, LLAMA)) < 1e-5
 
 

@@ -168,8 +168,30 @@ def test_an_engine_runs_fused_adam_as_torchs_adamw(stage):
         assert torch.equal(ours[name], value), name
 
 
-def test_adams_that_torch_has_not_are_refused():
-    for kind, options in ((FusedAdam, {"bias_correction": False}),
+@pytest.mark.parametrize("stage, decoupled", [(1, True), (3, False)])
+def test_fused_adam_without_bias_correction_is_that_of_the_json(stage, decoupled):
+    numbers = dict(lr=0.01, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.2, bias_correction=False)
+
+    def of(**choice):
+        config = config_of(stage, 2)
+        config["optimizer"] = {"type": "Adam", "params": {**numbers, "adam_w_mode": decoupled, **choice}}
+        by_class = {"optimizer": lambda ps: DeepSpeedCPUAdam(ps, **numbers, adamw_mode=decoupled)}
+        config = config if choice else {key: value for key, value in config.items() if key != "optimizer"}
+
+        def run(engine, rank):
+            train(engine, rank, 2)
+            return engine.full_state_dict()
+
+        return on_ranks(2, run, lambda: make(Odd), config, **({} if choice else by_class))[0]
+
+    ours, json, corrected = of(), of(bias_correction=False), of(bias_correction=True)
+    for name, value in json.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7)
+    assert max(float((ours[name] - value).abs().max()) for name, value in corrected.items()) > 1e-3
+
+
+def test_adams_that_are_not_computed_are_refused():
+    for kind, options in ((FusedAdam, {"bias_correction": False, "amsgrad": True}),
                           (DeepSpeedCPUAdam, {"fp32_optimizer_states": False})):
         with pytest.raises(ConfigError, match="is not supported"):
             kind([nn.Parameter(torch.ones(1))], **options)

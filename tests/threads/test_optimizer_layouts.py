@@ -57,6 +57,13 @@ def test_layouts_train_like_one_process(name, style, untied, layout):
     assert difference.is_within(TOLERANCES.get(name, TOLERANCE["fp32"])), difference
 
 
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,zero=1", "dp=2,zero=3,offload=cpu,ratio=0.5"])
+def test_adam_without_bias_correction_trains_like_one_process(layout):
+    job = [*tiny_job("llama", "fp32", True, 0.0, LAYERS, GLOBAL_BATCH, FEW), "--no-adam-bias-correction"]
+    difference, _ = stray(job, layout, FEW)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
 @pytest.mark.parametrize("name, layout", [
     ("lamb", "dp=4,ep=2,zero=0"), ("lamb", "tp=2,dp=2,ep=2,zero=1"), ("muon", "tp=2,dp=4,ep=2,zero=2")])
 def test_experts_of_a_layer_are_on_several_ranks(name, layout):
