@@ -3,10 +3,12 @@ two context-parallel ranks.
 
     python benchmarks/longest_sequence.py --length 8192                 # a run of two steps for each layout
     python benchmarks/longest_sequence.py --memory 4GiB --only plain    # at the longest length that fits
+    python benchmarks/longest_sequence.py --memory 4GiB --only tiled --without-scores
 
 A GPT of 14 M parameters with few layers, since attention to long sequences is slow on a CPU. Planned: the
-plan's peak of the worst rank, and what a process takes beside it, measured by a run of the same layout that
-trains a tiny model. Measured: the most resident memory of any process of the run.
+plan's peak of the worst rank, and what a process takes beside it, measured by a run of the same layout with
+one layer and 256 tokens: its most resident memory, less its plan. Measured: the most resident memory of any
+process of the run. Lengths are multiples of 1,024 tokens.
 """
 
 import argparse
@@ -25,12 +27,14 @@ from megatron_ds.planning.longest_sequence import (  # noqa: E402
     length_unit,
     longest,
     peak_by_plan,
+    without_length,
 )
 
 RUN = ("--position-embedding-type rope --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --mock-data "
        "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --log-interval 1").split()
 GPT = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --vocab-size 15000".split()
-TINY = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 --seq-length 64".split()
+SHORT = "--num-layers 1 --seq-length 256".split()
+UNIT = 1024
 RECOMPUTED = ["--recompute-granularity", "full"]
 TILED = [*RECOMPUTED, "--tiled-mlp", "--tiled-logits"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {          # name -> ranks, flags
@@ -46,15 +50,18 @@ def main() -> None:
     parser.add_argument("--memory", default="4GiB", help="of a rank")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--without-scores", action="store_true",
+                        help="attention computes no scores: the same memory, less time")
     args, more = parser.parse_known_args()
     print("layout        tokens   libraries     plan  together  measured   off  s/step")
     for name in args.only:
-        ranks, flags = LAYOUTS[name]
-        libraries, _ = run(ranks, [*TINY, *flags], 1)
-        plan = planner(ranks, [*flags, *more])
-        length = args.length or longest_in(plan, bytes_of(args.memory) - libraries, ranks, [*flags, *more])
+        ranks, flags = LAYOUTS[name][0], [*GPT, *LAYOUTS[name][1], *more]
+        short, _ = run(ranks, [*flags, *SHORT], 1, args.without_scores)
+        libraries = short - planner(ranks, [*flags, *SHORT])(256)
+        plan = planner(ranks, flags)
+        length = args.length or longest_in(plan, bytes_of(args.memory) - libraries, ranks, flags)
         peak = plan(length)
-        measured, seconds = run(ranks, [*GPT, *flags, *more, "--seq-length", str(length)], args.steps)
+        measured, seconds = run(ranks, [*flags, "--seq-length", str(length)], args.steps, args.without_scores)
         mib = [count / 2**20 for count in (libraries, peak, libraries + peak, measured)]
         print(f"{name:12}{length:8,} " + "".join(f"{count:10,.0f}" for count in mib)
               + f"{measured / (libraries + peak) - 1:8.1%}{seconds / args.steps:8.0f}", flush=True)
@@ -62,29 +69,30 @@ def main() -> None:
 
 def config_of(ranks: int, flags: list[str], length: int):
     """The configuration of a dry run."""
-    return parse([*GPT, *RUN, *flags, "--train-iters", "1", "--dry-run", "--seq-length", str(length)],
+    return parse([*RUN, *flags, "--train-iters", "1", "--dry-run", "--seq-length", str(length)],
                  world_size=ranks)
 
 
 def planner(ranks: int, flags: list[str]):
     """The function length → planned peak."""
-    return peak_by_plan(lambda length: config_of(ranks, flags, length), "cpu")
+    return peak_by_plan(lambda length: config_of(ranks, without_length(flags), length), "cpu")
 
 
 def longest_in(plan, memory: int, ranks: int, flags: list[str]) -> int:
     """The longest sequence whose planned peak is at most `memory`."""
-    found = longest(plan, memory, length_unit(config_of(ranks, flags, 256), 256))
+    found = longest(plan, memory, length_unit(config_of(ranks, flags, UNIT), UNIT))
     if found is None:
-        raise SystemExit("not even 256 tokens fit")
+        raise SystemExit(f"not even {UNIT} tokens fit")
     return found.length
 
 
-def run(ranks: int, flags: list[str], steps: int) -> tuple[int, float]:
+def run(ranks: int, flags: list[str], steps: int, without_scores: bool) -> tuple[int, float]:
     """(most resident bytes of a process, seconds) of a run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = [str(ROOT / "benchmarks/without_scores.py")] * without_scores + [str(ROOT / "pretrain_gpt.py")]
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *launcher * (ranks > 1), str(ROOT / "pretrain_gpt.py"), *RUN,
-                                *flags, "--train-iters", str(steps)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, *launcher * (ranks > 1), *script, *RUN, *flags,
+                                "--train-iters", str(steps)], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"the run failed: {' '.join(flags)}")

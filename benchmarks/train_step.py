@@ -34,7 +34,8 @@ program ran, or the machine was slower. The table shows their number; a round wi
 
 Memory, per rank, is the peak of resident memory in the training steps: all of it, and what lies above the
 level before the model was built, when everything was imported and the ranks connected. The first figure has
-each peer's libraries in it.
+each peer's libraries in it. With `--without-scores` attention computes no scores (without_scores.py): the
+same memory, in less time; losses are those of another model.
 """
 
 import argparse
@@ -88,6 +89,10 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     for module in (*LAZY_IMPORTS["all"], *LAZY_IMPORTS.get(family(args.rank_of), ())):
         importlib.import_module(module)
     torch.set_num_threads(threads)                   # DeepSpeed sets its own
+    if args.without_scores:
+        import without_scores
+        replaced = without_scores.replace_kernels()
+        stack.callback(lambda: replaced)
     if family(args.rank_of) != "ours" and world > 1:
         dist.init_process_group("gloo")
         stack.callback(dist.destroy_process_group)
@@ -210,7 +215,7 @@ class Running:
         python = pythons.get(family(contestant), sys.executable)
         command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
                    "--micro-batch", str(args.micro_batch), "--steps", str(args.steps),
-                   *["--turns"] * args.turns,
+                   *["--turns"] * args.turns, *["--without-scores"] * args.without_scores,
                    "--rank-of", contestant]
         self.ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
                                        stdin=subprocess.PIPE,
@@ -272,6 +277,8 @@ def main() -> None:
                         help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
     parser.add_argument("--turns", action="store_true", help="all contestants live together and take their "
                         "steps in turn; their memory must fit together")
+    parser.add_argument("--without-scores", action="store_true",
+                        help="measure memory: attention computes no scores")
     parser.add_argument("--malloc", choices=("default", "keep"), default="default",
                         help="the peers' allocator settings; ours are always those of a run")
     parser.add_argument("--output", type=Path, help="append every record to this JSON-lines file")

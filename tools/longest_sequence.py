@@ -6,8 +6,9 @@
         --tensor-model-parallel-size 8 --sequence-parallel --bf16 … the flags of the run
 
 The flags are those of pretrain_gpt.py, without --seq-length. --memory is of one rank. --libraries is what a
-process takes beside the plan: Python, torch and their libraries, on a GPU the CUDA context; by default it is
-measured on a CPU, by training a tiny model in another process, and 1 GiB on a GPU.
+process takes beside the plan: Python, torch, their libraries and the buffers of matrix products, on a GPU the
+CUDA context; by default it is measured on a CPU, by training a small model in another process, and 1 GiB on a
+GPU. Small is one layer, of at most 512 channels and 16,384 words, so that the products have wide factors.
 """
 
 import os
@@ -29,8 +30,9 @@ from megatron_ds.planning.longest_sequence import (
 
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
 ON_A_GPU = 1 << 30
-TINY = ("--num-layers 1 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 --seq-length 64 --mock-data "
-        "--micro-batch-size 1 --lr 1e-3 --eval-iters 0 --train-iters 1").split()
+SMALL = ("--num-layers 1 --num-attention-heads 4 --mock-data --micro-batch-size 1 --lr 1e-3 --eval-iters 0 "
+         "--hidden-dropout 0 --attention-dropout 0 --train-iters 1").split()
+TOKENS, MOST_CHANNELS, MOST_WORDS = 256, 512, 16384
 
 
 def main() -> int:
@@ -70,19 +72,23 @@ def _parser() -> Arguments:
 
 
 def _libraries(args, config: RunConfig) -> int:
-    """Bytes of a process beside its plan."""
+    """Bytes of a process beside its plan: of the most resident memory of a small run, what is not planned."""
     if args.libraries:
         return bytes_of(args.libraries)
     if args.device != "cpu":
         return ON_A_GPU
-    how = config.train.recompute_granularity                            # for which torch loads its compiler
-    flags = [*TINY, *(["--recompute-granularity", how] if how else [])]
+    model, how = config.model, config.train.recompute_granularity       # for which torch loads its compiler
+    flags = [*SMALL, "--hidden-size", str(min(model.hidden_size, MOST_CHANNELS) // 8 * 8), "--vocab-size",
+             str(min(model.vocab_size or MOST_WORDS, MOST_WORDS)), "--seq-length", str(TOKENS),
+             *(["--recompute-granularity", how] if how else [])]
     process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit("training a tiny model to measure the memory of libraries failed: give --libraries.")
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        raise SystemExit("training a small model to measure the memory of libraries failed: give "
+                         "--libraries.")
+    planned = peak_by_plan(lambda _: parse([*flags, "--dry-run"], world_size=1), "cpu")(TOKENS)
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) - planned
 
 
 if __name__ == "__main__":

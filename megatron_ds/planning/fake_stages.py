@@ -14,7 +14,7 @@ fails as in a launch.
               functions keep on `ctx`, what a stage keeps of its input. Measured on a second micro-batch, so
               that storages that a rank has once, such as the last rotary tables, do not count
     at_work   the maximum of live bytes during a forward and backward, less `kept`; includes the memory of
-              products in fp32 (`ops.product`)
+              products in fp32 (`ops.product`), the batch, and what a rank has once
     traffic   of the tensor-parallel group, as `mpu.group` counts it in a run
 
 Tests compare `kept` with a real stage on a CPU, to the byte; on CUDA devices it was *not measured yet*.
@@ -221,7 +221,7 @@ class StageRunner:
             self._backward(stage)
             del loss
             held = sum(memory.nbytes for memory in workspace.values())
-            return live.peak - before - kept + held, held
+            return live.peak - kept + held, held
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
         """Recomputing blocks and the others are different sorts; two blocks whose inputs wait in host memory.

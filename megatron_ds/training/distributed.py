@@ -4,7 +4,7 @@ Note: allocator settings on a CPU (glibc; on other systems nothing changes).
 
     keep freed    glibc returns large freed blocks to the kernel, and the next use of each page is a page
                   fault. Training frees and allocates the same activations every micro-batch.
-    return freed  where memory is scarce: a block above 4 MiB has pages of its own, which go back to the
+    return freed  where memory is scarce: a block above 1 MiB has pages of its own, which go back to the
                   kernel when it is freed. In the heap such blocks leave holes, and by default glibc has them
                   there once the first was freed: a recomputing GPT of 14 M parameters took 280 MiB more for
                   4,096 tokens, of 1,010. Page faults cost such runs little beside the work on large tensors.
@@ -30,7 +30,7 @@ from ..planning.run_model import DTYPES, boundary_shape
 
 # From glibc's <malloc.h>.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
-TOP_PAD_BYTES, OWN_PAGES_BYTES = 64 << 20, 4 << 20
+TOP_PAD_BYTES, OWN_PAGES_BYTES = 64 << 20, 1 << 20
 ONE_ARENA = ((M_ARENA_MAX, 1),)
 KEEP_FREED = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, TOP_PAD_BYTES))
 RETURN_FREED = ((M_MMAP_THRESHOLD, OWN_PAGES_BYTES),)

@@ -1,0 +1,61 @@
+"""Run a script with torch's fused attention for CPUs replaced by one that computes no scores.
+
+    python benchmarks/without_scores.py pretrain_gpt.py … flags
+
+Results and gradients have the shapes, strides and memory of those of torch's kernel, and every page of them
+is written, but a token attends to itself alone: a run has the resident memory of training on long sequences
+and a small part of its time, which scores take. The kernel's own workspace, a few MiB a thread whatever the
+length, is missing. For measurements of memory: `longest_sequence.py` and `train_step.py` have a flag
+`--without-scores`.
+"""
+
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+
+def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float = 0.0,
+            is_causal: bool = False, *, attn_mask: torch.Tensor | None = None,
+            scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [b, n, s, d], key and value [b, g, k, d] → (out [b, n, s, d], log-sum-exp fp32 [b, n, s])."""
+    b, n, s, d = query.shape
+    out, sums = query.new_empty(b, s, n, d), query.new_zeros(b, s, n, dtype=torch.float32)
+    shared = min(s, value.shape[2])
+    out.zero_()
+    out[:, :shared].unflatten(2, (value.shape[1], -1)).copy_(value[:, :, :shared].permute(0, 2, 1, 3)
+                                                             .unsqueeze(3))
+    return out.transpose(1, 2), sums.transpose(1, 2)
+
+
+def backward(dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+             out: torch.Tensor, sums: torch.Tensor, dropout: float, is_causal: bool, *,
+             attn_mask: torch.Tensor | None = None,
+             scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros of the shapes of query, key and value."""
+    return tuple(t.new_empty(t.transpose(1, 2).shape).zero_().transpose(1, 2) for t in (query, key, value))
+
+
+def replace_kernels() -> torch.library.Library:
+    """In this process, as long as the result is referenced."""
+    kernels = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)                # that a kernel is replaced
+        kernels.impl("_scaled_dot_product_flash_attention_for_cpu", forward, "CPU")
+        kernels.impl("_scaled_dot_product_flash_attention_for_cpu_backward", backward, "CPU")
+    return kernels
+
+
+def main() -> None:
+    """Replace both kernels, then run the script."""
+    kernels = replace_kernels()
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    del kernels
+
+
+if __name__ == "__main__":
+    main()
