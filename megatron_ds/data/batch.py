@@ -156,7 +156,8 @@ class Batch:
 
     def keep(self, index: torch.Tensor, part: SequenceSlice) -> "Batch":
         """The tokens at index [b, k] of the whole sequences, ascending, and of these the rank's part."""
-        return (self if self.whole is None else self.whole).at_places(index).cut(part)
+        whole = self if self.whole is None else replace(self.whole, ledger=self.ledger)
+        return whole.at_places(index).cut(part)
 
     def with_ledger(self, ledger: Ledger) -> "Batch":
         """This batch for one stage. `documents` is made once for all stages of a rank."""

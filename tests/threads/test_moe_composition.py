@@ -94,6 +94,14 @@ def test_it_trains_like_one_process_with(name, layout):
         assert rows == {2 * SEQ_LENGTH}
 
 
+def test_the_balance_counts_kept_tokens_under_context_parallelism():
+    """The loss of a layer that drops tokens is that of the kept ones of all ranks."""
+    ltd = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 4 --random-ltd-tokens-per-step 8".split()
+    (run, _), (reference, _) = check_equal(job_of(*ltd, layers=3), "cp=2", same_loads=False)
+    for ours, one in zip(run.merged[0].metrics, reference.merged[0].metrics):
+        assert ours["load balancing loss"] == pytest.approx(one["load balancing loss"], rel=1e-6)
+
+
 # ------------------------------------------------------------------ BERT: padding
 @cache
 def bert_config(**changes):
