@@ -7,6 +7,7 @@ run.json of a converted checkpoint has "converted_from" with format, family and 
 has no identity of data: the source does not record it as this package does.
 """
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -144,9 +145,10 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 
 def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:
-    """Without splits it is one rectangle."""
-    blank = torch.empty(spec.numel, device="meta")
-    return MadePiece(ParamSpec(spec.name, spec.shape, Init("zeros")), blank, tensor.read, kind=kind)
+    """Without splits it is one rectangle. An optimizer may have one number of a parameter, such as a ratio."""
+    shape = (1,) if tuple(tensor.shape) == (1,) else spec.shape
+    blank = torch.empty(math.prod(shape), device="meta")
+    return MadePiece(ParamSpec(spec.name, shape, Init("zeros")), blank, tensor.read, kind=kind)
 
 
 def run_of(checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_id: str
