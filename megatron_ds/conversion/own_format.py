@@ -145,7 +145,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 
 def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:
-    """Without splits it is one rectangle. An optimizer may have one number of a parameter, such as a ratio."""
+    """Without splits it is one rectangle. An optimizer may keep one number of a parameter, as 1-bit LAMB."""
     shape = (1,) if tuple(tensor.shape) == (1,) else spec.shape
     blank = torch.empty(math.prod(shape), device="meta")
     return MadePiece(ParamSpec(spec.name, shape, Init("zeros")), blank, tensor.read, kind=kind)
