@@ -17,6 +17,7 @@ from megatron_ds.models import MODELS, LayerFlops, build_stage, gpt_layers, lang
 from megatron_ds.models.block import MLP, make_norm
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
+from megatron_ds.ops.cpu.widened_products import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.run_model import describe_layers, loss_function
 from megatron_ds.planning.world_plan import plan_world
@@ -78,9 +79,9 @@ def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
         nn.init.normal_(parameter, std=0.02)
     stage = Stage(0, list(modules), is_first=True, is_last=True, loss=loss_function(config, mesh.group("tp")))
     batch = MODELS[NAME].data.blank(3, 23)
-    with AliveBytes() as alive:
+    with AliveBytes() as alive, WORKSPACE.apart() as workspace:
         loss = stage.forward(0, batch, None, 1.0)
-        measured = alive.now()
+        measured = alive.now() - sum(memory.nbytes for memory in workspace.values())
     assert loss.tokens == 3 * 23
     assert plan_world(config, 0, "cpu").rank_plan(0).kept_each == measured
 
