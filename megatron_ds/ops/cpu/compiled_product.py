@@ -54,8 +54,7 @@ def takes_target(out: torch.Tensor) -> bool:
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
                  bias: torch.Tensor | None) -> torch.Tensor:
     """out = a b + bias, for out [n, m] and bias [m] or None in bf16; returns out. Not for autograd."""
-    bias = None if bias is None else bias.contiguous()
-    _run(extension().product, out, a, b, 0 if bias is None else bias.data_ptr())
+    _run(extension().product, out, a, b, None if bias is None else bias.contiguous())
     return out
 
 
@@ -65,12 +64,14 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
     return out
 
 
-def _run(function: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *bias: int) -> None:
+def _run(function: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+         *bias: torch.Tensor | None) -> None:
     sizes = (a.shape[0], b.shape[1], a.shape[1])
     count = extension().bytes(sizes, out.dtype == torch.float32)
     packed = WORKSPACE.take("packed factors", -(-count // 4))
     if not isinstance(out, FakeTensor):                 # of a plan
-        function(sizes, _place(a), _place(b), out.data_ptr(), out.stride(0), *bias, packed.data_ptr(),
+        addresses = [0 if t is None else t.data_ptr() for t in bias]
+        function(sizes, _place(a), _place(b), out.data_ptr(), out.stride(0), *addresses, packed.data_ptr(),
                  torch.get_num_threads())
     torch.autograd.graph.increment_version(out)
 
