@@ -66,7 +66,7 @@ def test_threads_share_the_main_heap_and_freed_memory_is_kept_if_asked(asked, on
                          [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False),
                           (["--recompute-granularity", "full"], False), (["--tiled-mlp", "2"], False),
                           (["--tiled-logits"], False), (["--recompute-granularity", "selective"], True),
-                          (["--context-parallel-size", "2"], False),
+                          (["--context-parallel-size", "2"], True),
                           (["--micro-batch-size", "131072", "--global-batch-size", "131072"], False)])
 def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_unless_it_is_scarce(flags, kept,
                                                                                         monkeypatch):
