@@ -5,7 +5,8 @@ import os
 import pytest
 
 from tests.harness.layout_runs import stray
-from tests.harness.random_jobs import STEPS, nth_job
+from tests.harness.random_jobs import BATCH, STEPS, nth_job
+from tools.compare_layouts import tiny_job
 from tools.layout_comparison import Difference
 
 SEEDS = range(200 if os.environ.get("MEGATRON_DS_TEST_ALL") else 10)
@@ -21,3 +22,10 @@ def test_what_is_accepted_trains_like_one_process(seed):
     difference, _ = stray(job, layout, STEPS)
     within = LOOSE if {"muon", "lamb"} & set(job) else WITHIN
     assert difference.is_within(within), f"{layout}: {difference}\n{' '.join(job)}"
+
+
+def test_a_sink_without_a_weight_is_on_the_device_of_the_queries():
+    """ZeRO 3 builds a model on the meta device."""
+    job = [*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--softmax-type", "off-by-one"]
+    difference, _ = stray(job, "dp=2,zero=3", STEPS)
+    assert difference.is_within(WITHIN), difference
