@@ -143,6 +143,8 @@ class SharedPages:
 
     def __init__(self, rank: int, files: Sequence[int]):
         self.files, self._rank, self._end = files, rank, 0
+        self._own: dict[int, tuple[int, int]] = {}              # mapped: address → (bytes, first byte)
+        self._views: dict[tuple[int, int], torch.Tensor] = {}   # of other ranks: (rank, first byte) → bytes
         weakref.finalize(self, _close, files).atexit = False
 
     def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
@@ -154,7 +156,30 @@ class SharedPages:
         os.ftruncate(self.files[self._rank], self._end)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         address = _map(None, nbytes, mmap.MAP_SHARED, access, self.files[self._rank], start)
-        return start, torch.frombuffer(memory_at(address, nbytes), dtype=torch.uint8)
+        memory = memory_at(address, nbytes)
+        self._own[address] = nbytes, start
+        weakref.finalize(memory, self._own.pop, address, None).atexit = False
+        return start, torch.frombuffer(memory, dtype=torch.uint8)
+
+    def start_of(self, tensor: torch.Tensor) -> int | None:
+        """The first byte of a tensor in this rank's file; None if it is elsewhere."""
+        at = tensor.data_ptr()
+        return next((start + at - address for address, (nbytes, start) in [*self._own.items()]
+                     if address <= at < address + nbytes), None)
+
+    def view(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
+
+        It stays mapped; a page of it counts as the process's own memory after the first read.
+        """
+        view = self._views.get((rank, start))
+        if view is None or view.numel() < nbytes:
+            inside = start % PAGE
+            address = _map(None, inside + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, self.files[rank],
+                           start - inside)
+            memory = memory_at(address, inside + nbytes)
+            view = self._views[rank, start] = torch.frombuffer(memory, dtype=torch.uint8)[inside:]
+        return view[:nbytes]
 
 
 class Mapping:

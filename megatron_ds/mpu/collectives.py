@@ -13,6 +13,7 @@ import torch
 
 from ..errors import LayoutError
 from .group import DONE, Group, Messages, Transport, Work
+from .shared_sums import SharedSums
 
 
 def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
@@ -31,12 +32,18 @@ def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, asyn
 
 def reduce_scatter_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum",
                          async_op: bool = False) -> Work:
-    """Sum the flat `tensor` [n * numel] over the group; `out` [numel] receives piece `group.rank`."""
+    """Sum the flat `tensor` [n * numel] over the group; `out` [numel] receives piece `group.rank`.
+
+    Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py).
+    """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
         return DONE
-    return _run("reduce_scatter", group, tensor, async_op, lambda t: t.reduce_scatter(out, tensor, op))
+    in_memory = op == "sum" and group.sums is not None and group.sums.start_of(tensor) is not None
+    return _run("reduce_scatter", group, tensor, async_op,
+                lambda t: group.sums.reduce_scatter(out.detach(), tensor.detach()) if in_memory
+                else t.reduce_scatter(out, tensor, op))
 
 
 def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -135,8 +142,19 @@ def barrier(group: Group) -> None:
 
 
 def share_memory(group: Group) -> Group:
-    """The group with memory that its ranks share if on one host (`Group.memory`). Collective."""
-    return group if group.transport is None else replace(group, memory=group.transport.share_memory())
+    """The group with memory that its ranks share if on one host (`Group.memory`, `Group.sums`). Collective.
+    """
+    if group.transport is None or (memory := group.transport.share_memory()) is None:
+        return group
+    signals = group.transport.share_signals()
+    sums = signals and SharedSums(group.rank, group.size, memory, signals, group.transport.failure)
+    return replace(group, memory=memory, sums=sums)
+
+
+def progress(group: Group) -> None:
+    """Complete what needs no waiting of the reductions in shared memory. Not collective."""
+    if group.sums is not None:
+        group.sums.progress()
 
 
 def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..host.memory_maps import SharedPages
+    from .shared_sums import SharedSums, Signals
 
 RING_FACTOR = {            # bytes sent by one rank of a ring of n, per byte of payload
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -144,6 +145,12 @@ class Transport(Protocol):
     def share_memory(self) -> "SharedPages | None":
         """Memory that all ranks map; None where they are on several hosts."""
 
+    def share_signals(self) -> "Signals | None":
+        """Signals among the ranks, if they share memory; None where the system forbids it."""
+
+    def failure(self, what: str, error: Exception) -> Exception:
+        """The error to raise when an operation on shared memory failed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -154,6 +161,7 @@ class Group:
     rank       the position of this process in `ranks`
     transport  None exactly when the group has one rank
     memory     memory that its ranks share; None if not requested (`collectives.share_memory`) or impossible
+    sums       reduce-scatters of tensors in that memory; None likewise
     """
 
     axes: str
@@ -162,6 +170,7 @@ class Group:
     transport: Transport | None = None
     traffic: Traffic = field(default_factory=Traffic)
     memory: "SharedPages | None" = None
+    sums: "SharedSums | None" = None
 
     @property
     def size(self) -> int:

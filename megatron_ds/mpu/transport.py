@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import CommunicationError
 from ..host.memory_maps import SharedPages, share_pages
+from ..host.signal_pipes import SignalPipes, share_pipes
 from .group import AllOf, Messages, Work
 from .stuck_ranks import name_stuck_ranks, report_failure
 
@@ -121,6 +122,15 @@ class TorchTransport:
         """As in `Transport`."""
         return share_pages(self.rank, self.all_gather_object)
 
+    def share_signals(self) -> SignalPipes | None:
+        """As in `Transport`. They wait as long as the group's collectives."""
+        backend = self.process_group._get_backend(torch.device("cpu"))
+        return share_pipes(self.rank, self.all_gather_object, backend.options._timeout.total_seconds())
+
+    def failure(self, what: str, error: Exception) -> CommunicationError:
+        """As in `Transport`."""
+        return CommunicationError(_failure_message(self, what, error))
+
     def close(self) -> None:
         """Destroy the process groups: one that outlives the interpreter's threads aborts the process."""
         for process_group in (*self.lanes, self.process_group):
@@ -183,7 +193,7 @@ _CLOSED = ("closed by peer", "connection reset", "connection refused", "broken p
            "remote process exited")
 
 
-def _failure_message(transport: TorchTransport, what: str, error: RuntimeError) -> str:
+def _failure_message(transport: TorchTransport, what: str, error: Exception) -> str:
     """What failed, where, why as far as the other ranks' reports show, and the backend's own message."""
     me, peers = transport.ranks[transport.rank], list(transport.ranks)
     cause = str(error).split("This is typically caused")[0].strip()

@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 
 from ..host.async_io import Then
+from ..host.memory_maps import SharedPages
 from ..host.side_streams import Mark, SideStream, side_stream
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
@@ -283,11 +284,12 @@ class TwoHops:
 class BufferPool:
     """Flat buffers of one dtype that buckets borrow.
 
+    memory  in which buffers are made, so that other ranks of the host read them; None: this process's own
     nbytes  bytes of all its buffers: the most that were ever borrowed at a time
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device, self.nbytes = dtype, device, 0
+    def __init__(self, dtype: torch.dtype, device: torch.device, memory: SharedPages | None = None):
+        self.dtype, self.device, self.nbytes, self._memory = dtype, device, 0, memory
         self._free: list[torch.Tensor] = []
         self._reductions: deque[Work] = deque()
 
@@ -296,7 +298,7 @@ class BufferPool:
         while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
             self._reductions.popleft().wait()
         if buffer is None:
-            buffer = torch.empty(max(numel, least), dtype=self.dtype, device=self.device)
+            buffer = self._make(max(numel, least))
             self.nbytes += buffer.nbytes
         return buffer
 
@@ -312,6 +314,11 @@ class BufferPool:
         """Wait for all reductions."""
         while self._reductions:
             self._reductions.popleft().wait()
+
+    def _make(self, numel: int) -> torch.Tensor:
+        if self._memory is None:
+            return torch.empty(numel, dtype=self.dtype, device=self.device)
+        return self._memory.allocate(numel * self.dtype.itemsize)[1].view(self.dtype)
 
     def _fitting(self, numel: int) -> torch.Tensor | None:
         """The smallest free buffer that is long enough."""

@@ -26,6 +26,7 @@ import torch
 
 from ..errors import MegatronDSError
 from ..host.async_io import Then
+from ..mpu.collectives import progress
 from .buckets import GradientStore, Holder, Reduction
 from .exchange import BufferPool
 from .layout import Layout, SlotPiece
@@ -95,6 +96,7 @@ class GradShards(GradientStore):
         return piece.offset
 
     def _main_grad(self, i: int, shape: tuple[int, ...]) -> torch.Tensor:
+        progress(self.ranks.inner)              # so that other ranks seldom wait for this one
         slot = self.layout.slots[i]
         bucket = self.layout.buckets[slot.bucket]
         buffer = self._buffer(slot.bucket)

@@ -166,6 +166,27 @@ class ThreadTransport:
     def share_memory(self):
         return share_pages(self.rank, self._exchange) if self.room.shares_memory else None
 
+    def share_signals(self):
+        return _ThreadSignals(self.room, self.rank)
+
+    def failure(self, what, error):
+        return error
+
+
+class _ThreadSignals:
+    def __init__(self, room, rank):
+        self.room, self.rank = room, rank
+
+    def send(self, peer, signal):
+        self.room.mailbox(self.rank, peer, "signals").put(signal)
+
+    def receive(self, peer):
+        return self.room.take(self.room.mailbox(peer, self.rank, "signals"))
+
+    def take(self, peer):
+        mailbox = self.room.mailbox(peer, self.rank, "signals")
+        return None if mailbox.empty() else self.receive(peer)
+
 
 class _Receive:
     def __init__(self, tensor, room, mailbox):

@@ -1,0 +1,93 @@
+"""`SignalPipes`: short messages between the processes of one host, a pipe from each to each other.
+
+A waiting process is woken by the system, without a thread in between, and a process that ends closes its
+pipes: those that wait for it are told at once. What a rank wrote to shared memory before it sends is there
+for the rank that receives.
+"""
+
+import os
+import select
+import struct
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+_FORMAT = struct.Struct("<qq")          # shorter than PIPE_BUF: written and read whole
+
+Signal = tuple[int, int]
+
+
+class SignalPipes:
+    """The pipes of one rank.
+
+    inbound, outbound  descriptors by the position of the other rank: what it sends is read from the one, what
+                       is sent to it is written to the other
+    timeout_seconds    how long `receive` waits
+    """
+
+    def __init__(self, inbound: Mapping[int, int], outbound: Mapping[int, int], timeout_seconds: float):
+        self._inbound, self._outbound, self.timeout_seconds = dict(inbound), dict(outbound), timeout_seconds
+        self._polls = {}
+        for peer, file in self._inbound.items():
+            self._polls[peer] = select.poll()
+            self._polls[peer].register(file, select.POLLIN)
+        weakref.finalize(self, _close, [*self._inbound.values(), *self._outbound.values()]).atexit = False
+
+    def send(self, peer: int, signal: Signal) -> None:
+        """Raises ConnectionError if the peer has ended."""
+        os.write(self._outbound[peer], _FORMAT.pack(*signal))
+
+    def receive(self, peer: int) -> Signal:
+        """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError after the timeout.
+        """
+        signal = self.take(peer, self.timeout_seconds)
+        if signal is None:
+            raise TimeoutError(f"timed out after {self.timeout_seconds:.0f} s")
+        return signal
+
+    def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
+        """The next signal of a peer, None if there is none within the time. Raises ConnectionError."""
+        if not self._polls[peer].poll(1000 * wait_seconds):
+            return None
+        data = os.read(self._inbound[peer], _FORMAT.size)
+        if not data:
+            raise ConnectionError("connection closed by peer")
+        return _FORMAT.unpack(data)
+
+
+def share_pipes(rank: int, exchange: Callable[[object], list], timeout_seconds: float) -> SignalPipes | None:
+    """Pipes among the ranks of one host; None where a process may not open another's.
+
+    rank: the position of this one. exchange: an all-gather of objects. Collective over its ranks.
+    """
+    size = len(exchange(None))
+    made = {peer: os.pipe() for peer in range(size) if peer != rank}
+    offers = exchange((os.getpid(), {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}))
+    inbound, trouble = _open_inbound(rank, offers)
+    is_refused = any(exchange(trouble))         # after it, all have opened what they read from
+    outbound = {peer: write for peer, (_, write) in made.items()}
+    _close([read for read, _ in made.values()])
+    if is_refused:
+        _close([*inbound.values(), *outbound.values()])
+        return None
+    return SignalPipes(inbound, outbound, timeout_seconds)
+
+
+def _open_inbound(rank: int, offers: Sequence[tuple]) -> tuple[dict[int, int], str]:
+    """(a descriptor for each other rank, up to the first that cannot be opened; the reason, or "")"""
+    inbound = {}
+    for peer, (pid, files) in enumerate(offers):
+        if peer == rank:
+            continue
+        file, inode = files[rank]
+        try:
+            inbound[peer] = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            return inbound, f"process {os.getpid()} may not open a pipe of process {pid}: {error}"
+        if os.fstat(inbound[peer]).st_ino != inode:
+            return inbound, f"/proc/{pid}/fd/{file} is not the pipe that process {pid} announced"
+    return inbound, ""
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
