@@ -230,7 +230,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups(world.by_axes, world.model, world.model, solo("embd"), *halves)
-    return groups.sharing_memory() if config.zero.stage >= 2 and world.device.type == "cpu" else groups
+    return groups.sharing_memory() if world.device.type == "cpu" else groups
 
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,

@@ -144,7 +144,7 @@ class SharedPages:
     def __init__(self, rank: int, files: Sequence[int]):
         self.files, self._rank, self._end = files, rank, 0
         self._own: dict[int, tuple[int, int]] = {}              # mapped: address → (bytes, first byte)
-        self._views: dict[tuple[int, int], torch.Tensor] = {}   # of other ranks: (rank, first byte) → bytes
+        self._views: dict[tuple[int, int], torch.Tensor] = {}   # (rank, first byte) → its bytes
         weakref.finalize(self, _close, files).atexit = False
 
     def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
@@ -161,6 +161,10 @@ class SharedPages:
         weakref.finalize(memory, self._own.pop, address, None).atexit = False
         return start, torch.frombuffer(memory, dtype=torch.uint8)
 
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """torch.zeros(numel) in this rank's file. Raises OSError where there is no room."""
+        return self.allocate(numel * dtype.itemsize)[1].view(dtype)
+
     def start_of(self, tensor: torch.Tensor) -> int | None:
         """The first byte of a tensor in this rank's file; None if it is elsewhere."""
         at = tensor.data_ptr()
@@ -170,7 +174,7 @@ class SharedPages:
     def view(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
 
-        It stays mapped; a page of it counts as the process's own memory after the first read.
+        Pages that were read count as the process's own memory until `drop`.
         """
         view = self._views.get((rank, start))
         if view is None or view.numel() < nbytes:
@@ -180,6 +184,13 @@ class SharedPages:
             memory = memory_at(address, inside + nbytes)
             view = self._views[rank, start] = torch.frombuffer(memory, dtype=torch.uint8)[inside:]
         return view[:nbytes]
+
+    def drop(self, rank: int, start: int) -> None:
+        """Release the pages of a view; the view stays valid. Raises OSError."""
+        view = self._views[rank, start]
+        inside = view.storage_offset()
+        span = view.data_ptr() - inside, inside + view.numel()
+        _check(libc().madvise(*span, mmap.MADV_DONTNEED), span[1])
 
 
 class Mapping:

@@ -1,7 +1,7 @@
 """`SignalPipes`: short messages between the processes of one host, a pipe from each to each other.
 
 A waiting process is woken by the system, without a thread in between, and a process that ends closes its
-pipes: those that wait for it are told at once. What a rank wrote to shared memory before it sends is there
+pipes: those that wait for it end their wait at once. What a rank wrote to shared memory before it sends is there
 for the rank that receives.
 """
 

@@ -17,8 +17,15 @@ from .shared_sums import SharedSums
 
 
 def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
-    """Sum (or max, min) of `tensor` over the group, written into it on every rank."""
-    return _run("all_reduce", group, tensor, async_op, lambda t: t.all_reduce(tensor, op))
+    """Sum (or max, min) of `tensor` over the group, written into it on every rank.
+
+    Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py).
+    """
+    if _is_shared(tensor, group, op):
+        call = lambda t: group.sums.all_reduce(tensor.detach())
+    else:
+        call = lambda t: t.all_reduce(tensor, op)
+    return _run("all_reduce", group, tensor, async_op, call)
 
 
 def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False) -> Work:
@@ -40,10 +47,11 @@ def reduce_scatter_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, 
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
         return DONE
-    in_memory = op == "sum" and group.sums is not None and group.sums.start_of(tensor) is not None
-    return _run("reduce_scatter", group, tensor, async_op,
-                lambda t: group.sums.reduce_scatter(out.detach(), tensor.detach()) if in_memory
-                else t.reduce_scatter(out, tensor, op))
+    if _is_shared(tensor, group, op):
+        call = lambda t: group.sums.reduce_scatter(out.detach(), tensor.detach())
+    else:
+        call = lambda t: t.reduce_scatter(out, tensor, op)
+    return _run("reduce_scatter", group, tensor, async_op, call)
 
 
 def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -163,6 +171,11 @@ def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool,
         return DONE
     group.traffic.add(operation, group.axes, group.size, counted.numel() * counted.element_size())
     return _finish(call(group.transport), async_op)
+
+
+def _is_shared(tensor: torch.Tensor, group: Group, op: str) -> bool:
+    """Whether all ranks can read each other's tensor."""
+    return op == "sum" and group.sums is not None and group.sums.can_sum(tensor)
 
 
 def _finish(work: Work, async_op: bool) -> Work:

@@ -1,15 +1,19 @@
-"""`SharedSums`: reduce-scatters of tensors that lie in memory which the ranks of one host share.
+"""`SharedSums`: reductions of tensors that lie in memory which the ranks of one host share.
 
 Each rank reads its piece of the other ranks' tensors where they lie, and adds the pieces in rank order: the
-bits of a reduce-scatter by messages (gloo.py), without sending or receiving them.
+bits of a reduction by messages (gloo.py), without sending or receiving them. An all-reduce then copies the
+other pieces of the sum in the same way.
 
     rank 0   |- READY -|......|- adds piece 0 -|- DONE -|...
-    rank 1        |- READY -|....|- adds piece 1 -|- DONE -|      two signals a rank and reduction
+    rank 1        |- READY -|....|- adds piece 1 -|- DONE -|      two signals a rank and round
 
 READY carries where the tensor is in the rank's shared memory, which differs between ranks. A tensor may be
-overwritten when all others have sent DONE: `wait` returns then. Reductions are completed in the order in
-which they start: when one is waited for, or earlier, when another one starts or in `progress`, if all parts
-are there. A rank that is ahead thus seldom waits, and no thread is needed.
+overwritten when all others have sent DONE: `wait` returns then. Rounds are completed in the order in which
+they start: when one is waited for, or earlier, when another one starts or in `progress`, if all parts are
+there. So a rank that is ahead seldom waits, and no thread is needed.
+
+Note: waiting. The second round of an all-reduce starts in `wait`. All ranks must wait for their operations in
+the order in which they start them, which must be the same on all.
 """
 
 from collections import deque
@@ -27,13 +31,13 @@ class Signals(Protocol):
     """Short messages between ranks, in order; `SignalPipes`, or queues of threads in tests."""
 
     def send(self, peer: int, signal: tuple[int, int]) -> None:
-        """Send to a peer; does not wait."""
+        """Send to a peer; does not wait. Raises ConnectionError if it has ended."""
 
     def receive(self, peer: int) -> tuple[int, int]:
-        """The next signal of a peer. Raises OSError if it has ended or does not answer."""
+        """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError."""
 
     def take(self, peer: int) -> tuple[int, int] | None:
-        """The next signal of a peer, None if there is none now. Raises OSError if it has ended."""
+        """The next signal of a peer, None if there is none now. Raises ConnectionError."""
 
 
 class SharedSums:
@@ -41,6 +45,7 @@ class SharedSums:
 
     memory     of the group, in which the tensors are
     translate  makes the error that is raised from (what failed, the cause)
+    rounds     that have started
     """
 
     def __init__(self, rank: int, size: int, memory: SharedPages, signals: Signals,
@@ -49,43 +54,52 @@ class SharedSums:
         self._signals, self._translate = signals, translate
         self._others = [peer for peer in range(size) if peer != rank]
         self._ready: dict[int, deque[int]] = {peer: deque() for peer in self._others}      # starts of tensors
-        self._done = dict.fromkeys(self._others, 0)             # reductions that each other has read
-        self._waiting: deque[SharedSum] = deque()               # not added yet
-        self._started = 0
+        self._done = dict.fromkeys(self._others, 0)             # rounds that each other has read
+        self._waiting: deque[Round] = deque()
+        self.rounds = 0
 
-    def start_of(self, tensor: torch.Tensor) -> int | None:
-        """The first byte of a tensor in this rank's shared memory; None if it is elsewhere."""
-        return self._memory.start_of(tensor)
+    def can_sum(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this rank's shared memory; then those of the other ranks must be, too."""
+        return self._memory.start_of(tensor) is not None
 
-    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> "SharedSum":
-        """As in `Transport`, of the sum. `tensor` is in the shared memory."""
-        self.progress()
-        self._started += 1
-        start = self._memory.start_of(tensor)
-        with self._translated("a reduce-scatter in shared memory"):
-            for peer in self._others:
-                self._signals.send(peer, (_READY, start))
-        begun = SharedSum(self, self._started, out, tensor)
-        self._waiting.append(begun)
-        return begun
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> "Round":
+        """As in `Transport`, of the sum."""
+        return self._start(tensor, lambda parts: self._add(parts, tensor, out))
+
+    def all_reduce(self, tensor: torch.Tensor) -> "AllReduce":
+        """As in `Transport`, of the sum."""
+        flat = tensor.view(-1)
+        mine = flat.tensor_split(self._size)[self._rank]
+        return AllReduce(self.reduce_scatter(mine, flat), lambda: self._start(flat, partial_copy(flat)))
 
     def progress(self) -> None:
-        """Complete the reductions whose parts are there; does not wait."""
-        with self._translated("a reduce-scatter in shared memory"):
+        """Complete the rounds whose parts are there; does not wait."""
+        with _Translated(self._translate):
             while self._waiting and self._have_parts():
-                self._add()
+                self._complete_first()
 
-    def complete(self, begun: "SharedSum") -> None:
-        """Return when a reduction is added and no other rank reads its tensor any more."""
-        with self._translated("a reduce-scatter in shared memory"):
-            while not begun.is_added:
+    def complete(self, begun: "Round") -> None:
+        """Return when a round is complete and no other rank reads its tensor any more."""
+        with _Translated(self._translate):
+            while not begun.is_read:
                 for peer in self._others:
                     while not self._ready[peer]:
                         self._note(peer, self._signals.receive(peer))
-                self._add()
+                self._complete_first()
             for peer in self._others:
                 while self._done[peer] < begun.number:
                     self._note(peer, self._signals.receive(peer))
+
+    def _start(self, tensor: torch.Tensor, read: Callable[[dict[int, torch.Tensor]], None]) -> "Round":
+        """read: called with the tensors of the other ranks."""
+        self.progress()
+        self.rounds += 1
+        begun = Round(self, self.rounds, tensor, read)
+        with _Translated(self._translate):
+            for peer in self._others:
+                self._signals.send(peer, (_READY, self._memory.start_of(tensor)))
+        self._waiting.append(begun)
+        return begun
 
     def _have_parts(self) -> bool:
         for peer in self._others:
@@ -103,61 +117,95 @@ class SharedSums:
         else:
             self._done[peer] += 1
 
-    def _add(self) -> None:
-        """p0 + p1 + … of the first reduction that waits; all parts are there."""
+    def _complete_first(self) -> None:
+        """Read the tensors of the first round that waits; all are there."""
         begun = self._waiting.popleft()
-        mine, whole = begun.tensor.chunk(self._size)[self._rank], begun.tensor
-        parts = [mine if peer == self._rank else self._part(peer, mine, whole.nbytes)
-                 for peer in range(self._size)]
-        total = torch.add(parts[0], parts[1], out=begun.out if self._size == 2 else None)
-        for i, part in enumerate(parts[2:], start=2):
-            torch.add(total, part, out=begun.out if i == self._size - 1 else total)
-        for peer in self._others:
+        starts = {peer: self._ready[peer].popleft() for peer in self._others}
+        begun.read_from({peer: self._memory.view(peer, start, begun.nbytes)
+                         for peer, start in starts.items()})
+        for peer, start in starts.items():
             self._signals.send(peer, (_DONE, 0))
-        begun.forget()
+            self._memory.drop(peer, start)
 
-    def _part(self, peer: int, mine: torch.Tensor, nbytes: int) -> torch.Tensor:
-        whole = self._memory.view(peer, self._ready[peer].popleft(), nbytes)
-        return whole.view(mine.dtype).chunk(self._size)[self._rank]
+    def _add(self, theirs: dict[int, torch.Tensor], tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """p0 + p1 + … of the pieces of this rank into `out`, which may be its own piece."""
+        wholes = [theirs[peer].view(tensor.dtype) if peer in theirs else tensor for peer in range(self._size)]
+        parts = [whole.tensor_split(self._size)[self._rank] for whole in wholes]
+        total = torch.add(parts[0], parts[1], out=out if self._size == 2 else None)
+        for i, part in enumerate(parts[2:], start=2):
+            torch.add(total, part, out=out if i == self._size - 1 else total)
 
-    def _translated(self, what: str) -> "_Translated":
-        return _Translated(self._translate, what)
+
+def partial_copy(tensor: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
+    """A function that copies piece i of the tensor of each other rank i into `tensor`."""
+    def read(theirs: dict[int, torch.Tensor]) -> None:
+        size = len(theirs) + 1
+        for peer, whole in theirs.items():
+            tensor.tensor_split(size)[peer].copy_(whole.view(tensor.dtype).tensor_split(size)[peer])
+    return read
 
 
-class SharedSum:
-    """A `Work`: a reduction that has begun."""
+class Round:
+    """A `Work`: one reading of the other ranks' tensors, which has begun."""
 
-    __slots__ = ("_sums", "number", "out", "tensor", "is_added")
+    __slots__ = ("_sums", "number", "nbytes", "_keeps", "_read")
 
-    def __init__(self, sums: SharedSums, number: int, out: torch.Tensor, tensor: torch.Tensor):
-        self._sums, self.number, self.out, self.tensor, self.is_added = sums, number, out, tensor, False
+    def __init__(self, sums: SharedSums, number: int, tensor: torch.Tensor,
+                 read: Callable[[dict[int, torch.Tensor]], None]):
+        self._sums, self.number, self.nbytes, self._keeps, self._read = sums, number, tensor.nbytes, tensor, read
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the results are there."""
+        return self._read is None
+
+    def read_from(self, theirs: dict[int, torch.Tensor]) -> None:
+        """theirs: the bytes of the other ranks' tensors."""
+        self._read(theirs)
+        self._read = None
 
     def wait(self) -> None:
-        """Return when `out` may be read and `tensor` overwritten."""
+        """Return when results may be read and the tensor overwritten."""
         if self._sums is not None:
             self._sums.complete(self)
-            self._sums = None
+            self._sums = self._keeps = None
 
     def is_completed(self) -> bool:
         """Whether it was waited for."""
         return self._sums is None
 
-    def forget(self) -> None:
-        """The sum is in `out`; drop the tensors."""
-        self.is_added, self.out, self.tensor = True, None, None
+
+class AllReduce:
+    """A `Work` of two rounds."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Round, second: Callable[[], Round]):
+        self._first, self._second = first, second
+
+    def wait(self) -> None:
+        """Wait for the sum of this rank's piece, then for the other pieces. Collective."""
+        if self._second is not None:
+            self._first.wait()
+            second, self._second = self._second(), None
+            second.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for."""
+        return self._second is None
 
 
 class _Translated:
     """Context that turns errors of signals into those of the group."""
 
-    __slots__ = ("_translate", "_what")
+    __slots__ = ("_translate",)
 
-    def __init__(self, translate: Callable[[str, OSError], Exception], what: str):
-        self._translate, self._what = translate, what
+    def __init__(self, translate: Callable[[str, OSError], Exception]):
+        self._translate = translate
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ConnectionError | TimeoutError):
-            raise self._translate(self._what, error) from error
+            raise self._translate("a reduction in shared memory", error) from error

@@ -318,7 +318,7 @@ class BufferPool:
     def _make(self, numel: int) -> torch.Tensor:
         if self._memory is None:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
-        return self._memory.allocate(numel * self.dtype.itemsize)[1].view(self.dtype)
+        return self._memory.zeros(numel, self.dtype)
 
     def _fitting(self, numel: int) -> torch.Tensor | None:
         """The smallest free buffer that is long enough."""
