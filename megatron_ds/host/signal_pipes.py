@@ -1,8 +1,8 @@
 """`SignalPipes`: short messages between the processes of one host, a pipe from each to each other.
 
-A waiting process is woken by the system, without a thread in between, and a process that ends closes its
-pipes: those that wait for it end their wait at once. What a rank wrote to shared memory before it sends is there
-for the rank that receives.
+The system wakes the process that waits, without a thread in between. A process that ends closes its pipes, so
+a wait for it ends at once. What a rank wrote to shared memory before it sends is there for the rank that
+receives.
 """
 
 import os
@@ -61,7 +61,8 @@ def share_pipes(rank: int, exchange: Callable[[object], list], timeout_seconds: 
     """
     size = len(exchange(None))
     made = {peer: os.pipe() for peer in range(size) if peer != rank}
-    offers = exchange((os.getpid(), {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}))
+    mine = {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}
+    offers = exchange((os.getpid(), mine))
     inbound, trouble = _open_inbound(rank, offers)
     is_refused = any(exchange(trouble))         # after it, all have opened what they read from
     outbound = {peer: write for peer, (_, write) in made.items()}

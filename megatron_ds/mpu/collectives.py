@@ -41,7 +41,8 @@ def reduce_scatter_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, 
                          async_op: bool = False) -> Work:
     """Sum the flat `tensor` [n * numel] over the group; `out` [numel] receives piece `group.rank`.
 
-    Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py).
+    Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py): it may be
+    overwritten when `is_read`, or after `settle`.
     """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
@@ -163,6 +164,17 @@ def progress(group: Group) -> None:
     """Complete what needs no waiting of the reductions in shared memory. Not collective."""
     if group.sums is not None:
         group.sums.progress()
+
+
+def is_read(tensor: torch.Tensor, group: Group) -> bool:
+    """Whether no other rank reads a tensor that was reduced in shared memory. Not collective."""
+    return group.sums is None or group.sums.is_read(tensor)
+
+
+def settle(group: Group) -> None:
+    """Return when no other rank reads a tensor that was reduced in shared memory. Collective."""
+    if group.sums is not None:
+        group.sums.settle()
 
 
 def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool,

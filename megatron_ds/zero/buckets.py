@@ -26,7 +26,7 @@ from torch import nn
 
 from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
-from ..mpu.collectives import all_reduce_
+from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Work
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange
@@ -225,6 +225,7 @@ class GradBuckets(GradientStore):
             work.wait()
         self._works.clear()
         self._exchange.finish()
+        settle(self.ranks.inner)
 
 
 def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:

@@ -28,9 +28,8 @@ from typing import Protocol
 import torch
 
 from ..host.async_io import Then
-from ..host.memory_maps import SharedPages
 from ..host.side_streams import Mark, SideStream, side_stream
-from ..mpu.collectives import all_reduce_, reduce_scatter_into_
+from ..mpu.collectives import all_reduce_, is_read, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
 
@@ -284,12 +283,14 @@ class TwoHops:
 class BufferPool:
     """Flat buffers of one dtype that buckets borrow.
 
-    memory  in which buffers are made, so that other ranks of the host read them; None: this process's own
-    nbytes  bytes of all its buffers: the most that were ever borrowed at a time
+    group   in whose shared memory buffers are made, if it has one: other ranks of the host read them there. A
+            buffer that one still reads is not borrowed again
+    nbytes  bytes of all its buffers: the most that were ever borrowed or read at a time
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, memory: SharedPages | None = None):
-        self.dtype, self.device, self.nbytes, self._memory = dtype, device, 0, memory
+    def __init__(self, dtype: torch.dtype, device: torch.device, group: Group | None = None):
+        self.dtype, self.device, self.nbytes = dtype, device, 0
+        self._group = group if group and group.sums else None
         self._free: list[torch.Tensor] = []
         self._reductions: deque[Work] = deque()
 
@@ -316,11 +317,12 @@ class BufferPool:
             self._reductions.popleft().wait()
 
     def _make(self, numel: int) -> torch.Tensor:
-        if self._memory is None:
+        if self._group is None:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
-        return self._memory.zeros(numel, self.dtype)
+        return self._group.memory.zeros(numel, self.dtype)
 
     def _fitting(self, numel: int) -> torch.Tensor | None:
         """The smallest free buffer that is long enough."""
-        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel]
+        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel
+                   and (self._group is None or is_read(buffer, self._group))]
         return self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None

@@ -96,7 +96,7 @@ class GradShards(GradientStore):
         return piece.offset
 
     def _main_grad(self, i: int, shape: tuple[int, ...]) -> torch.Tensor:
-        progress(self.ranks.inner)              # so that other ranks seldom wait for this one
+        progress(self.ranks.inner)              # so that other ranks can use their buffers again
         slot = self.layout.slots[i]
         bucket = self.layout.buckets[slot.bucket]
         buffer = self._buffer(slot.bucket)
