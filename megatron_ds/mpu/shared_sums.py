@@ -7,8 +7,8 @@ other pieces of the sum in the same way.
     rank 0   |- READY -|......|- adds piece 0 -|- DONE -|...
     rank 1        |- READY -|....|- adds piece 1 -|- DONE -|      two signals a rank and round
 
-READY carries where the tensor is in the rank's shared memory, which differs between ranks. Rounds are
-completed in the order in which they start: when one is waited for, or earlier, when another one starts or in
+READY carries the number of the round and where the tensor is in the rank's shared memory, which differs
+between ranks. A round is completed when it is waited for, or earlier, when another one starts or in
 `progress`, if all parts are there. So a rank that is ahead seldom waits, and no thread is needed.
 
 A tensor may be overwritten when all others have sent DONE. A reduce-scatter does not wait for that: its
@@ -16,12 +16,11 @@ A tensor may be overwritten when all others have sent DONE. A reduce-scatter doe
 without tokens), may be in a collective in which it waits for this one. `is_read` asks and `settle` waits. An
 all-reduce, for which all ranks wait at one place of the program, waits itself.
 
-Note: waiting. The second round of an all-reduce starts in `wait`. All ranks must wait for their operations in
-the order in which they start them, which must be the same on all.
+Note: order. All ranks start the same operations in the same order, from which the numbers follow, and wait
+for them in that order: the second round of an all-reduce starts in `wait`.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -34,13 +33,13 @@ _READY, _DONE = 0, 1
 class Signals(Protocol):
     """Short messages between ranks, in order; `SignalPipes`, or queues of threads in tests."""
 
-    def send(self, peer: int, signal: tuple[int, int]) -> None:
+    def send(self, peer: int, signal: tuple[int, int, int]) -> None:
         """Send to a peer; does not wait. Raises ConnectionError if it has ended."""
 
-    def receive(self, peer: int) -> tuple[int, int]:
+    def receive(self, peer: int) -> tuple[int, int, int]:
         """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError."""
 
-    def take(self, peer: int) -> tuple[int, int] | None:
+    def take(self, peer: int) -> tuple[int, int, int] | None:
         """The next signal of a peer, None if there is none now. Raises ConnectionError."""
 
 
@@ -57,10 +56,10 @@ class SharedSums:
         self._rank, self._size, self._memory = rank, size, memory
         self._signals, self._translate = signals, translate
         self._others = [peer for peer in range(size) if peer != rank]
-        self._ready: dict[int, deque[int]] = {peer: deque() for peer in self._others}      # starts of tensors
-        self._done = dict.fromkeys(self._others, 0)             # rounds that each other has read
-        self._last: dict[int, int] = {}                         # start of a tensor → its last round
-        self._waiting: deque[Round] = deque()
+        self._ready: dict[int, dict[int, int]] = {}     # number of a round → rank → start of its tensor
+        self._waiting: dict[int, Round] = {}            # not complete here
+        self._unread: dict[int, set[int]] = {}          # number of a round → ranks that have not read it
+        self._last: dict[int, int] = {}                 # start of a tensor → its last round
         self.rounds = 0
 
     def can_sum(self, tensor: torch.Tensor) -> bool:
@@ -70,87 +69,95 @@ class SharedSums:
     def is_read(self, tensor: torch.Tensor) -> bool:
         """Whether no other rank reads a tensor any more; does not wait."""
         with _Translated(self._translate):
-            for peer in self._others:
-                while (signal := self._signals.take(peer)) is not None:
-                    self._note(peer, signal)
-        return min(self._done.values()) >= self._last.get(self._memory.start_of(tensor), 0)
+            self._take_signals()
+        return self._last.get(self._memory.start_of(tensor)) not in self._unread
 
-    def settle(self, rounds: int | None = None) -> None:
-        """Return when the first `rounds` (None: all) are complete here and the other ranks have read their
-        tensors. Collective."""
-        number = self.rounds if rounds is None else rounds
+    def settle(self) -> None:
+        """Return when all rounds are complete, here and on the other ranks. Collective."""
         with _Translated(self._translate):
-            while self._waiting and self._waiting[0].number <= number:
-                self._wait_for_first()
-            for peer in self._others:
-                while self._done[peer] < number:
-                    self._note(peer, self._signals.receive(peer))
+            for number in sorted(self._waiting):
+                self._complete(number)
+            self._until_none(lambda: next(iter(self._unread.values()), ()))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> "Round":
         """As in `Transport`, of the sum, but for when the tensor may be overwritten."""
-        return self._start(tensor, lambda parts: self._add(parts, tensor, out))
+        self.rounds += 1
+        return self._start(self.rounds, tensor, lambda theirs: self._add(theirs, tensor, out))
 
     def all_reduce(self, tensor: torch.Tensor) -> "AllReduce":
         """As in `Transport`, of the sum."""
         flat = tensor.view(-1)
-        mine = flat.tensor_split(self._size)[self._rank]
-        return AllReduce(self, self.reduce_scatter(mine, flat), lambda: self._start(flat, copier(flat)))
+        first = self.reduce_scatter(flat.tensor_split(self._size)[self._rank], flat)
+        self.rounds += 1
+        number = self.rounds
+        return AllReduce(first, lambda: self._start(number, flat, copier(flat)))
 
     def progress(self) -> None:
         """Complete the rounds whose parts are there; does not wait."""
+        if not self._waiting:
+            return
         with _Translated(self._translate):
-            while self._waiting and self._have_parts():
-                self._complete_first()
+            self._take_signals()
+            for number in [number for number in sorted(self._waiting) if not self._missing(number)]:
+                self._complete(number)
 
-    def complete(self, begun: "Round") -> None:
-        """Return when a round is complete."""
+    def complete(self, number: int) -> None:
+        """Return when a round is complete here."""
         with _Translated(self._translate):
-            while not begun.is_complete:
-                self._wait_for_first()
+            if number in self._waiting:
+                self._complete(number)
 
-    def _start(self, tensor: torch.Tensor, read: Callable[[dict[int, torch.Tensor]], None]) -> "Round":
-        """read: called with the tensors of the other ranks."""
+    def wait_until_read(self, number: int) -> None:
+        """Return when the other ranks have completed a round."""
+        with _Translated(self._translate):
+            self._until_none(lambda: self._unread.get(number, ()))
+
+    def _start(self, number: int, tensor: torch.Tensor,
+               read: Callable[[dict[int, torch.Tensor]], None]) -> "Round":
+        """read: called with the tensors of the other ranks, as bytes."""
         self.progress()
-        self.rounds += 1
-        begun, start = Round(self, self.rounds, tensor, read), self._memory.start_of(tensor)
-        self._last[start] = self.rounds
+        begun, start = Round(self, number, tensor, read), self._memory.start_of(tensor)
+        self._last[start], self._unread[number] = number, set(self._others)
+        self._waiting[number] = begun
         with _Translated(self._translate):
             for peer in self._others:
-                self._signals.send(peer, (_READY, start))
-        self._waiting.append(begun)
+                self._signals.send(peer, (_READY, number, start))
         return begun
 
-    def _wait_for_first(self) -> None:
+    def _complete(self, number: int) -> None:
+        """Wait for the tensors of a round and read them."""
+        self._until_none(lambda: self._missing(number))
+        begun, starts = self._waiting.pop(number), self._ready.pop(number)
+        nbytes = begun.tensor.nbytes
+        begun.read({peer: self._memory.view(peer, starts[peer], nbytes) for peer in self._others})
         for peer in self._others:
-            while not self._ready[peer]:
-                self._note(peer, self._signals.receive(peer))
-        self._complete_first()
+            self._signals.send(peer, (_DONE, number, 0))
+            self._memory.drop(peer, starts[peer])
 
-    def _have_parts(self) -> bool:
+    def _missing(self, number: int) -> list[int]:
+        """The ranks that have not started a round yet."""
+        there = self._ready.get(number, ())
+        return [peer for peer in self._others if peer not in there]
+
+    def _until_none(self, missing: Callable[[], Collection[int]]) -> None:
+        """Wait for signals of the ranks that are missing until none is."""
+        while peers := missing():
+            peer = min(peers)
+            self._note(peer, self._signals.receive(peer))
+
+    def _take_signals(self) -> None:
         for peer in self._others:
-            while not self._ready[peer]:
-                signal = self._signals.take(peer)
-                if signal is None:
-                    return False
+            while (signal := self._signals.take(peer)) is not None:
                 self._note(peer, signal)
-        return True
 
-    def _note(self, peer: int, signal: tuple[int, int]) -> None:
-        kind, start = signal
+    def _note(self, peer: int, signal: tuple[int, int, int]) -> None:
+        kind, number, start = signal
         if kind == _READY:
-            self._ready[peer].append(start)
-        else:
-            self._done[peer] += 1
-
-    def _complete_first(self) -> None:
-        """Read the tensors of the first round that waits; all are there."""
-        begun = self._waiting.popleft()
-        starts = {peer: self._ready[peer].popleft() for peer in self._others}
-        begun.read_from({peer: self._memory.view(peer, start, begun.nbytes)
-                         for peer, start in starts.items()})
-        for peer, start in starts.items():
-            self._signals.send(peer, (_DONE, 0))
-            self._memory.drop(peer, start)
+            self._ready.setdefault(number, {})[peer] = start
+            return
+        self._unread[number].discard(peer)
+        if not self._unread[number]:
+            del self._unread[number]
 
     def _add(self, theirs: dict[int, torch.Tensor], tensor: torch.Tensor, out: torch.Tensor) -> None:
         """p0 + p1 + … of the pieces of this rank into `out`, which may be its own piece."""
@@ -173,50 +180,42 @@ def copier(tensor: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
 class Round:
     """A `Work`: one reading of the other ranks' tensors, which has begun."""
 
-    __slots__ = ("_sums", "number", "nbytes", "_keeps", "_read")
+    __slots__ = ("_sums", "number", "tensor", "read")
 
     def __init__(self, sums: SharedSums, number: int, tensor: torch.Tensor,
                  read: Callable[[dict[int, torch.Tensor]], None]):
-        self._sums, self.number, self.nbytes = sums, number, tensor.nbytes
-        self._keeps, self._read = tensor, read
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the results are there."""
-        return self._read is None
-
-    def read_from(self, theirs: dict[int, torch.Tensor]) -> None:
-        """theirs: the bytes of the other ranks' tensors."""
-        self._read(theirs)
-        self._read = None
+        self._sums, self.number, self.tensor, self.read = sums, number, tensor, read
 
     def wait(self) -> None:
         """Return when results may be read."""
-        if self._sums is not None:
-            self._sums.complete(self)
-            self._sums = self._keeps = None
+        if self.read is not None:
+            self._sums.complete(self.number)
+            self.tensor = self.read = None
+
+    def wait_until_read(self) -> None:
+        """Return when the tensor may be overwritten. Collective."""
+        self.wait()
+        self._sums.wait_until_read(self.number)
 
     def is_completed(self) -> bool:
         """Whether it was waited for."""
-        return self._sums is None
+        return self.read is None
 
 
 class AllReduce:
     """A `Work` of two rounds."""
 
-    __slots__ = ("_sums", "_first", "_second")
+    __slots__ = ("_first", "_second")
 
-    def __init__(self, sums: SharedSums, first: Round, second: Callable[[], Round]):
-        self._sums, self._first, self._second = sums, first, second
+    def __init__(self, first: Round, second: Callable[[], Round]):
+        self._first, self._second = first, second
 
     def wait(self) -> None:
         """Wait for the sum of this rank's piece, then for the other pieces. Collective."""
         if self._second is not None:
-            self._first.wait()
-            self._sums.settle(self._first.number)       # the copies overwrite what others have read
+            self._first.wait_until_read()           # the copies overwrite what others have read
             second, self._second = self._second(), None
-            second.wait()
-            self._sums.settle(second.number)
+            second.wait_until_read()
 
     def is_completed(self) -> bool:
         """Whether it was waited for."""
