@@ -166,9 +166,9 @@ def progress(group: Group) -> None:
         group.sums.progress()
 
 
-def is_read(tensor: torch.Tensor, group: Group) -> bool:
-    """Whether no other rank reads a tensor that was reduced in shared memory. Not collective."""
-    return group.sums is None or group.sums.is_read(tensor)
+def is_read(tensor: torch.Tensor, group: Group, wait_seconds: float = 0.0) -> bool:
+    """Whether, within the time, no other rank reads a tensor that was reduced in shared memory."""
+    return group.sums is None or group.sums.is_read(tensor, wait_seconds)
 
 
 def settle(group: Group) -> None:

@@ -20,6 +20,7 @@ Note: order. All ranks start the same operations in the same order, from which t
 for them in that order: the second round of an all-reduce starts in `wait`.
 """
 
+import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -39,8 +40,8 @@ class Signals(Protocol):
     def receive(self, peer: int) -> tuple[int, int, int]:
         """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError."""
 
-    def take(self, peer: int) -> tuple[int, int, int] | None:
-        """The next signal of a peer, None if there is none now. Raises ConnectionError."""
+    def take(self, peer: int, wait_seconds: float = 0.0) -> tuple[int, int, int] | None:
+        """The next signal of a peer, None if there is none within the time. Raises ConnectionError."""
 
 
 class SharedSums:
@@ -66,11 +67,16 @@ class SharedSums:
         """Whether a tensor is in this rank's shared memory; then those of the other ranks must be, too."""
         return self._memory.start_of(tensor) is not None
 
-    def is_read(self, tensor: torch.Tensor) -> bool:
-        """Whether no other rank reads a tensor any more; does not wait."""
+    def is_read(self, tensor: torch.Tensor, wait_seconds: float = 0.0) -> bool:
+        """Whether no other rank reads a tensor any more, within the time."""
+        number, deadline = self._last.get(self._memory.start_of(tensor)), time.monotonic() + wait_seconds
         with _Translated(self._translate):
             self._take_signals()
-        return self._last.get(self._memory.start_of(tensor)) not in self._unread
+            while (peers := self._unread.get(number)) and (left := deadline - time.monotonic()) > 0:
+                peer = min(peers)
+                if (signal := self._signals.take(peer, left)) is not None:
+                    self._note(peer, signal)
+        return number not in self._unread
 
     def settle(self) -> None:
         """Return when all rounds are complete, here and on the other ranks. Collective."""

@@ -34,6 +34,7 @@ from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
 
 UNDER_WAY = 2       # reductions under way before a buffer is waited for rather than allocated
+PATIENCE = 0.02     # seconds that a late rank has to read a buffer before another one is allocated
 Sent = tuple[str, Group, int, int]      # operation, group, bytes of payload, calls
 
 
@@ -298,6 +299,8 @@ class BufferPool:
         """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
         while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
             self._reductions.popleft().wait()
+        if buffer is None and self._group is not None:
+            buffer = self._fitting(numel, PATIENCE)
         if buffer is None:
             buffer = self._make(max(numel, least))
             self.nbytes += buffer.nbytes
@@ -321,8 +324,8 @@ class BufferPool:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
         return self._group.memory.zeros(numel, self.dtype)
 
-    def _fitting(self, numel: int) -> torch.Tensor | None:
+    def _fitting(self, numel: int, wait_seconds: float = 0.0) -> torch.Tensor | None:
         """The smallest free buffer that is long enough."""
         fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel
-                   and (self._group is None or is_read(buffer, self._group))]
+                   and (self._group is None or is_read(buffer, self._group, wait_seconds))]
         return self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None

@@ -183,7 +183,7 @@ class _ThreadSignals:
     def receive(self, peer):
         return self.room.take(self.room.mailbox(peer, self.rank, "signals"))
 
-    def take(self, peer):
+    def take(self, peer, wait_seconds=0.0):
         mailbox = self.room.mailbox(peer, self.rank, "signals")
         return None if mailbox.empty() else self.receive(peer)
 
