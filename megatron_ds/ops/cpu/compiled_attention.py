@@ -156,7 +156,7 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
 def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown: Shown,
          scoring: Scoring) -> None:
     q, k, *_ = tensors
-    sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k, shown)
+    sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
     threads = torch.get_num_threads()
     count = getattr(extension(), f"{name}_bytes")(sizes, q.dtype == torch.float32)
     work = q.new_empty(threads * count, dtype=torch.uint8)
@@ -164,8 +164,9 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown:
         return
     plan, pattern = _spans(*shown[:3], q.shape[2]), shown.pattern
     positions = [EVERYTHING if count is None else count for count in (pattern.left, pattern.after)]
-    numbers = [*(shown.ids or (None, None)), *(None if t is None else t.detach().float().contiguous() for t in (
-        scoring.sink, scoring.alibi and scoring.alibi.slopes))]
+    of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
+    numbers = [*(shown.ids or (None, None)),
+               *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
     addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
     getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
@@ -173,11 +174,10 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown:
         (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
 
 
-def _run_of_keys(q: torch.Tensor, k: torch.Tensor, shown: Shown) -> int:
+def _run_of_keys(q: torch.Tensor, k: torch.Tensor) -> int:
     """Keys that backward works on at a time, while it holds dq of all queries; all of them where several
-    query heads share a key, since it would hold the dq of each, and for a layout, of which a query sees few
-    keys of each run."""
-    return RUN if q.shape[2] == k.shape[2] and shown.pattern.layout is None else k.shape[0]
+    query heads share a key, since it would hold the dq of each."""
+    return RUN if q.shape[2] == k.shape[2] else k.shape[0]
 
 
 _spans = lru_cache(maxsize=1024)(key_spans)

@@ -86,9 +86,9 @@ def _seen_by(pattern: AttentionPattern, queries: range, keys: range,
     """The first unit that each register sees, and the one past the last."""
     first = queries.start + UNIT * np.arange(registers)
     last = np.minimum(first + UNIT, queries.stop) - 1
-    starts = np.zeros(registers, dtype=np.int64) if pattern.left is None else first - pattern.left - keys.start
-    stops = np.full(registers, len(keys)) if pattern.after is None else last + pattern.after + 1 - keys.start
-    starts, stops = (positions.clip(0, len(keys)) for positions in (starts, stops))
+    starts = np.full(registers, keys.start) if pattern.left is None else first - pattern.left
+    stops = np.full(registers, keys.stop) if pattern.after is None else last + pattern.after + 1
+    starts, stops = ((positions - keys.start).clip(0, len(keys)) for positions in (starts, stops))
     stops = np.where(stops > starts, -(-stops // UNIT), 0)
     return np.where(stops > 0, starts // UNIT, 0), stops
 
