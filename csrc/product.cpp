@@ -1,5 +1,5 @@
-// Products of bf16 matrices on CPUs with AVX-512 BF16: C = A B + bias in bf16, and C += A B in fp32. product_kernel.h has the
-// tiles.
+// Products of matrices in fp32 or bf16 on CPUs with AVX-512 BF16: C = A B + bias in their dtype, and C += A B in fp32.
+// product_kernel.h has the tiles.
 //
 // Work: C is divided into chunks whose part of B, packed, stays in the shared cache; all threads pack it, then take parts of C in
 // turn, each with columns of B that stay in their own cache. Parts of a long sum are added in fp32.
@@ -31,21 +31,16 @@ using Sizes = std::array<int64_t, 3>;                    // rows of C, columns o
 using Place = std::array<int64_t, 3>;                    // address, and the strides of rows and columns in elements
 
 #ifdef HAS_BF16_PRODUCTS
-#ifndef CACHE
-#define CACHE 384
-#endif
-#ifndef LONGEST
-#define LONGEST 1024
-#endif
-constexpr int64_t LONGEST_SUM = LONGEST, MOST_ROWS = 1024, MOST_COLUMNS = 32 * PANEL;      // of a chunk
-constexpr int64_t OWN_CACHE = CACHE << 10;                 // bytes of packed B that a thread works on
+constexpr int64_t MOST_ROWS = 1024, MOST_COLUMNS = 32 * PANEL;      // of a chunk
+constexpr int64_t OWN_CACHE = 384 << 10;                 // bytes of packed B that a thread works on
 constexpr int64_t PART = 16 * TALL;                      // rows of a part
 
 Range range_of(int64_t from, int64_t size, int64_t most) { return {from, std::min(most, size - from)}; }
 
 // Equal parts of the sums, of whole registers.
+template <typename N>
 int64_t sum_of(int64_t length) {
-    const int64_t parts = (length + LONGEST_SUM - 1) / LONGEST_SUM;
+    const int64_t parts = (length + N::LONGEST_SUM - 1) / N::LONGEST_SUM;
     return rounded_up((length + parts - 1) / std::max<int64_t>(1, parts), 2 * WIDE);
 }
 
@@ -71,7 +66,7 @@ struct Call {
 template <typename N>
 int64_t arrange(Work<typename N::Packed>& w, const Sizes& sizes, bool is_wide, char* memory) {
     const auto [rows, columns, length] = sizes;
-    const int64_t sum = sum_of(length), most_rows = rounded_up(std::min(rows, MOST_ROWS), TALL);
+    const int64_t sum = sum_of<N>(length), most_rows = rounded_up(std::min(rows, MOST_ROWS), TALL);
     const int64_t most_columns = std::min(rounded_up(columns, WIDE), MOST_COLUMNS), size = sizeof(typename N::Number);
     char* start = memory;
     const auto take = [&](auto*& array, int64_t bytes) {
@@ -152,7 +147,7 @@ void run(const Call<N>& call, uintptr_t memory) {
     const auto [all_rows, all_columns, length] = call.sizes;
     Work<typename N::Packed> w{};
     arrange<N>(w, call.sizes, call.wide, reinterpret_cast<char*>(rounded_up(int64_t(memory), 64)));
-    const int64_t sum = sum_of(length);
+    const int64_t sum = sum_of<N>(length);
     for (int64_t column = 0; column < all_columns; column += MOST_COLUMNS)
         for (int64_t row = 0; row < all_rows; row += MOST_ROWS)
             for (int64_t k = 0; k < length; k += sum) {
@@ -191,7 +186,8 @@ int64_t bytes(const Sizes& sizes, bool is_wide) {
 
 template <typename N>
 void define(py::module_& module, const std::string& dtype) {
-    module.def(("bytes_" + dtype).c_str(), &bytes<N>, py::arg("sizes"), py::arg("is_wide"), "Bytes of memory that a call works in.");
+    module.def(("bytes_" + dtype).c_str(), &bytes<N>, py::arg("sizes"), py::arg("is_wide"),
+               "Bytes of memory that a call works in; is_wide: C is in fp32.");
     module.def(("product_" + dtype).c_str(), &product<N>, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"),
                py::arg("row"), py::arg("bias"), py::arg("memory"), py::arg("threads"));
     module.def(("add_product_" + dtype).c_str(), &add_product<N>, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"),
@@ -202,8 +198,9 @@ void define(py::module_& module, const std::string& dtype) {
 }  // namespace
 
 PYBIND11_MODULE(_product, module) {
-    module.doc() = "Products of bf16 matrices given by address; megatron_ds.ops.product is the way in.";
+    module.doc() = "Products of fp32 or bf16 matrices given by address; megatron_ds.ops.product is the way in.";
     module.def("has_products", &has_products, "Whether the processor multiplies bf16 in vectors, and this was compiled for it.");
+    module.def("is_amd", &is_amd, "Whether the processor is one of AMD's.");
     module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast.");
 #ifdef HAS_BF16_PRODUCTS
     define<Fp32>(module, "fp32");

@@ -2,9 +2,9 @@
 //
 // Numbers are packed for products as they are in fp32, and as pairs of neighbours in the summed dimension in bf16. `Packed` is the
 // type of such a number, PER the numbers in it. B becomes panels [packed numbers of a sum, columns of PANEL], A becomes tiles
-// [packed numbers of a sum, TALL]. Where numbers of a sum lie together, squares of sixteen packed numbers are transposed; where they
-// lie apart, rows are copied or merged, SUM of them before the next columns: each row is on a page of its own, and few pages at a
-// time are quickly found.
+// [packed numbers of a sum, TALL]. Where numbers of a sum lie together, squares of sixteen packed numbers are transposed; where
+// they lie apart, rows are copied or merged, SUM of them before the next columns: each row is on a page of its own, and few pages
+// at a time are quickly found.
 //
 // Sizes are any: copies have zeros beyond the last row, column and number of an odd sum.
 //
@@ -22,16 +22,17 @@ namespace {
 constexpr int64_t TALL = 8, REGISTERS = 3, PANEL = REGISTERS * WIDE;      // rows of a tile; its columns
 constexpr int64_t SUM = 2 * WIDE;
 
+// LONGEST_SUM: numbers of a sum in a chunk, so that a tile of A takes half of the fastest cache.
 struct Fp32 {
     using Number = float;
     using Packed = float;
-    static constexpr int64_t PER = 1;
+    static constexpr int64_t PER = 1, LONGEST_SUM = 512;
 };
 
 struct Bf16 {
     using Number = uint16_t;
     using Packed = uint32_t;
-    static constexpr int64_t PER = 2;
+    static constexpr int64_t PER = 2, LONGEST_SUM = 1024;
 };
 
 // Element (i, j) is at data[i * row + j * column]; one of the two is 1.
