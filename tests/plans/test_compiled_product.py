@@ -159,8 +159,11 @@ def test_a_processor_without_its_instructions_or_with_faster_libraries_does_with
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert module.reason_against(low) == "AMX is faster" and not module.reason_against(wide)
     Fake.is_amd, Fake.has_tiles = (staticmethod(lambda: False) for _ in range(2))
-    assert module.reason_against(wide) == "torch's library is as fast" and not module.reason_against(low)
+    assert module.reason_against(wide) == "MKL is made for this processor" and not module.reason_against(low)
     assert not module.reason_against(wide, low)
+    Fake.is_amd = staticmethod(lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert module.reason_against(wide) == "torch multiplies without MKL"
     Fake.has_products = staticmethod(lambda: False)
     assert module.reason_against(low) == module.reason_against(wide, low) == "no AVX-512 BF16"
     monkeypatch.setattr(module, "extension", lambda: None)
