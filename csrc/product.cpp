@@ -16,6 +16,7 @@
 
 #include <array>
 #include <atomic>
+#include <string>
 
 #include "pool.h"
 #include "bf16_vectors.h"
