@@ -203,8 +203,8 @@ def _more_stages_than_layers(config: RunConfig) -> Iterator[str]:
     if layers < shape.num_stages and config.parallel.pipeline_layout is None:
         sizes = range(1, layers // shape.chunks + 1)
         size = f"--pipeline-model-parallel-size {either(sizes)}, " if sizes else ""
-        yield (f"[num_layers] is less than [pipeline_model_parallel_size] × {shape.chunks}, the stages on each "
-               f"rank with [pipeline_schedule]: each stage needs at least one layer. Use {size}"
+        yield (f"[num_layers] is less than [pipeline_model_parallel_size] × {shape.chunks}, the stages on "
+               f"each rank with [pipeline_schedule]: each stage needs at least one layer. Use {size}"
                "--pipeline-schedule 1f1b, or --pipeline-layout, which can give the embedding its own stage.")
 
 

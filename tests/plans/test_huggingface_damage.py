@@ -77,7 +77,8 @@ def test_an_undamaged_folder_converts(tmp_path):
     for name in "ab":
         HUGGING_FACE.write(OURS.read(tmp_path / name, Wishes()), tmp_path / f"{name}-back", Wishes())
         found, expected = load_file(tmp_path / f"{name}-back/model.safetensors"), tensors_of(LLAMA)
-        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
 def cut_at(file: Path, size: int) -> None:
