@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.pieces import ParameterPiece
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..data.ledger import DISCARDING
@@ -19,6 +18,7 @@ from ..models.stage_modules import run_layers
 from ..moe.balance import StepState
 from ..mpu.context import ParallelContext
 from ..mpu.group import solo
+from ..mpu.parameter_piece import ParameterPiece
 from .family import model_of
 from .filling import fill, plan_filling
 from .huggingface_format import FORMAT as HUGGING_FACE
