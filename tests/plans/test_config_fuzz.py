@@ -92,6 +92,7 @@ REFUSED = {          # content → words of the messages about a YAML and about 
     b"1: 2": (":1: unknown key '1'", f"{NOT_JSON}: extra data at column 2"),
     b"- a\nb": (":2: this is not YAML", NOT_JSON),
     b"lr: !!float x": (":1: lr: 'x' is not a number", NOT_JSON),
+    b"clip_grad: [1, 2]": (":1: clip_grad: [1, 2] is not a number", NOT_JSON),
     b"<<: {lr: 1}": (":1: unknown key '<<'", NOT_JSON),
     b"a: b: c": (":1: this is not YAML: mapping values", NOT_JSON),
     b"%YAML 9.9\n---\na: 1": ("version 1.* is required", NOT_JSON),
