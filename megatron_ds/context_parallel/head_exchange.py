@@ -69,18 +69,16 @@ class _ToTokens(torch.autograd.Function):
 
 # Note: memory. Tensors are exchanged one by one, through a buffer for one of them, which is in the workspace on
 # a CPU: a heap that keeps freed memory would have holes where buffers were, between tensors that backward
-# keeps. What backward keeps is one allocation.
+# keeps. Results are one allocation.
 
 
 def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
                   order: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """[s/c, b, heads, d] → [s, b, heads/c, d]. One copy to pack each, one more if an order is given."""
     shapes = [(group.size * s, b, heads // group.size, d) for s, b, heads, d in (t.shape for t in tensors)]
-    sizes = [math.prod(shape) for shape in shapes]
-    memory = tensors[0].new_empty(sum(sizes)).split(sizes)
-    results = tuple(part.view(shape) for part, shape in zip(memory, shapes, strict=True))
+    results = _together(tensors[0], shapes)
     for t, result in zip(tensors, results, strict=True):
-        parts = t.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4)             # [c, s/c, b, heads/c, d]
+        parts = t.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4)               # [c, s/c, b, h/c, d]
         packed = _buffer(t, parts.shape).copy_(parts)
         received = result if order is None else torch.empty_like(result)
         all_to_all_(received.view(-1), packed.view(-1), group)
@@ -92,15 +90,22 @@ def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
 def _divide_tokens(tensors: Sequence[torch.Tensor], group: Group,
                    order: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """[s, b, heads/c, d] → [s/c, b, heads, d]: the inverse of `_divide_heads`."""
-    results = []
-    for t in tensors:
-        s, b, heads, d = t.shape
-        results.append(t.new_empty(s // group.size, b, group.size, heads, d))
+    shapes = [(s // group.size, b, group.size * heads, d) for s, b, heads, d in (t.shape for t in tensors)]
+    results = _together(tensors[0], shapes)
+    for t, result in zip(tensors, results, strict=True):
         packed = t.contiguous() if order is None else t.index_select(0, order)
         received = _buffer(packed, packed.shape)
         all_to_all_(received.view(-1), packed.view(-1), group)
-        results[-1].copy_(received.unflatten(0, (group.size, -1)).permute(1, 2, 0, 3, 4))
-    return tuple(result.flatten(2, 3) for result in results)
+        parts = received.unflatten(0, (group.size, -1)).permute(1, 2, 0, 3, 4)        # [s/c, b, c, h/c, d]
+        result.unflatten(2, (group.size, -1)).copy_(parts)
+    return results
+
+
+def _together(like: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+    """Uninitialised tensors of these shapes in one allocation, each contiguous."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = like.new_empty(sum(sizes)).split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _buffer(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

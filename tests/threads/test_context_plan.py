@@ -5,10 +5,13 @@ import os
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.context_parallel.head_exchange import to_heads, to_tokens
-from megatron_ds.mpu.context import SequenceSlice
+from megatron_ds.models import MODELS
+from megatron_ds.models.attention import SelfAttention
+from megatron_ds.mpu.context import ParallelContext, SequenceSlice
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.context_text import attention_bytes, context_text, other_types
@@ -153,7 +156,8 @@ def test_heads_over_all_tokens_need_no_more_memory_than_a_ring_but_for_a_second_
     """Attention's output is kept in the order of heads and in that of tokens; what a rank works with is less
     than in a ring."""
     length, hidden, layers, ranks = 1024, 64, 2, 2
-    flags = ("--seq-length", length, "--hidden-size", hidden, "--ffn-hidden-size", 16, "--num-attention-heads", 4,
+    flags = ("--seq-length", length, "--hidden-size", hidden, "--ffn-hidden-size", 16,
+             "--num-attention-heads", 4,
              "--micro-batch-size", 1, "--global-batch-size", 1, "--position-embedding-type", "rope")
     ring, heads = (plan_world(job(*flags, ranks=ranks, kinds=kind, layers=layers), 0, "cpu").rank_plan(0)
                    for kind in ("p2p", "a2a"))
@@ -183,3 +187,23 @@ def test_heads_of_all_tokens_are_those_of_the_whole_sequence_and_return(zigzag, 
         for t, found, gradient, own in zip(whole, received, gradients, mine, strict=True):
             assert torch.equal(found, t.chunk(ranks, 2)[rank]) and torch.equal(gradient, 2 * own)
         assert torch.equal(back, mine[0])
+
+
+def test_what_a_projection_returned_is_free_during_attention_unless_the_core_keeps_it():
+    alive = []
+
+    class Core(torch.nn.Module):
+        def arrange(self, q, k, v, batch):
+            self.given = [StorageWeakRef(t.untyped_storage()) for t in (q, k, v)]
+            return 2 * q, 2 * k, 2 * v
+
+        def forward(self, q, k, v, batch):
+            alive.append([not storage.expired() for storage in self.given])
+            return (q + k + v).flatten(2)
+
+    config = job().model
+    batch = MODELS["gpt"].data.blank(B, S, "cpu")
+    attention = SelfAttention(config, "attention", ParallelContext(), output_std=0.02, core=Core())
+    torch.nn.init.normal_(attention.linear_qkv.weight)
+    attention(torch.randn(S, B, N * D, requires_grad=True), batch)
+    assert alive == [[False] * 3]
