@@ -67,8 +67,8 @@ class _ToTokens(torch.autograd.Function):
         return None, None, _divide_heads((gradient,), ctx.group, ctx.order)[0]
 
 
-# Note: memory. Tensors are exchanged one by one, through a buffer for one of them, which is in the workspace on
-# a CPU: a heap that keeps freed memory would have holes where buffers were, between tensors that backward
+# Note: memory. Tensors are exchanged one by one, through a buffer for one of them, which is in the workspace
+# on a CPU: a heap that keeps freed memory would have holes where buffers were, between tensors that backward
 # keeps. Results are one allocation.
 
 
