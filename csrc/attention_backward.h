@@ -1,4 +1,5 @@
-// Gradients of the attention of one head, block by block of its keys; attention_kernel.h has the formulas.
+// Gradients of the attention of one head, run by run of its keys and tile by tile of its queries; attention_kernel.h has the
+// formulas.
 
 #pragma once
 
@@ -9,121 +10,170 @@
 
 namespace {
 
+// Memory of a thread: packed copies of a run of keys, of a tile of queries, and sums.
+template <typename N>
 struct BackwardWork {
-    uint16_t *keys, *values;                                       // [keys, d]
-    uint32_t* key_pairs;                                           // pairs of keys [keys / 2, d]
-    uint32_t *query_columns, *dout_columns;                        // pairs of channels [d / 2, ROWS]
-    uint32_t *query_pairs, *dout_pairs;                            // pairs of queries [ROWS / 2, d]
-    uint16_t *p, *ds;                                              // [ROWS keys, ROWS queries]
-    uint32_t* ds_pairs;                                            // pairs of keys [ROWS / 2, ROWS]
-    float *dq, *dk, *dv;                                           // [d, ROWS], of one block or each, [keys, d], [keys, d]
-    int64_t next_dq;                                               // 0 if there is one
+    using Packed = typename N::Packed;
+    Packed *keys, *values, *key_pairs;              // of a run: [keys, d / PER] twice, [keys / PER, d]
+    Packed* some_pairs;                             // of a part: [keys / PER, d]
+    Packed *query_columns, *dout_columns;           // [d / PER, ROWS]
+    Packed *query_pairs, *dout_pairs;               // [ROWS / PER, d]
+    Packed *p, *ds, *ds_pairs;                      // of a part: [keys, ROWS / PER] twice, [keys / PER, ROWS]
+    float *dq, *dk, *dv;                            // [d, ROWS] of one tile or each, [keys, d] of a run twice
+    int64_t next_dq;                                // from one tile's dq to the next one's; 0: there is one
 };
 
-// Which gradients are wanted: of queries, to be written here; of keys and values, summed in the workspace.
+template <typename N>
+struct BackwardTensors {
+    Rows<const typename N::Number> q, k, v, out, dout;
+    const float* lse;
+    Rows<typename N::Number> dq;
+};
+
+// Units of keys that are worked on at a time.
+struct Run {
+    int64_t from, to;
+    bool is_first, is_last;      // of those that the tiles see
+};
+
 struct Wanted {
-    Rows<uint16_t> dq_rows;
-    bool dq, keys;
+    bool dq, keys;      // gradients of queries; of keys and values
 };
 
-// Of the rows of a block: the log-sum-exp to base 2, and D.
+// Of the rows of a tile: the log-sum-exp to base 2, and scale D.
 struct RowSums {
     float lse[ROWS], d[ROWS];
 };
 
-void row_sums(const Shape& s, Rows<const uint16_t> dout, Rows<const uint16_t> out, const float* lse, int64_t rows, RowSums& sums) {
+INLINE __m512 widened(const float* x) { return _mm512_loadu_ps(x); }
+INLINE __m512 widened(const uint16_t* x) {
+    const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
+template <typename Number>
+void take_sums(Rows<const Number> dout, Rows<const Number> out, const float* lse, int64_t count, const Call& call,
+               RowSums& sums) {
     for (int64_t i = 0; i < ROWS; ++i) {
-        sums.lse[i] = i < rows ? lse[i] * LOG2_E : std::numeric_limits<float>::infinity();
+        sums.lse[i] = i < count ? lse[i] * LOG2_E : EMPTY;
         __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < s.d && i < rows; j += WIDE) {
-            const auto wide = [&](const uint16_t* x) {
-                const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-                return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-            };
-            sum = _mm512_fmadd_ps(wide(dout[i] + j), wide(out[i] + j), sum);
-        }
-        sums.d[i] = _mm512_reduce_add_ps(sum);
+        for (int64_t j = 0; j < call.d && i < count; j += WIDE)
+            sum = _mm512_fmadd_ps(widened(dout[i] + j), widened(out[i] + j), sum);
+        sums.d[i] = call.scale * _mm512_reduce_add_ps(sum);
     }
 }
 
-// P and dS of a block of keys, in the orders of the three products after it.
-void differentiate(const Shape& s, const BackwardWork& w, const RowSums& sums, int64_t query, int64_t key, int64_t first_key,
-                   int64_t count) {
-    const float factor = s.scale * LOG2_E, one = 1;
-    float scores[STEP * ROWS], dp[STEP * ROWS];
-    for (int64_t k = 0; k < count; k += STEP) {
-        const int64_t skipped = registers_before(s, query, key + k), at = (key - first_key + k) * s.d / 2;
-        const auto of_step = [&](const uint16_t* a, const uint32_t* b, const float* by, float* c) {
-            product<Put::SCALED>(reinterpret_cast<const uint32_t*>(a) + at, s.d / 2, 1, b + skipped * WIDE, ROWS, s.d / 2,
-                                 c + skipped * WIDE, ROWS, ROWS / WIDE - skipped, by);
-        };
-        of_step(w.keys, w.query_columns, &factor, scores);
-        of_step(w.values, w.dout_columns, &one, dp);
-        for (int64_t j = 0; j < ROWS; j += 2 * WIDE) {
-            __m512i last_ds = _mm512_setzero_si512();
-            for (int64_t i = 0; i < STEP; ++i) {
-                __m512 p[2], ds[2];
-                for (int64_t half = 0; half < 2; ++half) {
-                    const int64_t column = j + half * WIDE;
-                    const float* score = scores + i * ROWS + column;
-                    const __mmask16 seen = column < skipped * WIDE ? __mmask16(0) : sees(s, query + column, key + k + i);
-                    const __m512 t = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen, score), _mm512_loadu_ps(sums.lse + column));
-                    p[half] = _mm512_maskz_mov_ps(seen, power_of_two(t));
-                    const __m512 less = _mm512_sub_ps(_mm512_maskz_loadu_ps(seen, dp + i * ROWS + column),
-                                                      _mm512_loadu_ps(sums.d + column));
-                    ds[half] = _mm512_maskz_mul_ps(seen, p[half], less);
-                }
-                const __m512i narrow_ds = narrow(ds[0], ds[1]);
-                store(w.p + (k + i) * ROWS + j, narrow(p[0], p[1]));
-                store(w.ds + (k + i) * ROWS + j, narrow_ds);
-                if (i % 2 == 1) {
-                    uint32_t* pairs = w.ds_pairs + (k + i) / 2 * ROWS + j;
-                    store(pairs, lower_pairs(last_ds, narrow_ds));
-                    store(pairs + WIDE, upper_pairs(last_ds, narrow_ds));
-                }
-                last_ds = narrow_ds;
-            }
+template <typename N>
+void take_run(const Call& call, const BackwardWork<N>& w, const Run& run, const BackwardTensors<N>& t, Wanted wanted) {
+    const int64_t key = run.from * WIDE, count = std::min(run.to * WIDE, call.keys) - key;
+    take_rows<N>(t.k.from(key), count, call.d, w.keys);
+    take_rows<N>(t.v.from(key), count, call.d, w.values);
+    if (N::PER == 2 && wanted.dq) take_pairs(t.k.from(key), count, call.d, w.key_pairs);
+}
+
+template <typename N>
+void take_tile(const Call& call, const BackwardWork<N>& w, int64_t query, int64_t count, const BackwardTensors<N>& t,
+               Wanted wanted, RowSums& sums) {
+    const auto q = t.q.from(query), dout = t.dout.from(query);
+    take_columns<N>(q, count, call.d, w.query_columns);
+    take_columns<N>(dout, count, call.d, w.dout_columns);
+    if (wanted.keys) take_pairs(q, count, call.d, w.query_pairs);
+    if (wanted.keys) take_pairs(dout, count, call.d, w.dout_pairs);
+    take_sums(dout, t.out.from(query), t.lse + query, count, call, sums);
+}
+
+// P and dS of a unit; `at`: its first key in the part, `in_run` in the run.
+template <typename N>
+INLINE void differentiate_unit(const Call& call, const BackwardWork<N>& w, const Sight& sight, const RowSums& sums,
+                               const Part& part, int64_t unit, int64_t at, int64_t in_run) {
+    using Packed = typename N::Packed;
+    const int64_t words = call.d / N::PER, wide = part.high - part.low, left = part.low * WIDE;
+    const float factor = call.scale * LOG2_E;
+    alignas(64) float scores[WIDE * ROWS], dp[WIDE * ROWS];
+    multiply<Put::SCALED>(Factors<Packed>{w.keys + in_run * words, words, 1, w.query_columns + left, ROWS, words}, WIDE, wide,
+                          scores, ROWS, &factor);
+    multiply<Put::SCALED>(Factors<Packed>{w.values + in_run * words, words, 1, w.dout_columns + left, ROWS, words}, WIDE, wide, dp,
+                          ROWS, &call.scale);
+    const bool is_whole = sight.sees_all(unit, part.low, part.high), has_slope = sight.plan.slope != 0;
+    for (int64_t j = 0; j < wide; ++j) {
+        const int64_t column = left + j * WIDE;
+        const __m512 lse = _mm512_loadu_ps(sums.lse + column), of_row = _mm512_loadu_ps(sums.d + column);
+        __m512 last_ds = _mm512_setzero_ps();
+        for (int64_t i = 0; i < WIDE; ++i) {
+            const __mmask16 seen = is_whole ? __mmask16(0xffff) : sight.lanes(unit, i, part.low + j);
+            const int64_t there = i * ROWS + j * WIDE;
+            __m512 score = _mm512_loadu_ps(scores + there);
+            if (has_slope) score = _mm512_sub_ps(score, sight.penalty(unit, i, part.low + j));
+            const __m512 p = _mm512_maskz_mov_ps(seen, power_of_two(_mm512_sub_ps(score, lse)));
+            const __m512 ds = _mm512_maskz_mul_ps(seen, p, _mm512_sub_ps(_mm512_loadu_ps(dp + there), of_row));
+            const int64_t row = (at + i) * ROWS + column;
+            put_row(reinterpret_cast<typename N::Number*>(w.p) + row, p);
+            put_row(reinterpret_cast<typename N::Number*>(w.ds) + row, ds);
+            if (N::PER == 2 && i % 2 == 1) put_keys(w.ds_pairs + (at + i) / N::PER * ROWS + column, last_ds, ds);
+            last_ds = ds;
         }
     }
 }
 
-// What queries [from, to) of one query head contribute to dq, and to dk and dv of the keys [first_key, last_key), whose packed
-// copies are in the workspace. All bounds but the ends are multiples of ROWS. Called for one run of keys after the other, if more
-// than one: dq begins with the first and is written out after the last that a query sees.
-void differentiate_head(const Shape& s, const BackwardWork& w, Rows<const uint16_t> q, Rows<const uint16_t> out,
-                        Rows<const uint16_t> dout, const float* lse, int64_t from, int64_t to, int64_t first_key, int64_t last_key,
-                        const Wanted& wanted) {
-    for (int64_t query = s.is_causal ? std::max(from, first_key) : from; query < to; query += ROWS) {
-        const int64_t rows = std::min(ROWS, s.queries - query);
-        fetch_rows(query + ROWS, to, s.d, q, dout, out);
-        const Rows<const uint16_t> q_block{q[query], q.stride}, dout_block{dout[query], dout.stride};
-        columns_of_pairs(q_block, rows, s.d, w.query_columns);
-        columns_of_pairs(dout_block, rows, s.d, w.dout_columns);
-        if (wanted.keys) pair_rows(q_block, rows, ROWS, s.d, w.query_pairs);
-        if (wanted.keys) pair_rows(dout_block, rows, ROWS, s.d, w.dout_pairs);
+// The packed keys of a part, in pairs: where they are, if its units are neighbours.
+template <typename N>
+INLINE const typename N::Packed* pairs_of(const Call& call, const BackwardWork<N>& w, const Run& run, const Part& part) {
+    const typename N::Packed* all = N::PER == 2 ? w.key_pairs : w.keys;
+    const int64_t size = WIDE / N::PER * call.d;      // of a unit
+    if (part.units[part.count - 1] - part.units[0] == part.count - 1) return all + (part.units[0] - run.from) * size;
+    for (int64_t u = 0; u < part.count; ++u)
+        std::memcpy(w.some_pairs + u * size, all + (part.units[u] - run.from) * size, size_t(size) * sizeof(typename N::Packed));
+    return w.some_pairs;
+}
+
+// What the queries of a tile and some units contribute to the gradients.
+template <typename N>
+void differentiate_part(const Call& call, const BackwardWork<N>& w, const Sight& sight, const RowSums& sums, const Run& run,
+                        const Part& part, Wanted wanted, float* dq) {
+    using Packed = typename N::Packed;
+    const int64_t d = call.d, left = part.low * WIDE, wide = part.high - part.low;
+    const int64_t pairs = wide * WIDE / N::PER, skipped = left / N::PER;
+    for (int64_t u = 0; u < part.count; ++u) {
+        const int64_t unit = part.units[u], at = u * WIDE, in_run = (unit - run.from) * WIDE;
+        differentiate_unit<N>(call, w, sight, sums, part, unit, at, in_run);
+        const int64_t row = at * ROWS / N::PER + skipped;
+        for (int64_t c = 0; c < d && wanted.keys; c += ROWS) {
+            const int64_t registers = std::min(REGISTERS, (d - c) / WIDE);
+            multiply<Put::ADDED>(Factors<Packed>{w.p + row, ROWS / N::PER, 1, w.dout_pairs + skipped * d + c, d, pairs}, WIDE,
+                                 registers, w.dv + in_run * d + c, d);
+            multiply<Put::ADDED>(Factors<Packed>{w.ds + row, ROWS / N::PER, 1, w.query_pairs + skipped * d + c, d, pairs}, WIDE,
+                                 registers, w.dk + in_run * d + c, d);
+        }
+    }
+    if (!wanted.dq) return;
+    const Packed* ds = N::PER == 2 ? w.ds_pairs : w.ds;
+    multiply<Put::ADDED>(Factors<Packed>{pairs_of(call, w, run, part), 1, d, ds + left, ROWS, part.count * WIDE / N::PER}, d, wide,
+                         dq + left, ROWS);
+}
+
+// What tiles [from, to) of a query head contribute to their dq, and to dk and dv of a run of keys, in the workspace. dq begins with
+// the first run and is written out after the last.
+template <typename N>
+void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan, const BackwardTensors<N>& t, const Run& run,
+                   Wanted wanted, int64_t from, int64_t to) {
+    for (int64_t tile = from; tile < to; ++tile) {
+        const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query), d = call.d;
+        float* dq = w.dq + tile * w.next_dq;
+        if (wanted.dq && run.is_first) std::memset(dq, 0, sizeof(float) * size_t(d * ROWS));
+        const Sight sight{call, plan, tile};
         RowSums sums;
-        row_sums(s, dout_block, {out[query], out.stride}, lse + query, rows, sums);
-        float* dq_block = w.dq + query / ROWS * w.next_dq;
-        if (wanted.dq && first_key == 0) std::memset(dq_block, 0, sizeof(float) * size_t(s.d * ROWS));
-        const int64_t all_seen = s.seen(query + rows), seen = std::min(all_seen, last_key);
-        for (int64_t key = first_key; key < seen; key += ROWS) {
-            const int64_t count = rounded_up(std::min(ROWS, seen - key), STEP), at = (key - first_key) * s.d;
-            differentiate(s, w, sums, query, key, first_key, count);
-            for (int64_t k = 0; k < count && wanted.keys; k += STEP) {
-                const int64_t pair = registers_before(s, query, key + k) * WIDE / 2;
-                const auto pairs_at = [&](const uint16_t* x) { return reinterpret_cast<const uint32_t*>(x + k * ROWS); };
-                product_over_queries(pairs_at(w.p), w.dout_pairs, s.d, pair, w.dv + at + k * s.d);
-                product_over_queries(pairs_at(w.ds), w.query_pairs, s.d, pair, w.dk + at + k * s.d);
-            }
-            const int64_t half = s.is_causal ? query + ROWS / 2 - key : count;
-            if (wanted.dq)
-                product_over_keys<Put::ADDED>(w.key_pairs + at / 2, s.d, w.ds_pairs, count / 2, std::min(half, count) / 2,
-                                            dq_block);
-        }
+        bool is_taken = false;
+        for_each_part<UNITS>(sight, run.from, run.to, [](int64_t) {}, [&](const Part& part) {
+            if (!is_taken) take_tile(call, w, query, count, t, wanted, sums);
+            if (!is_taken)
+                for (const auto& rows : {t.q, t.dout, t.out}) fetch(rows, query + ROWS, std::min(query + 2 * ROWS, call.queries), d);
+            is_taken = true;
+            differentiate_part(call, w, sight, sums, run, part, wanted, dq);
+        });
+        if (!wanted.dq || !run.is_last) continue;
         float factor[ROWS];
-        std::fill_n(factor, ROWS, s.scale);
-        const Rows<uint16_t> dq_rows{wanted.dq_rows[query], wanted.dq_rows.stride};
-        if (wanted.dq && seen == all_seen) rows_of_columns(dq_block, factor, rows, s.d, dq_rows);
+        std::fill_n(factor, ROWS, 1.0f);
+        put_columns(dq, factor, count, d, t.dq.from(query));
     }
 }
 

@@ -1,4 +1,4 @@
-// Attention of queries of one head, block by block of its keys; attention_kernel.h has the formulas.
+// Attention of queries of one head, tile by tile; attention_kernel.h has the formulas.
 
 #pragma once
 
@@ -10,55 +10,47 @@
 namespace {
 
 // Memory of a thread.
+template <typename N>
 struct ForwardWork {
-    uint16_t* keys;            // [keys, d]
-    uint32_t* values;          // pairs of keys [keys / 2, d]
-    uint32_t* queries;         // pairs of channels [d / 2, ROWS]
-    uint32_t* p;               // pairs of keys [KEYS / 2, ROWS]
-    float *scores, *out;       // [KEYS, ROWS], [d, ROWS]
+    typename N::Packed* keys;                             // of a unit [WIDE, d / PER]
+    typename N::Packed *values, *queries, *p;             // of a part [keys / PER, d], [d / PER, ROWS], [keys / PER, ROWS]
+    float *scores, *out;                                  // [keys, ROWS], [d, ROWS]
 };
 
-// Rows of a block: their maxima, sums, and the factor of what was summed before.
+// Rows of a tile: their maxima, sums, and the factor of what was summed before.
 struct Softmax {
     float most[ROWS], sum[ROWS], factor[ROWS];
 };
 
-// Scores of a block of keys, -inf where hidden.
-void score(const Shape& s, const ForwardWork& w, int64_t query, int64_t key, int64_t count) {
-    const float factor = s.scale * LOG2_E;
-    for (int64_t k = key; k < key + count; k += STEP) {
-        const int64_t skipped = registers_before(s, query, k);
-        float* row = w.scores + (k - key) * ROWS;
-        product<Put::SCALED>(reinterpret_cast<const uint32_t*>(w.keys) + k * s.d / 2, s.d / 2, 1, w.queries + skipped * WIDE, ROWS,
-                             s.d / 2, row + skipped * WIDE, ROWS, ROWS / WIDE - skipped, &factor);
-        if (k + STEP <= s.keys && (!s.is_causal || k + STEP - 1 <= query)) continue;
-        for (int64_t i = 0; i < STEP; ++i)
-            for (int64_t j = 0; j < ROWS; j += WIDE) {
-                float* at = row + i * ROWS + j;
-                _mm512_storeu_ps(at, _mm512_mask_loadu_ps(_mm512_set1_ps(HIDDEN), sees(s, query + j, k + i), at));
-            }
-    }
-}
+template <typename N>
+struct ForwardTensors {
+    Rows<const typename N::Number> q, k, v;
+    Rows<typename N::Number> out;
+    float* lse;
+};
 
-// Scores become probabilities times the sum so far.
-void exponentials(const ForwardWork& w, int64_t count, Softmax& rows) {
-    for (int64_t j = 0; j < ROWS; j += WIDE) {
+// Scores of some units become probabilities times the sum so far.
+template <typename N>
+INLINE void exponentials(const float* scores, typename N::Packed* p, int64_t keys, int64_t low, int64_t high, Softmax& rows) {
+    for (int64_t j = low * WIDE; j < high * WIDE; j += WIDE) {
         const __m512 before = _mm512_loadu_ps(rows.most + j);
         __m512 most = before, also = before;
-        for (int64_t k = 0; k < count; k += 2) {      // NaN is not the maximum, and reaches the sum
-            most = _mm512_max_ps(_mm512_loadu_ps(w.scores + k * ROWS + j), most);
-            also = _mm512_max_ps(_mm512_loadu_ps(w.scores + (k + 1) * ROWS + j), also);
+        for (int64_t k = 0; k < keys; k += 2) {      // NaN is not the maximum, and reaches the sum
+            most = _mm512_max_ps(_mm512_loadu_ps(scores + k * ROWS + j), most);
+            also = _mm512_max_ps(_mm512_loadu_ps(scores + (k + 1) * ROWS + j), also);
         }
         most = _mm512_max_ps(also, most);
-        const __m512 factor = power_of_two(_mm512_sub_ps(before, most));
+        // 0 for rows that have seen nothing yet
+        const __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(HIDDEN), _CMP_NEQ_UQ), most);
+        const __m512 factor = power_of_two(_mm512_sub_ps(before, base));
         __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(rows.sum + j), factor), other = _mm512_setzero_ps();
-        for (int64_t k = 0; k < count; k += 2) {
-            const float* at = w.scores + k * ROWS + j;
-            const __m512 first = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at), most));
-            const __m512 second = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at + ROWS), most));
+        for (int64_t k = 0; k < keys; k += 2) {
+            const float* at = scores + k * ROWS + j;
+            const __m512 first = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at), base));
+            const __m512 second = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at + ROWS), base));
             sum = _mm512_add_ps(sum, first);
             other = _mm512_add_ps(other, second);
-            store(w.p + k / 2 * ROWS + j, paired_halves(narrow(first, second)));
+            put_keys(p + k / N::PER * ROWS + j, first, second);
         }
         _mm512_storeu_ps(rows.most + j, most);
         _mm512_storeu_ps(rows.factor + j, factor);
@@ -66,30 +58,69 @@ void exponentials(const ForwardWork& w, int64_t count, Softmax& rows) {
     }
 }
 
-// Queries [from, to) of a head; `from` is a multiple of ROWS.
-void attend(const Shape& s, const ForwardWork& w, Rows<const uint16_t> q, Rows<const uint16_t> k, Rows<const uint16_t> v,
-            Rows<uint16_t> out, float* lse, int64_t from, int64_t to) {
-    const int64_t all = s.seen(to), padded = rounded_up(all, ROWS);
-    copy_rows(k, all, padded, s.d, w.keys);
-    pair_rows(v, all, padded, s.d, w.values);
-    for (int64_t query = from; query < to; query += ROWS) {
-        const int64_t rows = std::min(ROWS, s.queries - query), seen = rounded_up(s.seen(query + rows), STEP);
-        fetch_rows(query + ROWS, to, s.d, q);
-        columns_of_pairs({q[query], q.stride}, rows, s.d, w.queries);
-        std::memset(w.out, 0, sizeof(float) * size_t(s.d * ROWS));
-        Softmax of_rows;
-        std::fill_n(of_rows.most, ROWS, HIDDEN);
-        std::fill_n(of_rows.sum, ROWS, 0.0f);
-        for (int64_t key = 0; key < seen; key += KEYS) {
-            const int64_t count = std::min(KEYS, seen - key), half = s.is_causal ? query + ROWS / 2 - key : count;
-            score(s, w, query, key, count);
-            exponentials(w, count, of_rows);
-            product_over_keys<Put::RESCALED>(w.values + key / 2 * s.d, s.d, w.p, count / 2, std::min(half, count) / 2, w.out,
-                                             of_rows.factor);
+// What is added to the scores of a unit, -inf where it is hidden.
+INLINE void adjust(const Sight& sight, int64_t unit, int64_t low, int64_t high, float* scores) {
+    if (sight.plan.slope != 0)
+        for (int64_t i = 0; i < WIDE; ++i)
+            for (int64_t j = low; j < high; ++j) {
+                float* at = scores + i * ROWS + j * WIDE;
+                _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), sight.penalty(unit, i, j)));
+            }
+    if (sight.sees_all(unit, low, high)) return;
+    for (int64_t i = 0; i < WIDE; ++i)
+        for (int64_t j = low; j < high; ++j) {
+            float* at = scores + i * ROWS + j * WIDE;
+            _mm512_storeu_ps(at, _mm512_mask_loadu_ps(_mm512_set1_ps(HIDDEN), sight.lanes(unit, i, j), at));
         }
-        for (int64_t i = 0; i < ROWS; ++i) of_rows.factor[i] = 1 / of_rows.sum[i];
-        rows_of_columns(w.out, of_rows.factor, rows, s.d, {out[query], out.stride});
-        for (int64_t i = 0; i < rows; ++i) lse[query + i] = of_rows.most[i] * LN_2 + std::log(of_rows.sum[i]);
+}
+
+template <typename N>
+void attend_part(const Call& call, const ForwardWork<N>& w, const Sight& sight, const Part& part, const ForwardTensors<N>& t,
+                 Softmax& rows) {
+    using Packed = typename N::Packed;
+    const int64_t d = call.d, words = d / N::PER, wide = part.high - part.low, left = part.low * WIDE, keys = part.count * WIDE;
+    const float factor = call.scale * LOG2_E;
+    for (int64_t u = 0; u < part.count; ++u) {
+        const int64_t unit = part.units[u], key = unit * WIDE, at = u * WIDE, count = std::min(WIDE, call.keys - key);
+        if (count < WIDE) take_rows<N>(t.k.from(key), count, d, w.keys);      // else they are read where they are, once
+        const Rows<const Packed> rows_of_k{reinterpret_cast<const Packed*>(t.k[key]), t.k.stride / N::PER};
+        const Rows<const Packed> k = count < WIDE ? Rows<const Packed>{w.keys, words} : rows_of_k;
+        take_pairs(t.v.from(key), count, d, w.values + at / N::PER * d);
+        float* scores = w.scores + at * ROWS;
+        multiply<Put::SCALED>(Factors<Packed>{k.data, k.stride, 1, w.queries + left, ROWS, words}, WIDE, wide, scores + left, ROWS,
+                              &factor);
+        adjust(sight, unit, part.low, part.high, scores);
+    }
+    exponentials<N>(w.scores, w.p, keys, part.low, part.high, rows);
+    multiply<Put::RESCALED>(Factors<Packed>{w.values, 1, d, w.p + left, ROWS, keys / N::PER}, d, wide, w.out + left, ROWS,
+                            rows.factor + left);
+}
+
+// Tiles [from, to) of a head. sink: of the head, or null.
+template <typename N>
+void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const float* sink, const ForwardTensors<N>& t,
+            int64_t from, int64_t to) {
+    const int64_t units = (call.keys + WIDE - 1) / WIDE, d = call.d;
+    const auto ahead = [&](int64_t unit) {
+        const int64_t key = unit * WIDE, end = std::min(key + WIDE, call.keys);
+        fetch(t.k, key, end, d);
+        fetch(t.v, key, end, d);
+    };
+    for (int64_t tile = from; tile < to; ++tile) {
+        const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query);
+        fetch(t.q, query + ROWS, std::min(query + 2 * ROWS, call.queries), d);
+        take_columns<N>(t.q.from(query), count, d, w.queries);
+        std::memset(w.out, 0, sizeof(float) * size_t(d * ROWS));
+        Softmax rows;
+        std::fill_n(rows.most, ROWS, sink == nullptr ? HIDDEN : *sink * LOG2_E);
+        std::fill_n(rows.sum, ROWS, sink == nullptr ? 0.0f : 1.0f);
+        const Sight sight{call, plan, tile};
+        for_each_part<UNITS * N::PER>(sight, 0, units, ahead, [&](const Part& part) { attend_part(call, w, sight, part, t, rows); });
+        for (int64_t i = 0; i < count; ++i) {
+            rows.factor[i] = rows.sum[i] == 0 ? 0 : 1 / rows.sum[i];
+            t.lse[query + i] = rows.sum[i] == 0 ? EMPTY : rows.most[i] * LN_2 + std::log(rows.sum[i]);
+        }
+        put_columns(w.out, rows.factor, count, d, t.out.from(query));
     }
 }
 

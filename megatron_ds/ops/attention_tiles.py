@@ -80,9 +80,10 @@ class Seen:
     def tiles(self, queries: Runs, keys: Runs, by_runs: bool = False) -> Iterator[Tile]:
         """The tiles of a block, by rows, then by columns; each element is in one tile at most.
 
-        by_runs: a tile is a run of queries and one of keys that some of them see, for a kernel of layouts
+        by_runs: a tile is a run of queries and one of keys that some of them see, for a kernel that looks for
+        the keys itself
         """
-        parts = self._runs_of_layout if by_runs else self._parts
+        parts = self._whole_runs if by_runs else self._parts
         for first_row, rows in queries:
             for first_column, columns in keys:
                 for part, seen, is_whole in parts(rows, columns):
@@ -118,8 +119,9 @@ class Seen:
                 for columns, is_whole in self._columns(rows, self._seen_by(rows, keys)):
                     yield rows, columns, is_whole
 
-    def _runs_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
-        if any(self.pattern.layout.runs(queries, self._seen_by(queries, keys), GAP)):
+    def _whole_runs(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+        seen, layout = self._seen_by(queries, keys), self.pattern.layout
+        if len(seen) and (layout is None or any(layout.runs(queries, seen, GAP))):
             yield queries, keys, False
 
     def _parts_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
@@ -166,6 +168,14 @@ class Seen:
     def is_bare(self) -> bool:
         """Whether a tile needs memory for a mask only, so that tiles without one may be large."""
         return self.keep is None and self.alibi is None
+
+    @property
+    def is_of_runs(self) -> bool:
+        """Whether positions and documents of runs determine all that is hidden and added: there is no
+        dropout, and each sample hides the same keys from all its queries."""
+        has_places = self.alibi is not None and self.alibi.places is not None
+        is_padding = self.mask is None or self.mask.shape[1:3] == (1, 1)
+        return self.keep is None and not has_places and is_padding
 
     @property
     def is_causal_only(self) -> bool:

@@ -5,10 +5,10 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/compiled_attention.py for bf16 on processors with AVX-512 BF16 and without AMX;
-cpu/compiled_sparse.py for block layouts on processors with AVX-512; cpu/blocked_attention.py for causal
-attention of medium length and for narrow windows, where it is faster; cpu/tiled_attention.py for other
-windows, block layouts and sinks; and fp32 where the processor has no matrix products of the dtype.
+probabilities. On a CPU, cpu/compiled_attention.py where the processor has AVX-512, with bf16 and without AMX
+for 16 bits. Elsewhere cpu/blocked_attention.py for causal attention of medium length and for narrow windows,
+where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where the
+processor has no matrix products of the dtype.
 """
 
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from .attention_pattern import CAUSAL, AttentionPattern
-from .cpu import compiled_attention, compiled_sparse
+from .cpu import compiled_attention
 from .cpu.blocked_attention import blocked_attention, worth_blocking
+from .cpu.compiled_attention import Shown
 from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
@@ -73,34 +74,28 @@ def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.
 
 def _suits_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
                     pattern: AttentionPattern = CAUSAL, mask: torch.Tensor | None = None,
-                    documents: Any = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN) -> bool:
-    others = (mask, documents, keep, scoring.sink, scoring.alibi)
-    is_bare = all(other is None for other in others) and pattern.is_plain
-    return is_bare and not is_widened(q) and compiled_attention.suits(q, k, pattern.causal)
-
-
-@attention.implementation("c++", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_compiled,
-                          available=compiled_attention.reason_against)
-def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
-              scoring: Scoring = PLAIN, **_: None) -> torch.Tensor:
-    return compiled_attention.compiled_attention(q, k, v, scoring.scale_of(q.shape[-1]), pattern.causal)
+                    keep: KeepMask | None = None, scoring: Scoring = PLAIN, **_: Any) -> bool:
+    is_known = keep is None and _is_padding(mask) and (scoring.alibi is None or scoring.alibi.places is None)
+    return is_known and not is_widened(q) and compiled_attention.suits(q, k, pattern)
 
 
 def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-                  pattern: AttentionPattern = CAUSAL, mask: torch.Tensor | None = None,
-                  keep: KeepMask | None = None, scoring: Scoring = PLAIN, **_: Any) -> bool:
-    is_known = keep is None and scoring.alibi is None and _is_padding(mask)
-    return is_known and compiled_sparse.suits(q, k, pattern)
+                  pattern: AttentionPattern = CAUSAL, **others: Any) -> bool:
+    return pattern.layout is not None and _suits_compiled(q, k, v, pattern=pattern, **others)
 
 
-@attention.implementation("c++ layouts", devices=CPU, dtypes=(torch.float32, torch.bfloat16),
-                          suits=_suits_layout, available=compiled_sparse.reason_against)
-def _compiled_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
-                     mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
-                     **_: None) -> torch.Tensor:
-    ids, whole = documents.ids if documents is not None and has_memory(q) else None, range(q.shape[0])
-    shown = compiled_sparse.Shown.of(pattern, whole, whole, ids, _padding(mask, q))
-    return compiled_sparse.compiled_sparse(q, k, v, shown, scoring.scale_of(q.shape[-1]), scoring.sink)
+@attention.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_suits_compiled,
+                          available=lambda: compiled_attention.reason_against(torch.float32))
+@attention.implementation("c++", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_compiled,
+                          available=lambda: compiled_attention.reason_against_plain(torch.bfloat16))
+@attention.implementation("c++ layouts", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_layout,
+                          available=lambda: compiled_attention.reason_against(torch.bfloat16))
+def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+              mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
+              **_: None) -> torch.Tensor:
+    ids, sk = documents.ids if documents is not None and has_memory(q) else None, k.shape[0]
+    shown = Shown.of(pattern, range(sk - q.shape[0], sk), range(sk), ids, _padding(mask, q))
+    return compiled_attention.compiled_attention(q, k, v, shown, scoring)
 
 
 def _is_padding(mask: torch.Tensor | None) -> bool:

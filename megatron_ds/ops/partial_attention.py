@@ -8,9 +8,9 @@
 Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P, and dO vᵀ is multiplied by
 keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
 
-Implementations of a tile: torch's fused attention of CPUs and of GPUs, whose backward takes the output and
-the log-sum-exp of all keys; cpu/compiled_attention.py where core attention has it; the compiled kernel of
-layouts, cpu/compiled_sparse.py; elementary operations with dropout.
+Implementations of a tile: cpu/compiled_attention.py where core attention has it; else torch's fused attention
+of CPUs and of GPUs, whose backward takes the output and the log-sum-exp of all keys; elementary operations
+with dropout.
 
 Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
 """
@@ -23,10 +23,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .alibi import Alibi
 from .attention_tiles import Runs, Seen, Tile
 from .core_attention import attention
-from .cpu import compiled_attention, compiled_sparse
-from .cpu.compiled_sparse import Shown
+from .cpu import compiled_attention
+from .cpu.compiled_attention import Shown
+from .scoring import Scoring
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -105,7 +107,8 @@ class _Operands:
     bias      [b or 1, n or 1, rows, columns] to be added to the scores, -inf where hidden; None
     triangle  a causal mask of the tile itself is added
     keep      (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
-    shown     what the kernel of layouts is to compute, in place of a bias; None: another kernel
+    shown     what the compiled kernel is to compute, in place of a bias; None: another kernel
+    alibi     added to the scores by the compiled kernel
     """
 
     q: torch.Tensor
@@ -116,6 +119,7 @@ class _Operands:
     triangle: bool
     keep: tuple[torch.Tensor, float] | None
     shown: Shown | None = None
+    alibi: Alibi | None = None
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile: Tile, seen: Seen,
@@ -124,7 +128,7 @@ class _Operands:
             padding = None if seen.mask is None else seen.mask[:, 0, 0].expand(q.shape[0], -1)
             shown = Shown.of(seen.pattern, tile.queries, tile.keys, seen.documents, padding)
             return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, None, False,
-                       None, shown)
+                       None, shown, seen.alibi)
         keep = None if seen.keep is None else seen.keep(tile)
         triangle = seen.is_bare and not tile.is_whole and tile.queries == tile.keys and seen.is_causal_only
         hidden = None if triangle else seen.hidden(tile, q.device)
@@ -140,11 +144,9 @@ class _Operands:
     @property
     def kernel(self) -> "_Kernel":
         if self.shown is not None:
-            return _OF_LAYOUT
+            return _COMPILED
         if self.keep is not None:
             return _ELEMENTARY
-        if self.bias is None and _has_compiled(self.q):
-            return _COMPILED
         return _ON_CPU if self.q.device.type in ("cpu", "meta") else _ON_GPU
 
     def spread(self, t: torch.Tensor) -> torch.Tensor:
@@ -185,23 +187,6 @@ def _cpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tens
                          scale=t.scale)
 
 
-def _has_compiled(q: torch.Tensor) -> bool:
-    return (q.device.type == "cpu" and q.shape[3] in compiled_attention.CHANNELS
-            and attention.first_choice("cpu", q.dtype) == "c++")
-
-
-def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = compiled_attention.attend(*(_rows(x) for x in (t.q, t.k, t.v)), t.scale, t.triangle)
-    return _heads(out), sums
-
-
-def _compiled_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, out, dout = (_rows(x) for x in (t.q, t.k, t.v, final.out, final.dout))
-    parts = compiled_attention.gradients(q, k, v, out, final.sums.contiguous(), dout, t.scale, t.triangle)
-    dq, dk, dv = (_heads(part) for part in parts)
-    return dq, dk, dv
-
-
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
     out, sums, *_ = _GPU(t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale)
@@ -218,22 +203,23 @@ def _gpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tens
 
 
 def _has_kernel(queries: torch.Tensor, own: Runs, others: Runs, seen: Seen) -> bool:
-    """Whether the compiled kernel of layouts takes queries [b, n, q, d] and keys of these positions."""
-    if queries.device.type != "cpu" or seen.pattern.layout is None or not seen.is_bare:
+    """Whether the compiled kernel takes queries [b, n, q, d] and keys of these positions."""
+    if queries.device.type != "cpu" or not seen.is_of_runs:
         return False
-    is_padding = seen.mask is None or seen.mask.shape[1:3] == (1, 1)
-    return (is_padding and attention.has("c++ layouts", "cpu", queries.dtype)
-            and compiled_sparse.takes(queries, seen.pattern, (*own.ranges, *others.ranges)))
+    names = ["c++"] if seen.pattern.layout is None else ["c++", "c++ layouts"]
+    return (any(attention.has(name, "cpu", queries.dtype) for name in names)
+            and compiled_attention.takes(queries, seen.pattern, (*own.ranges, *others.ranges)))
 
 
-def _layout_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = compiled_sparse.attend(_rows(t.q), _rows(t.k), _rows(t.v), t.shown, t.scale)
+def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    scoring = Scoring(t.scale, alibi=t.alibi)
+    out, sums = compiled_attention.attend(_rows(t.q), _rows(t.k), _rows(t.v), t.shown, scoring)
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
 
 
-def _layout_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = map(_rows, (t.q, t.k, t.v, final.out, final.dout))
-    dq, dk, dv = compiled_sparse.gradients(*rows, final.sums, t.shown, t.scale)
+def _compiled_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, scoring = map(_rows, (t.q, t.k, t.v, final.out, final.dout)), Scoring(t.scale, alibi=t.alibi)
+    dq, dk, dv = compiled_attention.gradients(*rows, final.sums, t.shown, scoring)
     return _heads(dq), _heads(dk), _heads(dv)
 
 
@@ -252,9 +238,8 @@ def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, tor
 
 
 _ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensors without memory
-_COMPILED = _Kernel(_compiled_forward, _compiled_backward)
+_COMPILED = _Kernel(_compiled_forward, _compiled_backward)      # of a CPU with AVX-512
 _ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
-_OF_LAYOUT = _Kernel(_layout_forward, _layout_backward)         # of a CPU with AVX-512
 _ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
 
 

@@ -238,9 +238,10 @@ def _rotary_tables(work: Workload) -> int:
 
 def _document_bias(work: Workload, recompute: str | None) -> int:
     """What is added to the scores of documents that are kept apart, or with dropout their mask, shared by all
-    blocks of a stage. Blocked attention needs none, and keeps less the more documents there are: what is said
-    of it is the most."""
-    if not work.apart or recompute or _goes_by_blocks(work) and not work.model.attention_dropout:
+    blocks of a stage. Compiled and blocked attention need none; the latter keeps less the more documents
+    there are: what is said of it is the most."""
+    by_blocks = _goes_by_blocks(work) and not work.model.attention_dropout
+    if not work.apart or recompute or by_blocks or _is_compiled(work):
         return 0
     if work.model.attention_dropout:
         return work.tokens * work.positions if work.device == "cpu" else 0
@@ -248,10 +249,12 @@ def _document_bias(work: Workload, recompute: str | None) -> int:
 
 
 def _is_compiled(work: Workload) -> bool:
-    is_bare = not work.apart and work.model.model != "bert" and not work.model.attention_dropout
-    is_bf16 = work.device == "cpu" and work.dtype == torch.bfloat16 and not _is_widened(work)
-    has_size = work.model.head_dim in compiled_attention.CHANNELS
-    return is_bare and is_bf16 and has_size and not compiled_attention.reason_against()
+    model = work.model
+    has_places = work.picked and model.position_embedding_type == "alibi"
+    is_known = work.device == "cpu" and not model.attention_dropout and not has_places
+    return (is_known and not _is_widened(work) and model.head_dim in compiled_attention.CHANNELS
+            and work.dtype in compiled_attention.NAMES
+            and not compiled_attention.reason_against_plain(work.dtype))
 
 
 def _goes_by_blocks(work: Workload) -> bool:
@@ -303,7 +306,8 @@ def _core(work: Workload) -> int:
     sums = 4 * work.tokens * model.num_attention_heads // work.tp     # logarithms of the sums of exponentials
     # the output, once more as the projection takes it
     copied = q if own or work.device != "cpu" and work.samples > 1 else 0
-    padding = 0 if causal else work.tokens * work.itemsize          # which keys count, as numbers to be added
+    # which keys count, as numbers to be added
+    padding = 0 if causal or _is_compiled(work) else work.tokens * work.itemsize
     arguments = own or _arguments(work)
     if _is_compiled(work) and (model.is_rotary or model.qk_layernorm):              # values are copied
         arguments = work.query_bytes + 2 * work.key_bytes + _head_norms(work)

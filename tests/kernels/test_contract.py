@@ -25,7 +25,7 @@ OWN_SIZES = {("attention", "c++"): ((65, 32), (130, 64), (7, 128)),
              **{(name, "c++"): ((64, 64), (101, 99), (150, 1101))
                 for name in ("product", "affine", "add_product_")}}
 # An example is plain causal attention, which these do not take: tests/plans/test_windows.py and
-# test_compiled_sparse.py compare them with an explicit softmax in double precision.
+# test_compiled_layouts.py compare them with an explicit softmax in double precision.
 OTHER_CASES = {("attention", "tiled"), ("attention", "c++ layouts")}
 ENTRIES = [pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
            for operation in OPERATIONS.values() for entry in operation.implementations

@@ -160,11 +160,12 @@ def test_logits_in_chunks_shrink_the_planned_peak_by_those_that_do_not_exist(dev
     assert whole.peak - chunked.peak == pytest.approx(logits * 7 / 8, rel=0.1)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("style, ranks, length", [("gpt", "alone", 130), ("gqa", "tp", 24),
                                                    ("llama", "alone", 24), ("llama", "tp", 130)])
-def test_compiled_attention_in_bf16_keeps_its_arguments_and_the_sums(style, ranks, length):
+def test_compiled_attention_keeps_its_arguments_and_the_sums(style, ranks, length, dtype):
     """Of heads of 32 channels; on a processor without it as the others."""
-    case = {"style": style, "dtype": "bf16", "length": length, "dropout": "0", "samples": 2,
+    case = {"style": style, "dtype": dtype, "length": length, "dropout": "0", "samples": 2,
             "recompute": "kept", "ranks": ranks}
     measured, said, planned = kept(["--kv-channels", "32", *flags_of(case)], RANKS[ranks][0], slice(1, 2))
     assert measured == said == planned

@@ -1,28 +1,33 @@
-"""Compiled attention in bf16 against the probabilities written out in double precision."""
+"""Compiled attention in fp32 and bf16 against the probabilities written out in double precision."""
 
 import pytest
 import torch
 
-from megatron_ds.ops import core_attention
+from megatron_ds.data.batch import Documents, document_numbers
+from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
-from megatron_ds.ops.core_attention import attention
+from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import compiled_attention as module
 from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.scoring import Scoring
 
-compiled = pytest.mark.skipif(bool(module.reason_against()), reason=module.reason_against() or "-")
-BF16 = 2**-8            # relative error of a rounding; probabilities, outputs and gradients are rounded
+REASON = module.reason_against_plain(torch.bfloat16)
+compiled = pytest.mark.skipif(bool(REASON), reason=REASON or "-")
+# Of the largest number: in bf16 probabilities, outputs and gradients are rounded, by 2^-8 each.
+BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8}
 RUNS = "_CompiledAttentionBackward"
+both_dtypes = pytest.mark.parametrize("dtype", BOUNDS)
 
 
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def draw(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def projected(s, n, g, d, samples=2):
+def projected(s, n, g, d, samples=2, dtype=torch.bfloat16):
     """q, k and v as heads of one packed projection, which is a leaf."""
-    packed = draw(s, samples, (n + 2 * g) * d).requires_grad_()
+    packed = draw(s, samples, (n + 2 * g) * d, dtype=dtype).requires_grad_()
     return packed, [t.unflatten(2, (-1, d)) for t in packed.split([n * d, g * d, g * d], dim=2)]
 
 
@@ -41,52 +46,86 @@ def gradients(out, leaves):
 
 def assert_near(ours, expected):
     for mine, theirs in zip(ours, expected, strict=True):
-        assert (mine.double() - theirs).abs().max() <= 2 * BF16 * theirs.abs().max()
+        assert (mine.double() - theirs).abs().max() <= BOUNDS[mine.dtype] * theirs.abs().max()
 
 
 @compiled
+@both_dtypes
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL])
 @pytest.mark.parametrize("s, n, g, d", [(2, 2, 2, 64), (63, 3, 3, 64), (65, 4, 2, 32), (130, 6, 1, 128),
                                         (257, 2, 2, 96)])
-def test_it_equals_the_formula_forward_and_backward(s, n, g, d, pattern):
-    packed, heads = projected(s, n, g, d)
+def test_it_equals_the_formula_forward_and_backward(s, n, g, d, pattern, dtype):
+    packed, heads = projected(s, n, g, d, dtype=dtype)
     out = attention(*heads, pattern=pattern, scoring=Scoring(scale=0.2))
-    assert out.grad_fn.name() == RUNS and out.dtype == torch.bfloat16
+    assert out.grad_fn.name() == RUNS and out.dtype == dtype
     expected = written_out(*heads, pattern.causal, 0.2)
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
 
 
 @compiled
-@pytest.mark.parametrize("sq, sk", [(5, 200), (200, 5)])
-def test_queries_and_keys_of_different_lengths(sq, sk):
-    leaves = [draw(s, 2, 2, 64, seed=s).requires_grad_() for s in (sq, sk, sk + 1)]
+@both_dtypes
+@pytest.mark.parametrize("sq, sk, pattern", [(5, 200, FULL), (200, 5, FULL), (37, 200, CAUSAL)])
+def test_queries_and_keys_of_different_lengths(sq, sk, pattern, dtype):
+    """Fewer causal queries are the last ones."""
+    leaves = [draw(s, 2, 2, 64, seed=s, dtype=dtype).requires_grad_() for s in (sq, sk, sk + 1)]
     q, k, v = leaves[0], leaves[1], leaves[2][:sk]
-    out = attention(q, k, v, pattern=FULL)
+    out = attention(q, k, v, pattern=pattern)
     assert out.grad_fn.name() == RUNS
-    expected = written_out(q, k, v, False, 0.125)
+    expected = reference_attention(*(t.double() for t in (q, k, v)), pattern=pattern)
     assert_near([out, *gradients(out, leaves)], [expected, *gradients(expected, leaves)])
 
 
+HIDING = {
+    "window": {"pattern": AttentionPattern(left=20)},
+    "window of both sides": {"pattern": AttentionPattern(causal=False, left=70, right=3)},
+    "padding": {"pattern": FULL, "mask": (torch.arange(200) >= 187).expand(2, 1, 1, 200)},
+    "sink": {"scoring": Scoring(sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))},
+    "alibi": {"scoring": Scoring(alibi=Alibi(alibi_slopes(4)))},
+    "alibi of both sides": {"pattern": FULL, "scoring": Scoring(alibi=Alibi(alibi_slopes(4)))},
+    "window and alibi": {"pattern": AttentionPattern(left=33),
+                         "scoring": Scoring(alibi=Alibi(alibi_slopes(4)))}}
+
+
 @compiled
-def test_numbers_within_a_head_may_lie_apart():
-    q, k, v = (draw(70, 2, 64, 2, seed=i).transpose(2, 3).requires_grad_() for i in range(3))
+@both_dtypes
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("case", HIDING)
+def test_what_hides_keys_or_adds_to_scores(case, apart, dtype):
+    settings, (packed, heads) = HIDING[case], projected(200, 4, 2, 32, dtype=dtype)
+    documents = Documents(document_numbers(draw(2, 200).abs() < 0.02)) if apart else None
+    out = attention(*heads, documents=documents, **settings)
+    assert RUNS in _names(out.grad_fn)
+    given = settings.get("mask"), documents.foreign if apart else None
+    mask = None if given == (None, None) else sum(m for m in given if m is not None) > 0
+    expected = reference_attention(*(t.double() for t in heads), **{**settings, "mask": mask})
+    assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
+
+
+@compiled
+@both_dtypes
+def test_numbers_within_a_head_may_lie_apart_and_rows_begin_anywhere(dtype):
+    q, k, v = (draw(70, 2, 64, 2, seed=i, dtype=dtype).transpose(2, 3).requires_grad_() for i in range(3))
     out, expected = attention(q, k, v), written_out(q, k, v, True, 0.125)
     assert_near([out, *gradients(out, (q, k, v))], [expected, *gradients(expected, (q, k, v))])
+    odd = [draw(70, 1, 1, 65, seed=i, dtype=dtype)[..., 1:].requires_grad_() for i in range(3)]
+    assert_near([attention(*odd)], [written_out(*odd, True, 0.125)])
 
 
 @compiled
+@both_dtypes
 @pytest.mark.parametrize("g, d, pattern", [(2, 32, CAUSAL), (1, 32, FULL)])
-def test_keys_of_long_sequences_in_runs(g, d, pattern):
-    packed, heads = projected(1030, 2, g, d, samples=1)
+def test_keys_of_long_sequences_in_runs(g, d, pattern, dtype):
+    packed, heads = projected(1030, 2, g, d, samples=1, dtype=dtype)
     out, expected = attention(*heads, pattern=pattern), written_out(*heads, pattern.causal, d**-0.5)
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
 
 
 @compiled
+@both_dtypes
 @pytest.mark.parametrize("s, n, g, samples, pattern", [(300, 3, 3, 1, CAUSAL), (260, 4, 1, 1, CAUSAL),
                                                        (1100, 1, 1, 1, CAUSAL), (300, 2, 2, 2, FULL)])
-def test_bits_depend_neither_on_threads_nor_on_other_samples(s, n, g, samples, pattern, monkeypatch):
-    packed, heads = projected(s, n, g, 64, samples)
+def test_bits_depend_neither_on_threads_nor_on_other_samples(s, n, g, samples, pattern, dtype, monkeypatch):
+    packed, heads = projected(s, n, g, 64, samples, dtype)
     results = []
     for threads in (1, 2, 5, 16):                       # with many, heads are divided
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
@@ -99,9 +138,10 @@ def test_bits_depend_neither_on_threads_nor_on_other_samples(s, n, g, samples, p
 
 
 @compiled
-def test_scores_of_any_size():
+@both_dtypes
+def test_scores_of_any_size(dtype):
     """The largest is subtracted; infinite and undefined inputs show."""
-    q, k, v = (draw(80, 1, 1, 64, seed=i) for i in range(3))
+    q, k, v = (draw(80, 1, 1, 64, seed=i).to(dtype) for i in range(3))
     out = attention(q * 200, k * 20, v)
     assert_near([out], [written_out(q * 200, k * 20, v, True, 0.125)])
     k[30, 0, 0, 3] = torch.nan
@@ -113,18 +153,19 @@ def test_scores_of_any_size():
 def test_what_is_kept_is_the_arguments_the_output_and_a_number_a_row():
     packed, (q, k, v) = projected(128, 4, 4, 32)
     kept = attention(q, k, v).grad_fn.saved_tensors
-    assert sum(t.numel() * t.element_size() for t in kept[4:]) == 4 * 128 * 2 * 4
+    assert sum(t.numel() * t.element_size() for t in kept[5:]) == 4 * 128 * 2 * 4
     assert {t.untyped_storage().data_ptr() for t in kept[:3]} == {packed.data_ptr()}
     turned = attention(q * 1, k * 1, v).grad_fn.saved_tensors      # as rotary positions do
-    assert packed.data_ptr() not in {t.untyped_storage().data_ptr() for t in turned}
+    assert packed.data_ptr() not in {t.untyped_storage().data_ptr() for t in turned if t is not None}
 
 
 @compiled
 @pytest.mark.parametrize("settings", [
-    {"pattern": AttentionPattern(left=20)}, {"mask": torch.zeros(1, 1, 1, 160, dtype=torch.bool)},
-    {"scoring": Scoring(sink=torch.zeros(2))}, {"d": 40}, {"dtype": torch.float32}])
+    {"mask": torch.zeros(1, 1, 160, 160, dtype=torch.bool)}, {"d": 40}, {"d": 288}, {"dtype": torch.float64},
+    {"scoring": Scoring(alibi=Alibi(alibi_slopes(2), torch.arange(160)))}])
 def test_what_it_does_not_take_goes_another_way(settings):
-    d, dtype = settings.pop("d", 64), settings.pop("dtype", torch.bfloat16)
+    settings = dict(settings)
+    d, dtype = settings.pop("d", 64), settings.pop("dtype", torch.float32)
     q, k, v = (draw(160, 1, 2, d, seed=i).to(dtype).requires_grad_() for i in range(3))
     assert RUNS not in _names(attention(q, k, v, **settings).grad_fn)
 
@@ -144,13 +185,33 @@ def test_it_can_be_switched_off(monkeypatch):
 
 def test_a_processor_without_its_instructions_or_with_faster_ones_does_without(monkeypatch):
     class Fake:
-        has_products, has_tiles = staticmethod(lambda: True), staticmethod(lambda: True)
+        has_vectors = has_products = has_tiles = staticmethod(lambda: True)
 
+    low, wide = torch.bfloat16, torch.float32
     monkeypatch.setattr(module, "extension", lambda: Fake)
-    assert module.reason_against() == "AMX is faster"
+    assert module.reason_against_plain(low) == "AMX is faster"
+    assert not module.reason_against_plain(wide) and not module.reason_against(low)
     Fake.has_products = staticmethod(lambda: False)
-    assert module.reason_against() == "no AVX-512 BF16"
+    assert module.reason_against(low) == "no AVX-512 BF16" and not module.reason_against(wide)
+    Fake.has_vectors = staticmethod(lambda: False)
+    assert module.reason_against(wide) == module.reason_against(low) == "no AVX-512"
     monkeypatch.setattr(module, "extension", lambda: None)
-    assert module.reason_against() == "not compiled"
-    entry = next(e for e in core_attention.attention.implementations if e.name == "c++")
-    assert entry.available is not None and entry.dtypes == (torch.bfloat16,)
+    assert module.reason_against(wide) == module.reason_against_plain(low) == "not compiled"
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, FULL, AttentionPattern(left=40),
+                                     AttentionPattern(False, 33, 70)])
+@pytest.mark.parametrize("queries, keys", [(range(200), range(200)), (range(150, 200), range(200)),
+                                           (range(64, 128), range(0, 64)), (range(10, 77), range(40, 200))])
+def test_spans_are_the_units_of_which_a_register_sees_something(pattern, queries, keys):
+    plan = key_spans(pattern, queries, keys, heads=2)
+    rows, columns = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
+    hidden = pattern.mask(rows, columns)
+    seen = torch.ones(len(rows), len(columns)) if hidden is None else (~hidden[0, 0]).float()
+    padded = torch.nn.functional.pad(seen, (0, -len(columns) % UNIT, 0, -len(rows) % UNIT))
+    units = padded.unflatten(1, (-1, UNIT)).unflatten(0, (-1, UNIT)).amax((1, 3))
+    times = torch.zeros_like(units)
+    for tile in range(len(plan.first[0]) - 1):
+        for start, stop, low, high in plan.spans[plan.first[0][tile]:plan.first[0][tile + 1]]:
+            times[4 * tile + low:4 * tile + high, plan.units[start:stop].tolist()] += 1
+    assert torch.equal(times, units) and plan.layout_of_head.tolist() == [0, 0]

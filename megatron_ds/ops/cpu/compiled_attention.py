@@ -1,120 +1,195 @@
-"""Attention of bf16 tensors compiled from csrc/attention.cpp, for CPUs with AVX-512 BF16 and without AMX.
+"""Attention compiled from csrc/attention.cpp, for CPUs with AVX-512: in fp32, and in bf16 with AVX-512 BF16.
 
 An optional extension. It keeps no probabilities: backward computes them again from the output and the
-log-sum-exp. Tensors are read where they are, with the strides of parts of a packed projection.
-
-With AMX, tiles of which are eight times as fast as vectors, batched products of torch (`blocked_attention`)
-are faster.
+log-sum-exp. Tensors are read where they are, with the strides of parts of a packed projection. The work
+falls with the scores that a pattern hides, to units of 16 queries and 16 keys.
 """
 
 import functools
 import logging
+from collections.abc import Iterable
+from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ...host import load_compiled
+from ..attention_pattern import AttentionPattern
 from ..product import has_memory
+from ..scoring import Scoring
+from .key_spans import UNIT, key_spans
 
 logger = logging.getLogger(__name__)
 
-CHANNELS = range(32, 129, 32)           # of a head
+CHANNELS = range(32, 257, 32)           # of a head
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+RUN = 1024                              # keys whose gradients stay in the cache in backward
+EVERYTHING = 1 << 40                    # positions
 
 
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled attention; None, with one line in the log, where the package was installed without a
     compiler."""
-    return load_compiled("_attention", "attention in bf16",
-                         "torch's products run instead, slower on a CPU with AVX-512 BF16", logger)
+    return load_compiled("_attention", "attention",
+                         "torch's products run instead, slower on a CPU with AVX-512", logger)
 
 
-def reason_against() -> str:
-    """Why this machine has no compiled attention; "" if it has."""
+def reason_against(dtype: torch.dtype) -> str:
+    """Why this machine has no compiled attention in fp32 or bf16; "" if it has."""
     compiled = extension()
     if compiled is None:
         return "not compiled"
-    if not compiled.has_products():
-        return "no AVX-512 BF16"
-    return "AMX is faster" if compiled.has_tiles() else ""
+    if not compiled.has_vectors():
+        return "no AVX-512"
+    return "no AVX-512 BF16" if dtype == torch.bfloat16 and not compiled.has_products() else ""
 
 
-def suits(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
-    """Whether the kernel takes bf16 tensors q [sq, b, n, d] and k [sk, b, g, d] without mask."""
-    has_rows = q.shape[0] > 1 and k.shape[0] > 0 and q.shape[1] > 0
-    return has_rows and q.shape[3] in CHANNELS and (not is_causal or q.shape[0] == k.shape[0])
+def reason_against_plain(dtype: torch.dtype) -> str:
+    """The same of attention without a layout: bf16 tiles of AMX are eight times as fast as vectors, so that
+    batched products of torch (`blocked_attention`) are faster."""
+    is_slower = dtype == torch.bfloat16 and extension() is not None and extension().has_tiles()
+    return reason_against(dtype) or ("AMX is faster" if is_slower else "")
 
 
-def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-                       is_causal: bool) -> torch.Tensor:
-    """q [sq, b, n, d], k and v [sk, b, g, d], bf16 on the CPU → [sq, b, n * d]; any strides."""
-    return _CompiledAttention.apply(q, k, v, scale, is_causal)
+def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
+    """Whether the kernel takes fp32 or bf16 tensors q [sq, b, n, d], the last queries, and k [sk, b, g, d] of
+    a whole sequence."""
+    has_rows = 1 < q.shape[0] and 0 < k.shape[0] and q.shape[1] > 0
+    is_last = q.shape[0] == k.shape[0] or pattern.layout is None and (
+        pattern.after is None or q.shape[0] < k.shape[0])
+    return has_rows and is_last and takes(q, pattern, [range(k.shape[0])])
+
+
+def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> bool:
+    """Whether the kernel takes fp32 or bf16 queries [.., d] of the CPU, and keys of these positions: layouts
+    have blocks of a multiple of 16 tokens, and no window but a causal one."""
+    if q.dtype not in NAMES or q.shape[-1] not in CHANNELS:
+        return False
+    if pattern.layout is None:
+        return True
+    has_window = pattern.left is not None or not pattern.causal and pattern.right is not None
+    return not has_window and pattern.layout.block % UNIT == 0 and all(
+        run.start % UNIT == 0 < len(run) and len(run) % UNIT == 0 for run in runs)
+
+
+class Shown(NamedTuple):
+    """What a query sees.
+
+    pattern        of positions, or a layout, perhaps causal
+    queries, keys  their positions
+    ids            int32 [b, queries] and [b, keys], padded to a multiple of `UNIT`: a query sees keys of its
+                   own id; None: of all
+    """
+
+    pattern: AttentionPattern
+    queries: range
+    keys: range
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, pattern: AttentionPattern, queries: range, keys: range, documents: torch.Tensor | None,
+           padding: torch.Tensor | None) -> "Shown":
+        """documents: int64 [b, s], as in `attention_tiles.Seen`. padding: bool [b, s], True where no query
+        sees a key."""
+        if documents is None and padding is None:
+            return cls(pattern, queries, keys)
+        ids = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.int()
+        of_keys = ids if padding is None else ids.masked_fill(padding, -1)
+        return cls(pattern, queries, keys, (_padded(ids[:, queries.start:queries.stop]),
+                                            _padded(of_keys[:, keys.start:keys.stop])))
+
+
+def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
+                       scoring: Scoring) -> torch.Tensor:
+    """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d]; any strides. A query that sees no key gets
+    zeros."""
+    return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring)
 
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, is_causal):
+    def forward(ctx, q, k, v, sink, shown, scoring):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
             v = v.contiguous()              # else what is kept were the whole projection, for its values
-        out, lse = attend(q, k, v, scale, is_causal)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.is_causal = scale, is_causal
+        out, lse = attend(q, k, v, shown, scoring)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.shown, ctx.scoring = shown, scoring
         return out.view(*q.shape[:2], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        return *gradients(q, k, v, out, lse, dout.reshape(q.shape), ctx.scale, ctx.is_causal), None, None
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        dout = dout.reshape(q.shape)
+        dq, dk, dv = gradients(q, k, v, out, dout, lse, ctx.shown, ctx.scoring)
+        dsink = None
+        if sink is not None:
+            of_row = (dout.float() * out).sum(-1).permute(1, 2, 0)                             # D [b, n, s]
+            dsink = -((sink.float()[:, None] - lse).exp() * of_row).sum((0, 2)).to(sink.dtype)
+        return dq, dk, dv, dsink, None, None
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-           is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [sq, b, n, d], k and v [sk, b, g, d] → out [sq, b, n, d] and the log-sum-exp fp32 [b, n, sq]."""
-    q, k, v = (_with_rows(t) for t in (q, k, v))
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
+           scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [sq, b, n, d], k and v [sk, b, g, d] → out [sq, b, n, d], and the log-sum-exp fp32 [b, n, sq], +inf
+    of a query that sees no key. Without gradients."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
-    threads = torch.get_num_threads()
-    work = _memory(q, threads * extension().forward_bytes(_sizes(q, k)))
-    if has_memory(q):
-        tensors = [_place(t) for t in (q, k, v, out)]
-        extension().forward(_sizes(q, k), tensors, lse.data_ptr(), scale, is_causal, work.data_ptr(), threads)
+    _run("forward", (*map(_with_rows, (q, k, v)), out), lse, shown, scoring)
     return out, lse
 
 
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-              dout: torch.Tensor, scale: float, is_causal: bool
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of keys [sk, b, g, d], which may be some of the keys that out and lse are about.
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, dout: torch.Tensor,
+              lse: torch.Tensor, shown: Shown, scoring: Scoring) -> list[torch.Tensor]:
+    """dq, dk, dv of what these queries and keys contribute. out, dout [sq, b, n, d] and lse are those of all
+    keys."""
+    results = [t.new_empty(t.shape) for t in (q, k, v)]
+    _run("backward", (*map(_with_rows, (q, k, v, out, dout)), *results), lse.contiguous(), shown, scoring)
+    return results
 
-    out, dout  [sq, b, n, d], of all keys
-    lse        contiguous fp32 [b, n, sq], of all keys
-    """
-    q, k, v, out, dout = (_with_rows(t) for t in (q, k, v, out, dout))
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+
+def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown: Shown,
+         scoring: Scoring) -> None:
+    q, k, *_ = tensors
+    sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
     threads = torch.get_num_threads()
-    work = _memory(q, threads * extension().backward_bytes(_sizes(q, k)))
-    if has_memory(q):
-        tensors = [_place(t) for t in (q, k, v, out, dout, dq, dk, dv)]
-        extension().backward(_sizes(q, k), tensors, lse.data_ptr(), scale, is_causal, work.data_ptr(),
-                             threads)
-    return dq, dk, dv
+    count = getattr(extension(), f"{name}_bytes")(sizes, q.dtype == torch.float32)
+    work = q.new_empty(threads * count, dtype=torch.uint8)
+    if not has_memory(q):
+        return
+    plan, pattern = _spans(*shown[:3], q.shape[2]), shown.pattern
+    positions = [EVERYTHING if count is None else count for count in (pattern.left, pattern.after)]
+    of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
+    numbers = [*(shown.ids or (None, None)),
+               *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
+    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
+    addresses += [0 if t is None else t.data_ptr() for t in numbers]
+    getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
+        sizes, [_place(t) for t in tensors], lse.data_ptr(), scoring.scale_of(q.shape[3]),
+        (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
+
+
+def _run_of_keys(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Keys that backward works on at a time, while it holds dq of all queries; all of them where several
+    query heads share a key, since it would hold the dq of each."""
+    return RUN if q.shape[2] == k.shape[2] else k.shape[0]
+
+
+_spans = lru_cache(maxsize=1024)(key_spans)
+
+
+def _padded(ids: torch.Tensor) -> torch.Tensor:
+    return F.pad(ids, (0, -ids.shape[1] % UNIT), value=-2).contiguous()
 
 
 def _with_rows(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with the channels of a head next to each other."""
-    return t if t.stride(3) == 1 else t.contiguous()
-
-
-def _memory(like: torch.Tensor, count: int) -> torch.Tensor:
-    return like.new_empty(count, dtype=torch.uint8)
-
-
-def _sizes(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
-    return q.shape[0], k.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    """The tensor with the channels of a head next to each other, and rows that begin with a whole pair."""
+    return t if t.stride(3) == 1 and t.stride(0) % 2 == 0 else t.contiguous()
 
 
 def _place(t: torch.Tensor) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
-"""Spans of a sparse layout: which units of keys the registers of a tile of queries see.
+"""Spans: which units of keys the registers of a tile of queries see.
 
-The compiled kernel (csrc/sparse_kernel.h) works on tiles of four registers, each with the scores of `UNIT`
-queries. Keys are divided into units of `UNIT`, too, whatever the size of the layout's blocks. A *span* is a
+The compiled kernel (csrc/attention_kernel.h) works on tiles of four registers, each with the scores of `UNIT`
+queries. Keys are divided into units of `UNIT`, too, whatever the size of a layout's blocks. A *span* is a
 list of units that a run of neighbouring registers sees, and the register before and after it do not:
 
     units        0 1 2 3 4 5             spans of this tile: registers 0 to 3, units 0 and 3
@@ -10,7 +10,8 @@ list of units that a run of neighbouring registers sees, and the register before
              2   x     x   x
              3   x     x   x
 
-So the products are of scores that the layout shows, and of no others. Pure values, without tensors.
+So the products are of scores that the pattern shows, and of no others but those of units of which a part is
+hidden. Pure values, without tensors.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ UNIT, REGISTERS = 16, 4
 
 
 @dataclass(frozen=True, eq=False)
-class BlockSpans:
+class KeySpans:
     """The spans of all heads.
 
     layout_of_head  int32 [n], number among the different layouts
@@ -40,9 +41,11 @@ class BlockSpans:
     units: np.ndarray
 
 
-def block_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> BlockSpans:
-    """Of a layout whose blocks are multiples of `UNIT`, perhaps causal, for two runs of positions that begin
-    and end at multiples of `UNIT`. Units and registers are numbered within the runs."""
+def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
+    """Of two runs of positions, which begin and end at multiples of `UNIT` if the pattern has a layout, whose
+    blocks are multiples of it. Units and registers are numbered within the runs."""
+    if pattern.layout is None:
+        return _of_window(pattern, queries, keys, heads)
     layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
     layout_of_head = np.empty(heads, dtype=np.int32)
@@ -56,8 +59,38 @@ def block_spans(pattern: AttentionPattern, queries: range, keys: range, heads: i
                 units.append(seen)
                 total += len(seen)
             firsts[-1].append(len(spans))
-    return BlockSpans(layout_of_head, np.array(firsts, dtype=np.int32),
-                      np.array(spans, dtype=np.int32).reshape(-1, 4), np.concatenate(units).astype(np.int32))
+    return KeySpans(layout_of_head, np.array(firsts, dtype=np.int32),
+                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.concatenate(units).astype(np.int32))
+
+
+def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
+    """Of a pattern without layout: each register sees neighbouring units, later registers none earlier. So
+    the units at which registers begin and stop to see divide a tile into its spans."""
+    registers, firsts, spans = -(-len(queries) // UNIT), [0], []
+    starts, stops = (numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers))
+    for first in range(0, registers, REGISTERS):
+        start, stop = (numbers[first:first + REGISTERS] for numbers in (starts, stops))
+        edges = np.unique((start, stop))
+        sees = (start <= edges[:-1]) & (edges[:-1] < stop)                          # [registers, intervals]
+        for i in np.flatnonzero(sees.any(0)):
+            low = int(sees[:, i].argmax())
+            spans.append((edges[i], edges[i + 1], low, low + sees[:, i].sum()))
+        firsts.append(len(spans))
+    units = -(-len(keys) // UNIT)
+    return KeySpans(np.zeros(heads, dtype=np.int32), np.array([firsts], dtype=np.int32),
+                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units, dtype=np.int32))
+
+
+def _seen_by(pattern: AttentionPattern, queries: range, keys: range,
+             registers: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first unit that each register sees, and the one past the last."""
+    first = queries.start + UNIT * np.arange(registers)
+    last = np.minimum(first + UNIT, queries.stop) - 1
+    starts = np.full(registers, keys.start) if pattern.left is None else first - pattern.left
+    stops = np.full(registers, keys.stop) if pattern.after is None else last + pattern.after + 1
+    starts, stops = ((positions - keys.start).clip(0, len(keys)) for positions in (starts, stops))
+    stops = np.where(stops > starts, -(-stops // UNIT), 0)
+    return np.where(stops > 0, starts // UNIT, 0), stops
 
 
 def _tiles(pattern: AttentionPattern, queries: range, keys: range) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""The compiled attention to blocks of keys computes what the probabilities written out say, and no more."""
+"""Compiled attention to the blocks of a layout computes what the probabilities written out say, no more."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import compiled_sparse
-from megatron_ds.ops.cpu.block_spans import UNIT, block_spans
+from megatron_ds.ops.cpu import compiled_attention
+from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring
 from megatron_ds.ops.sparse_layouts import keyed, layout
 from tests.plans.test_sparse_layouts import options
 from tests.plans.test_windows import draw, outcome
 
-RUN = compiled_sparse._run
-needs_kernel = pytest.mark.skipif(bool(compiled_sparse.reason_against()),
-                                  reason=compiled_sparse.reason_against())
+RUN = compiled_attention._run
+REASON = compiled_attention.reason_against(torch.bfloat16)
+needs_kernel = pytest.mark.skipif(bool(REASON), reason=REASON or "-")
 BIGBIRD = dict(num_random_blocks=2, num_sliding_window_blocks=3, layout_per_head=True)
 CASES = {"fixed": ("fixed", dict(layout_per_head=True, num_different_global_patterns=4), True),
          "bigbird": ("bigbird", BIGBIRD, True), "both directions": ("bigbird", BIGBIRD, False),
@@ -45,7 +45,7 @@ def test_output_and_gradients_equal_those_of_a_mask(case, block, g, d, hides, dt
     tensors += [draw(n, seed=3)] * hides
 
     def ours(q, k, v, sink=None):
-        assert compiled_sparse.suits(q, k, pattern)
+        assert compiled_attention.suits(q, k, pattern)
         return attention(q, k, v, pattern=pattern, documents=apart, mask=padding, scoring=Scoring(None, sink))
 
     def oracle(q, k, v, sink=None):
@@ -103,7 +103,7 @@ def test_ranks_that_share_keys_compute_what_one_does(case, dtype, bound, hides, 
     padding = (torch.arange(192) >= 185)[None, None, None].expand(2, 1, 1, 192) if hides else None
     seen = Seen(pattern, apart.ids if hides else None, padding)
     ways = []
-    monkeypatch.setattr(compiled_sparse, "_run", lambda name, *more: (ways.append(name), RUN(name, *more)))
+    monkeypatch.setattr(compiled_attention, "_run", lambda name, *more: (ways.append(name), RUN(name, *more)))
     ours = [torch.zeros(t.shape) for t in (q, q, k, v)]
     for queries in RUNS[pattern.causal]:
         rows = [i for run in queries.ranges for i in run]
@@ -133,7 +133,7 @@ def test_spans_are_the_scores_that_a_layout_shows(case, block):
     """Each once, none in vain but those above the diagonal of a unit."""
     heads, blocks = 4, 9
     pattern = pattern_of(case, block, blocks, heads)
-    plan = block_spans(pattern, *[range(block * blocks)] * 2, heads)
+    plan = key_spans(pattern, *[range(block * blocks)] * 2, heads)
     units, (count,) = block * blocks // UNIT, {len(first) - 1 for first in plan.first}
     assert count == -(-units // 4)
     for head, number in enumerate(plan.layout_of_head):
@@ -151,8 +151,8 @@ def test_spans_are_the_scores_that_a_layout_shows(case, block):
 @needs_kernel
 def test_what_the_kernel_does_not_take_is_left_to_others():
     pattern, q = pattern_of("local", 16, 9, 2), draw(144, 1, 2, 32)
-    assert compiled_sparse.suits(q, q, pattern)
+    assert compiled_attention.suits(q, q, pattern)
     others = [(q[:1], q, pattern), (q[:, :, :, :24], q[:, :, :, :24], pattern), (q.half(), q.half(), pattern),
-              (q, q, AttentionPattern(layout=pattern.layout, left=9)), (q, q, AttentionPattern()),
+              (q, q, AttentionPattern(layout=pattern.layout, left=9)),
               (q, q, pattern_of("local", 24, 6, 2)), (q[:100], q[:100], pattern)]
-    assert not any(compiled_sparse.suits(*other) for other in others)
+    assert not any(compiled_attention.suits(*other) for other in others)
