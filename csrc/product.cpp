@@ -41,7 +41,7 @@ Range range_of(int64_t from, int64_t size, int64_t most) { return {from, std::mi
 // Equal parts of the sums, of whole registers.
 template <typename N>
 int64_t sum_of(int64_t length) {
-    const int64_t parts = (length + N::LONGEST_SUM - 1) / N::LONGEST_SUM;
+    const int64_t parts = (length + LONGEST_SUM<N> - 1) / LONGEST_SUM<N>;
     return rounded_up((length + parts - 1) / std::max<int64_t>(1, parts), 2 * WIDE);
 }
 

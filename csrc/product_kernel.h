@@ -34,13 +34,6 @@ struct Target {
     }
 };
 
-INLINE __m512i register_of(const float* x) { return load(x); }
-INLINE __m512i register_of(const uint32_t* x) { return load(x); }
-INLINE __m512 broadcast(float x) { return _mm512_set1_ps(x); }
-INLINE __m512i broadcast(uint32_t x) { return _mm512_set1_epi32(int(x)); }
-INLINE __m512 sum_of(__m512 sum, __m512 a, __m512i b) { return _mm512_fmadd_ps(a, _mm512_castsi512_ps(b), sum); }
-INLINE __m512 sum_of(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
 INLINE __m512 load_wide(const float* x, __mmask16 some) { return _mm512_maskz_loadu_ps(some, x); }
 INLINE __m512 load_wide(const uint16_t* x, __mmask16 some) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, x)), 16));
@@ -82,7 +75,7 @@ void tile_of(const Packed* a, const Packed* b, int64_t length, const Target<Numb
         for (int64_t j = 0; j < N; ++j)
             c.fetch_to_write(i, j * WIDE);
     for (int64_t k = 0; k < length; ++k) {
-        __m512i row[N];
+        decltype(register_of(b)) row[N];
 #pragma GCC unroll 3
         for (int j = 0; j < N; ++j) row[j] = register_of(b + j * WIDE);
 #pragma GCC unroll 8

@@ -22,18 +22,9 @@ namespace {
 constexpr int64_t TALL = 8, REGISTERS = 3, PANEL = REGISTERS * WIDE;      // rows of a tile; its columns
 constexpr int64_t SUM = 2 * WIDE;
 
-// LONGEST_SUM: numbers of a sum in a chunk, so that a tile of A takes half of the fastest cache.
-struct Fp32 {
-    using Number = float;
-    using Packed = float;
-    static constexpr int64_t PER = 1, LONGEST_SUM = 512;
-};
-
-struct Bf16 {
-    using Number = uint16_t;
-    using Packed = uint32_t;
-    static constexpr int64_t PER = 2, LONGEST_SUM = 1024;
-};
+// Numbers of a sum in a chunk, so that a tile of A takes half of the fastest cache.
+template <typename N>
+constexpr int64_t LONGEST_SUM = 512 * N::PER;
 
 // Element (i, j) is at data[i * row + j * column]; one of the two is 1.
 template <typename Number>
