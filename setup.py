@@ -72,7 +72,7 @@ else:
                           cxx_std=17, extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._product", ["csrc/product.cpp"],
                           depends=["csrc/bf16_vectors.h", "csrc/pool.h", "csrc/processors.h",
-                                   "csrc/product_kernel.h", "csrc/vector_math.h"],
+                                   "csrc/product_kernel.h", "csrc/product_packing.h", "csrc/vector_math.h"],
                           cxx_std=17, extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"],
                           depends=["csrc/bpe_cutter.h", "csrc/bpe_merges.h"], cxx_std=17,

@@ -117,10 +117,11 @@ def our_context(rank: int, ranks: int):
 
 def our_batch(shape: Shape, ids: torch.Tensor | None = None):
     from megatron_ds.data.batch import Batch
+    from megatron_ds.data.ledger import DISCARDING
     b, s = shape.batch, shape.seq
     ids = torch.zeros(b, s, dtype=torch.int64) if ids is None else ids
     return Batch(ids, ids.roll(-1, 1), torch.ones(b, s), torch.arange(s).expand(b, s),
-                 sample_ids=tuple(range(b)))
+                 sample_ids=tuple(range(b)), ledger=DISCARDING)
 
 
 def ours(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:

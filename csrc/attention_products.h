@@ -1,8 +1,7 @@
 // Products of fp32 and of bf16 numbers, whose sums stay in registers, and copies of rows in the order in which they are read.
 //
-// Numbers are packed for products as they are in fp32, and as pairs of neighbours in the summed dimension in bf16. `Packed` is the
-// type of such a number, PER the numbers in it. Of a product C = A B, packed numbers of A are single ones in memory, of any strides;
-// those of B are rows of sixteen or more. One function serves all seven products of attention.
+// Of a product C = A B, packed numbers of A are single ones in memory, of any strides; those of B are rows of sixteen or more. One
+// function serves all seven products of attention.
 //
 // Only for processors with AVX-512 F, BW, DQ and VL, and with BF16 where numbers are bf16: attention.cpp asks before it calls
 // anything here.
@@ -21,18 +20,6 @@ namespace {
 constexpr int64_t ROWS = 64, REGISTERS = ROWS / WIDE;      // queries of a tile, and its registers
 constexpr int64_t UNITS = 4;      // of keys worked on at once, in forward PER times as many
 
-struct Fp32 {
-    using Number = float;
-    using Packed = float;
-    static constexpr int64_t PER = 1;
-};
-
-struct Bf16 {
-    using Number = uint16_t;
-    using Packed = uint32_t;
-    static constexpr int64_t PER = 2;
-};
-
 // Rows of one head: the numbers of a row lie together.
 template <typename T>
 struct Rows {
@@ -43,13 +30,6 @@ struct Rows {
 };
 
 // ------------------------------------------------------------------------------------------------------------- products
-INLINE __m512 register_of(const float* x) { return _mm512_loadu_ps(x); }
-INLINE __m512i register_of(const uint32_t* x) { return load(x); }
-INLINE __m512 broadcast(float x) { return _mm512_set1_ps(x); }
-INLINE __m512i broadcast(uint32_t x) { return _mm512_set1_epi32(int(x)); }
-INLINE __m512 sum_of(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
-INLINE __m512 sum_of(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
 // A of M rows and `depth` packed numbers with any strides, B of `depth` rows of R registers.
 template <typename Packed>
 struct Factors {

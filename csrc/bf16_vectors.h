@@ -42,6 +42,19 @@ constexpr int64_t WIDE = 16;      // fp32 numbers, or pairs, of a register
 
 inline int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
+// Numbers of a matrix, and how products take them: PER neighbours in the summed dimension are one `Packed`.
+struct Fp32 {
+    using Number = float;
+    using Packed = float;
+    static constexpr int64_t PER = 1;
+};
+
+struct Bf16 {
+    using Number = uint16_t;
+    using Packed = uint32_t;
+    static constexpr int64_t PER = 2;
+};
+
 INLINE __m512i load(const void* x) { return _mm512_loadu_si512(x); }
 INLINE void store(void* x, __m512i value) { _mm512_storeu_si512(x, value); }
 
@@ -87,6 +100,14 @@ INLINE __m512i paired_halves(__m512i x) {
                                            19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, x);
 }
+
+// Products of packed numbers, added to sums in fp32.
+INLINE __m512 register_of(const float* x) { return _mm512_loadu_ps(x); }
+INLINE __m512i register_of(const uint32_t* x) { return load(x); }
+INLINE __m512 broadcast(float x) { return _mm512_set1_ps(x); }
+INLINE __m512i broadcast(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+INLINE __m512 sum_of(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
+INLINE __m512 sum_of(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
 INLINE __m512i narrow(__m512 lower, __m512 upper) { return (__m512i)_mm512_cvtne2ps_pbh(upper, lower); }
 

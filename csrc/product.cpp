@@ -1,5 +1,5 @@
-// Products of bf16 matrices on CPUs with AVX-512 BF16: C = A B + bias in bf16, and C += A B in fp32. product_kernel.h has the
-// tiles.
+// Products of matrices in fp32 or bf16 on CPUs with AVX-512 BF16: C = A B + bias in their dtype, and C += A B in fp32.
+// product_kernel.h has the tiles.
 //
 // Work: C is divided into chunks whose part of B, packed, stays in the shared cache; all threads pack it, then take parts of C in
 // turn, each with columns of B that stay in their own cache. Parts of a long sum are added in fp32.
@@ -16,6 +16,7 @@
 
 #include <array>
 #include <atomic>
+#include <string>
 
 #include "pool.h"
 #include "bf16_vectors.h"
@@ -31,53 +32,50 @@ using Sizes = std::array<int64_t, 3>;                    // rows of C, columns o
 using Place = std::array<int64_t, 3>;                    // address, and the strides of rows and columns in elements
 
 #ifdef HAS_BF16_PRODUCTS
-constexpr int64_t LONGEST_SUM = 1024, MOST_ROWS = 1024, MOST_COLUMNS = 32 * PANEL;
-#ifndef CACHE
-#define CACHE 384
-#endif      // of a chunk
-constexpr int64_t OWN_CACHE = CACHE << 10;                 // bytes of packed B that a thread works on
+constexpr int64_t MOST_ROWS = 1024, MOST_COLUMNS = 32 * PANEL;      // of a chunk
+constexpr int64_t OWN_CACHE = 384 << 10;                 // bytes of packed B that a thread works on
 constexpr int64_t PART = 16 * TALL;                      // rows of a part
-
-// [from, from + count) of rows, columns or numbers of a sum.
-struct Range {
-    int64_t from, count;
-};
 
 Range range_of(int64_t from, int64_t size, int64_t most) { return {from, std::min(most, size - from)}; }
 
 // Equal parts of the sums, of whole registers.
+template <typename N>
 int64_t sum_of(int64_t length) {
-    const int64_t parts = (length + LONGEST_SUM - 1) / LONGEST_SUM;
+    const int64_t parts = (length + LONGEST_SUM<N> - 1) / LONGEST_SUM<N>;
     return rounded_up((length + parts - 1) / std::max<int64_t>(1, parts), 2 * WIDE);
 }
 
 // Memory of a call.
+template <typename Packed>
 struct Work {
-    uint32_t *a, *b;
+    Packed *a, *b;
     float* sums;
 };
 
+template <typename N>
 struct Call {
     Sizes sizes;
-    Matrix a, b;
-    uint16_t* narrow;
-    const uint16_t* bias;
-    float* wide;
+    Matrix<typename N::Number> a, b;
+    const typename N::Number* bias;
+    uint16_t* narrow;           // C, or
+    float* wide;                // C, in fp32
+    bool is_added;              // to C
     int64_t row;                // of C
     int threads;
 };
 
-int64_t arrange(Work& w, const Sizes& sizes, bool is_wide, char* memory) {
+template <typename N>
+int64_t arrange(Work<typename N::Packed>& w, const Sizes& sizes, bool is_wide, char* memory) {
     const auto [rows, columns, length] = sizes;
-    const int64_t sum = rounded_up(sum_of(length), 2), most_rows = rounded_up(std::min(rows, MOST_ROWS), TALL);
-    const int64_t most_columns = std::min(rounded_up(columns, WIDE), MOST_COLUMNS);
+    const int64_t sum = sum_of<N>(length), most_rows = rounded_up(std::min(rows, MOST_ROWS), TALL);
+    const int64_t most_columns = std::min(rounded_up(columns, WIDE), MOST_COLUMNS), size = sizeof(typename N::Number);
     char* start = memory;
     const auto take = [&](auto*& array, int64_t bytes) {
         array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory);
         memory += rounded_up(bytes, 64);
     };
-    take(w.b, most_columns * sum * 2);
-    take(w.a, most_rows * sum * 2);
+    take(w.b, most_columns * sum * size);
+    take(w.a, most_rows * sum * size);
     take(w.sums, !is_wide && sum < length ? most_rows * most_columns * 4 : 0);
     return memory - start + 64;
 }
@@ -91,59 +89,66 @@ void in_turn(int64_t parts, int threads, const Part& part) {
     run_on_threads(int(std::min<int64_t>(threads, parts)), job);
 }
 
-void pack(const Call& call, const Work& w, Range rows, Range columns, Range sum) {
+template <typename N>
+void pack(const Call<N>& call, const Work<typename N::Packed>& w, Range rows, Range columns, Range sum) {
     const bool in_rows = call.a.column == 1, in_columns = call.b.row == 1;      // numbers of a sum lie together
-    const int64_t pairs = (sum.count + 1) / 2, steps = (sum.count + SUM - 1) / SUM;
+    const int64_t length = packed<N>(sum.count), steps = (sum.count + SUM - 1) / SUM;
     const int64_t of_a = in_rows ? (rows.count + 2 * TALL - 1) / (2 * TALL) : steps;
     const int64_t of_b = in_columns ? (columns.count + PANEL - 1) / PANEL : steps;
     in_turn(of_a + of_b, call.threads, [&](int64_t i) {
         if (i < of_a) {
             const int64_t row = 2 * TALL * i;
             if (in_rows)
-                pack_rows_of_a(call.a, rows.from + row, rows.count - row, sum.from, sum.count, w.a + row * pairs);
+                pack_rows_of_a<N>(call.a, rows.from + row, rows.count - row, sum, w.a + row * length);
             else
-                pack_columns_of_a(call.a, rows.from, rows.count, sum.from, sum.count, i * SUM, w.a);
+                pack_columns_of_a<N>(call.a, rows, sum, i * SUM, w.a);
         } else {
             const int64_t part = i - of_a, column = PANEL * part;
             if (in_columns)
-                pack_columns_of_b(call.b, columns.from + column, std::min(PANEL, columns.count - column), sum.from, sum.count,
-                                  w.b + column * pairs);
+                pack_columns_of_b<N>(call.b, columns.from + column, std::min(PANEL, columns.count - column), sum,
+                                     w.b + column * length);
             else
-                pack_rows_of_b(call.b, columns.from, columns.count, sum.from, sum.count, part * SUM, w.b);
+                pack_rows_of_b<N>(call.b, columns, sum, part * SUM, w.b);
         }
     });
 }
 
-void multiply(const Call& call, const Work& w, Range rows, Range columns, Range sum) {
-    const int64_t pairs = (sum.count + 1) / 2, panels = (columns.count + PANEL - 1) / PANEL;
-    const int64_t most = std::max<int64_t>(1, OWN_CACHE / (PANEL * pairs * PAIR)), blocks = (panels + most - 1) / most;
-    const int64_t parts = (rows.count + PART - 1) / PART;
+// Where a chunk of C goes: to C, or to sums in fp32 until the last part of its sums is known.
+template <typename N>
+Target<typename N::Number> target_of(const Call<N>& call, const Work<typename N::Packed>& w, Range rows, Range columns, Range sum) {
     const bool is_first = sum.from == 0, is_last = sum.from + sum.count == call.sizes[2];
-    const int64_t width = columns.count;
-    Target c{};
+    const auto* bias = is_last && call.bias ? call.bias + columns.from : nullptr;
+    const int64_t start = rows.from * call.row + columns.from;
     if (call.wide)
-        c = {call.wide + rows.from * call.row + columns.from, nullptr, call.wide + rows.from * call.row + columns.from, nullptr,
-             call.row, 0};
-    else
-        c = {is_first ? nullptr : w.sums, is_last && call.bias ? call.bias + columns.from : nullptr, is_last ? nullptr : w.sums,
-             is_last ? call.narrow + rows.from * call.row + columns.from : nullptr, width, call.row};
+        return {is_first && !call.is_added ? nullptr : call.wide + start, bias, call.wide + start, nullptr, call.row, 0};
+    return {is_first ? nullptr : w.sums, bias, is_last ? nullptr : w.sums, is_last ? call.narrow + start : nullptr, columns.count,
+            call.row};
+}
+
+template <typename N>
+void multiply(const Call<N>& call, const Work<typename N::Packed>& w, Range rows, Range columns, Range sum) {
+    const int64_t length = packed<N>(sum.count), panels = (columns.count + PANEL - 1) / PANEL;
+    const int64_t most = std::max<int64_t>(1, OWN_CACHE / (PANEL * length * int64_t(sizeof(typename N::Packed))));
+    const int64_t blocks = (panels + most - 1) / most, parts = (rows.count + PART - 1) / PART;
+    const Target<typename N::Number> c = target_of(call, w, rows, columns, sum);
     in_turn(blocks * parts, call.threads, [&](int64_t i) {
         const int64_t block = i / parts, first = panels * block / blocks, last = panels * (block + 1) / blocks;
         for (int64_t row = i % parts * PART; row < std::min(rows.count, (i % parts + 1) * PART); row += TALL)
             for (int64_t panel = first; panel < last; ++panel) {
                 const int64_t column = panel * PANEL;
-                tile(w.a + row * pairs, w.b + column * pairs, pairs, c.at(row, column), std::min(TALL, rows.count - row),
+                tile(w.a + row * length, w.b + column * length, length, c.at(row, column), std::min(TALL, rows.count - row),
                      std::min(PANEL, columns.count - column));
             }
     });
 }
 
-void run(const Call& call, uintptr_t memory) {
+template <typename N>
+void run(const Call<N>& call, uintptr_t memory) {
     py::gil_scoped_release released;
     const auto [all_rows, all_columns, length] = call.sizes;
-    Work w{};
-    arrange(w, call.sizes, call.wide, reinterpret_cast<char*>(rounded_up(int64_t(memory), 64)));
-    const int64_t sum = sum_of(length);
+    Work<typename N::Packed> w{};
+    arrange<N>(w, call.sizes, call.wide, reinterpret_cast<char*>(rounded_up(int64_t(memory), 64)));
+    const int64_t sum = sum_of<N>(length);
     for (int64_t column = 0; column < all_columns; column += MOST_COLUMNS)
         for (int64_t row = 0; row < all_rows; row += MOST_ROWS)
             for (int64_t k = 0; k < length; k += sum) {
@@ -153,36 +158,53 @@ void run(const Call& call, uintptr_t memory) {
             }
 }
 
-Matrix matrix_of(const Place& x) { return {reinterpret_cast<const uint16_t*>(x[0]), x[1], x[2]}; }
+template <typename T>
+T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
+template <typename Number>
+Matrix<Number> matrix_of(const Place& x) { return {pointer<const Number>(uintptr_t(x[0])), x[1], x[2]}; }
+
+template <typename N>
 void product(const Sizes& sizes, const Place& a, const Place& b, uintptr_t out, int64_t row, uintptr_t bias, uintptr_t memory,
              int threads) {
-    run({sizes, matrix_of(a), matrix_of(b), reinterpret_cast<uint16_t*>(out), reinterpret_cast<const uint16_t*>(bias), nullptr, row,
-         threads}, memory);
+    using Number = typename N::Number;
+    const bool is_wide = sizeof(Number) == 4;
+    run<N>({sizes, matrix_of<Number>(a), matrix_of<Number>(b), pointer<const Number>(bias),
+            pointer<uint16_t>(is_wide ? 0 : out), pointer<float>(is_wide ? out : 0), false, row, threads}, memory);
 }
 
+template <typename N>
 void add_product(const Sizes& sizes, const Place& a, const Place& b, uintptr_t out, int64_t row, uintptr_t memory, int threads) {
-    run({sizes, matrix_of(a), matrix_of(b), nullptr, nullptr, reinterpret_cast<float*>(out), row, threads}, memory);
+    using Number = typename N::Number;
+    run<N>({sizes, matrix_of<Number>(a), matrix_of<Number>(b), nullptr, nullptr, pointer<float>(out), true, row, threads}, memory);
 }
 
+template <typename N>
 int64_t bytes(const Sizes& sizes, bool is_wide) {
-    Work w{};
-    return arrange(w, sizes, is_wide, nullptr);
+    Work<typename N::Packed> w{};
+    return arrange<N>(w, sizes, is_wide, nullptr);
+}
+
+template <typename N>
+void define(py::module_& module, const std::string& dtype) {
+    module.def(("bytes_" + dtype).c_str(), &bytes<N>, py::arg("sizes"), py::arg("is_wide"),
+               "Bytes of memory that a call works in; is_wide: C is in fp32.");
+    module.def(("product_" + dtype).c_str(), &product<N>, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"),
+               py::arg("row"), py::arg("bias"), py::arg("memory"), py::arg("threads"));
+    module.def(("add_product_" + dtype).c_str(), &add_product<N>, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"),
+               py::arg("row"), py::arg("memory"), py::arg("threads"));
 }
 #endif
 
 }  // namespace
 
 PYBIND11_MODULE(_product, module) {
-    module.doc() = "Products of bf16 matrices given by address; megatron_ds.ops.product is the way in.";
+    module.doc() = "Products of fp32 or bf16 matrices given by address; megatron_ds.ops.product is the way in.";
     module.def("has_products", &has_products, "Whether the processor multiplies bf16 in vectors, and this was compiled for it.");
+    module.def("is_amd", &is_amd, "Whether the processor is one of AMD's.");
     module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast.");
 #ifdef HAS_BF16_PRODUCTS
-    module.def("bytes", &bytes, py::arg("sizes"), py::arg("is_wide"),
-               "Bytes of memory that a call works in.");
-    module.def("product", &product, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"), py::arg("row"), py::arg("bias"),
-               py::arg("memory"), py::arg("threads"));
-    module.def("add_product", &add_product, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"), py::arg("row"),
-               py::arg("memory"), py::arg("threads"));
+    define<Fp32>(module, "fp32");
+    define<Bf16>(module, "bf16");
 #endif
 }

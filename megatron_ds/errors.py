@@ -10,6 +10,7 @@
       DeviceMemoryError      the run does not fit on a rank's device
       StorageError           offloaded state could not be written or read
       KernelError            a GPU kernel did not compile, load or start
+      LedgerError            a loss term or metric of a layer would be lost
       NotInitializedError    mpu used before `initialize_model_parallel`
 
 A message states what is wrong with the numbers, why it matters, and what to do.
@@ -54,6 +55,10 @@ class StorageError(MegatronDSError):
 
 class KernelError(MegatronDSError):
     """A GPU kernel could not be compiled, loaded or started."""
+
+
+class LedgerError(MegatronDSError):
+    """A layer adds a loss term or a metric where it would be neither trained nor reported."""
 
 
 class NotInitializedError(MegatronDSError):

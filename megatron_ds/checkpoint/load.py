@@ -17,8 +17,9 @@ from ..errors import CheckpointError
 from ..mpu.agree import gather_from_all_ranks, on_all_ranks, on_one_rank
 from ..mpu.group import Group, coordinates_of
 from ..mpu.param_spec import Coordinates
+from ..mpu.parameter_piece import ParameterPiece
 from . import folder as folders
-from .pieces import ParameterPiece, Piece
+from .pieces import Piece
 from .run_file import read_run_file
 
 logger = logging.getLogger(__name__)

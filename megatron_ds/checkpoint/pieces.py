@@ -51,23 +51,6 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True)
-class ParameterPiece:
-    """A whole local parameter as a piece, where only weights are read or written."""
-
-    spec: ParamSpec
-    tensor: torch.Tensor
-    kind: str = WEIGHT
-    start: int = 0
-    replica: int = 0
-    replicas: int = 1
-
-    @property
-    def stop(self) -> int:
-        """End of the piece in the flattened shard."""
-        return self.tensor.numel()
-
-
-@dataclass(frozen=True)
 class MadePiece:
     """A piece whose values are made when they are written, so that a checkpoint may exceed the memory.
 

@@ -19,8 +19,9 @@ from ..errors import CheckpointError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates, Init, ParamSpec
+from ..mpu.parameter_piece import ParameterPiece
 from .load import explain_way_back, find_checkpoint
-from .pieces import ParameterPiece, Piece, rectangle, views
+from .pieces import Piece, rectangle, views
 from .safetensors_folder import TensorEntry
 
 TAG = 0

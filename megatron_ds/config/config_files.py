@@ -97,7 +97,10 @@ def _entries(path: str, mapping: Any, reading: Reading) -> Iterator[tuple[str, A
     first: dict[str, int] = {}
     for key, value in mapping.value:
         name, line = str(key.value), key.start_mark.line + 1
-        if name in first:
+        if key.id != "scalar":
+            what = "list" if key.id == "sequence" else "block"
+            reading.refuse(f"{path}:{line}: a {what} is no key. Write `name: value`.")
+        elif name in first:
             reading.refuse(f"{path}:{line}: {name} occurs here and on line {first[name]}. Remove one.")
         else:
             first[name] = line

@@ -122,7 +122,8 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
         near = _near(key)
         document.refuse(f'{document.path}: unknown key "{key}"{near or "."} docs/flags.md lists all keys.')
         document.unread |= {option.path for known, option in declared_keys().items()
-                            if repr(known) in near or repr(known.rpartition(".")[2]) in near}
+                            if any(repr(part) in near for part in (
+                                known, known.rpartition(".")[2], known.partition(".")[0]))}
     elif is_off or covered[1].accepts(value):
         if not is_off and not asks_for_nothing(value):
             document.without_effect[f"{document.path} {key}"] = covered[1].note
@@ -239,7 +240,8 @@ def _near(key: str) -> str:
     direct = by_option.get(name) if not parent else None
     if direct:
         return f"; did you mean {direct!r}?"
-    near = near_key(name, siblings) or (not parent and near_key(name, by_option))
+    blocks = {block: block for other in candidates if (block := other.partition(".")[0]) != other}
+    near = near_key(name, siblings) or (not parent and (near_key(name, blocks) or near_key(name, by_option)))
     return near or near_key(key, {candidate: candidate for candidate in candidates})
 
 

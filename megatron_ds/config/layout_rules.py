@@ -228,12 +228,22 @@ def pipeline(config: RunConfig) -> Iterator[str]:
                "stage.")
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
-        example = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))
         fits = len(counts) == stages if config.pipeline_chunks else len(counts) % ranks == 0
         if not fits or sum(counts) != layers:
             yield (f"[pipeline_layout] has {len(counts)} stages and {sum(counts)} layers, but there are "
-                   f"[pipeline_model_parallel_size]{several} and [num_layers]. Use for instance "
-                   f"--pipeline-layout {example}.")
+                   f"[pipeline_model_parallel_size]{several} and [num_layers]. Use "
+                   f"{_example_layout(layers, stages)}.")
+
+
+def _example_layout(layers: int, stages: int) -> str:
+    """Embedding, decoder layers and head on that many stages, with something on each of them."""
+    if layers + 2 < stages:
+        return f"at most {layers + 2} stages in all: the embedding, each layer and the head on one of its own"
+    if layers < stages:
+        text = "|".join(["E", *"t" * layers, *"L" * (stages - layers - 1)])
+    else:
+        text = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))
+    return f"for instance --pipeline-layout {text}"
 
 
 def uneven_pipeline(config: RunConfig) -> Iterator[str]:

@@ -171,6 +171,8 @@ def shown(raw: Any) -> str:
     """A value as it was written, for messages."""
     if isinstance(raw, bool):
         return str(raw).lower()
+    if isinstance(raw, list):                                       # of a YAML file: all items are strings
+        return f"[{', '.join(map(str, raw))}]"
     return "an empty value" if raw is None or raw == "" else repr(raw)
 
 

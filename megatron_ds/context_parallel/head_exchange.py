@@ -10,6 +10,7 @@ ranks receive the same one and their gradients of it are summed by its owners: m
 Letters: s positions, b samples, n query heads, g key-value heads, d channels, c ranks.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu.collectives import all_to_all_
 from ..mpu.group import Group
+from ..ops.cpu.widened_products import WORKSPACE
 
 
 def to_heads(tensors: tuple[torch.Tensor, ...], group: Group,
@@ -24,7 +26,7 @@ def to_heads(tensors: tuple[torch.Tensor, ...], group: Group,
     """Tensors [s/c, b, heads, d] of the rank's tokens → [s, b, heads/c, d] of its heads.
 
     heads must be a multiple of the ranks. order: positions of the tokens in the order of the ranks, None if
-    ascending. One all-to-all, and one in backward.
+    ascending. One all-to-all of each tensor, and one in backward.
     """
     return _ToHeads.apply(group, order, *tensors)
 
@@ -65,34 +67,51 @@ class _ToTokens(torch.autograd.Function):
         return None, None, _divide_heads((gradient,), ctx.group, ctx.order)[0]
 
 
-# Results are allocated before what is freed on return: a heap that keeps freed memory has no holes below
-# them.
+# Note: memory. Tensors are exchanged one by one, through a buffer for one of them, which is in the workspace
+# on a CPU: a heap that keeps freed memory would have holes where buffers were, between tensors that backward
+# keeps. Results are one allocation.
 
 
 def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
                   order: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """[s/c, b, heads, d] → [s, b, heads/c, d]. One copy to pack them, one more if an order is given."""
-    parts = [t.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4) for t in tensors]  # [c, s/c, b, h/c, d]
-    widths = [part.shape[3] for part in parts]
-    ranks, s, b, _, d = parts[0].shape
-    whole = tensors[0].new_empty(ranks * s, b, sum(widths), d)
-    received = whole if order is None else torch.empty_like(whole)
-    all_to_all_(received.view(-1), torch.cat(parts, 3).contiguous().view(-1), group)
-    if order is not None:
-        torch.index_select(received, 0, order.argsort(), out=whole)
-    return whole.split(widths, 2)
+    """[s/c, b, heads, d] → [s, b, heads/c, d]. One copy to pack each, one more if an order is given."""
+    shapes = [(group.size * s, b, heads // group.size, d) for s, b, heads, d in (t.shape for t in tensors)]
+    results = _together(tensors[0], shapes)
+    for t, result in zip(tensors, results, strict=True):
+        parts = t.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4)               # [c, s/c, b, h/c, d]
+        packed = _buffer(t, parts.shape).copy_(parts)
+        received = result if order is None else torch.empty_like(result)
+        all_to_all_(received.view(-1), packed.view(-1), group)
+        if order is not None:
+            torch.index_select(received, 0, order.argsort(), out=result)
+    return results
 
 
 def _divide_tokens(tensors: Sequence[torch.Tensor], group: Group,
                    order: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """[s, b, heads/c, d] → [s/c, b, heads, d]: the inverse of `_divide_heads`."""
-    parts = [t.unflatten(0, (group.size, -1)) for t in tensors]                         # [c, s/c, b, h/c, d]
-    results = [part.new_empty(*part.shape[1:3], group.size, *part.shape[3:]) for part in parts]
-    packed = torch.cat(tensors, 2) if len(tensors) > 1 else tensors[0]
-    packed = packed.contiguous() if order is None else packed.index_select(0, order)
-    received = torch.empty_like(packed)
-    all_to_all_(received.view(-1), packed.view(-1), group)
-    pieces = received.unflatten(0, (group.size, -1)).split([part.shape[3] for part in parts], 3)
-    for result, piece in zip(results, pieces, strict=True):
-        result.copy_(piece.permute(1, 2, 0, 3, 4))
-    return tuple(result.flatten(2, 3) for result in results)
+    shapes = [(s // group.size, b, group.size * heads, d) for s, b, heads, d in (t.shape for t in tensors)]
+    results = _together(tensors[0], shapes)
+    for t, result in zip(tensors, results, strict=True):
+        packed = t.contiguous() if order is None else t.index_select(0, order)
+        received = _buffer(packed, packed.shape)
+        all_to_all_(received.view(-1), packed.view(-1), group)
+        parts = received.unflatten(0, (group.size, -1)).permute(1, 2, 0, 3, 4)        # [s/c, b, c, h/c, d]
+        result.unflatten(2, (group.size, -1)).copy_(parts)
+    return results
+
+
+def _together(like: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+    """Uninitialised tensors of these shapes in one allocation, each contiguous."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = like.new_empty(sum(sizes)).split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _buffer(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Uninitialised, until the next one is asked for."""
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
+    numel = math.prod(shape)
+    memory = WORKSPACE.take("exchange of heads", -(-numel * like.element_size() // 4))
+    return memory.view(like.dtype)[:numel].view(shape)

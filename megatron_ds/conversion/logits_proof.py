@@ -9,15 +9,16 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.pieces import ParameterPiece
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..data.ledger import DISCARDING
 from ..errors import CheckpointError
 from ..models import MODELS, build_stage
 from ..models.stage_modules import run_layers
 from ..moe.balance import StepState
 from ..mpu.context import ParallelContext
 from ..mpu.group import solo
+from ..mpu.parameter_piece import ParameterPiece
 from .family import model_of
 from .filling import fill, plan_filling
 from .huggingface_format import FORMAT as HUGGING_FACE
@@ -45,7 +46,8 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
     fill(plan_filling([*pieces, *state.pieces()], {WEIGHT: checkpoint.tensors[WEIGHT]}), {})
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
     batch = Batch(tokens, tokens, torch.ones(tokens.shape), positions, sample_ids=tuple(range(len(tokens))),
-                  training=False, token_types=torch.zeros_like(tokens) if model.model == "bert" else None)
+                  training=False, token_types=torch.zeros_like(tokens) if model.model == "bert" else None,
+                  ledger=DISCARDING)
     output = run_layers(modules, None, batch)
     logits, others = (output.logits, [output.order]) if model.model == "bert" else (output, [])
     return [logits.transpose(0, 1)[..., :model.vocab_size].float(), *others]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..mpu.context import SequenceSlice
-from .ledger import CLOSED, Ledger
+from .ledger import NO_LEDGER, Ledger
 
 if TYPE_CHECKING:
     from ..difficulty import TokenDrop
@@ -54,7 +54,8 @@ class Batch:
     places        positions of the tokens where only some are present: inside such a layer, or under context
                   parallelism; None where all tokens are present
     whole         under context parallelism the batch of all tokens, of which this one has those of the rank
-    ledger        where layers add loss terms and metrics; closed outside of a pipeline stage
+    ledger        where layers add loss terms and metrics; outside of a pipeline stage there is none, and an
+                  addition is an error
     """
 
     tokens: torch.Tensor
@@ -71,7 +72,7 @@ class Batch:
     kept_tokens: int | None = None
     places: Places | None = None
     whole: "Batch | None" = None
-    ledger: Ledger = CLOSED
+    ledger: Ledger = NO_LEDGER
 
     @property
     def size(self) -> int:

@@ -15,15 +15,20 @@ have the largest over all layers ("largest max load", `training.records.over_lay
 TensorBoard have every layer.
 
 `pipeline.stage.Stage` opens a ledger per micro-batch and closes it when the layers have returned. A closed
-ledger ignores what is added: a forward that is recomputed in backward therefore counts once, and its first
-run, whose graph the checkpoint keeps, is the one that is differentiated. Outside of a stage (`CLOSED`, the
-default of a batch) nothing is collected.
+ledger ignores what it has had already: a forward that is recomputed in backward therefore counts once, and
+its first run, whose graph the checkpoint keeps, is the one that is differentiated.
+
+    Ledger()      open: collects; closed: ignores names that it has, refuses others
+    DISCARDING    ignores everything, where only outputs of layers are wanted: generation, timings
+    NO_LEDGER     refuses everything: the default of a batch, so that no addition is lost by an omission
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..errors import LedgerError
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,15 @@ class Entry:
 
 
 class Ledger:
-    """The entries of one micro-batch at one stage, in the order in which layers add them."""
+    """The entries of one micro-batch at one stage, in the order in which layers add them.
 
-    def __init__(self, is_open: bool = True):
-        self.is_open = is_open
+    is_open  whether it collects; False for a layer that backward runs again, and where entries are discarded
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
         self._entries: list[Entry] = []
+        self._names: set[str] = set()
 
     def add(self, name: str, value: Tensor, count: float | Tensor = 1, weight: float = 1.0) -> None:
         """Add weight * value / count to the objective of this micro-batch, and report the mean under `name`.
@@ -81,11 +90,12 @@ class Ledger:
         return entries
 
     def close(self) -> None:
-        """Ignore all further additions."""
+        """Ignore further additions of the same names, of layers that run again; refuse others."""
         self.is_open = False
 
     def _append(self, name: str, value: Tensor, count: float | Tensor, weight: float | None) -> None:
         if not self.is_open:
+            self._ignore(name)
             return
         # No arithmetic here: a checkpointed layer must save the same tensors when it runs again on a
         # closed ledger.
@@ -94,7 +104,39 @@ class Ledger:
                 f"ledger entry {name!r} is {list(value.shape)} {value.dtype}: it is summed with others and "
                 "scaled by the loss scale. Add a scalar in torch.float32, for example values.float().sum()."
             )
+        self._names.add(name)
         self._entries.append(Entry(name, value, count, weight))
 
+    def _ignore(self, name: str) -> None:
+        """Raises LedgerError for a name that the ledger did not have when it was open."""
+        if name not in self._names:
+            raise LedgerError(
+                f"{name!r} is added to a ledger that was closed without it, so it would be lost: neither "
+                "trained nor reported. A layer adds the same names in its first forward as when it is "
+                "recomputed; close the ledger after all layers and the loss have returned.")
 
-CLOSED = Ledger(is_open=False)
+
+class _Discarding(Ledger):
+    """Ignores all additions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
+
+    def _ignore(self, name: str) -> None:
+        pass
+
+
+class _NoLedger(_Discarding):
+    """Refuses all additions."""
+
+    def _ignore(self, name: str) -> None:
+        raise LedgerError(
+            f"{name!r} is added to a batch that has no ledger, so it would be lost: neither trained nor "
+            "reported. Give the layers batch.with_ledger(ledger), of a new Ledger of megatron_ds.data.ledger "
+            "for each micro-batch, and call ledger.close() after them; or, of the same module, "
+            "batch.with_ledger(DISCARDING) where only the outputs of the layers are wanted.")
+
+
+DISCARDING = _Discarding()
+NO_LEDGER = _NoLedger()

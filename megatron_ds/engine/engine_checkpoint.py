@@ -24,12 +24,12 @@ import torch
 from .. import __version__
 from ..checkpoint.folder import is_ours, name_of, read_regular, steps_in, write_durably
 from ..checkpoint.load import latest, load, read_run
-from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import on_one_rank
 from ..mpu.param_spec import ParamSpec
+from ..mpu.parameter_piece import ParameterPiece
 from .deepspeed_loading import client_state, deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
 from .engine_status import EngineStatus

@@ -4,16 +4,12 @@ ranks, and the routers of `MixtureOfExperts`, whose memories (`moe.balance`) mov
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..data.batch import Batch
-from ..data.ledger import CLOSED
 from ..errors import ConfigError
 from ..moe.layer import MoE, Place
-from ..moe.router import Router
 from ..mpu.agree import on_all_ranks
 from ..mpu.collectives import all_gather_object, broadcast_
 from ..mpu.external_groups import DataParallelWorld
@@ -76,32 +72,9 @@ def connect_layers(engine: EngineStatus) -> None:
 
 
 def connect_routers(engine: EngineStatus) -> None:
-    """Give all ranks the memories of data-parallel rank 0, and refuse batches in which they could not count.
-
-    Collective over all ranks.
-    """
+    """Give all ranks the memories of data-parallel rank 0. Collective over all ranks."""
     for piece in engine.step_state.pieces():
         broadcast_(piece.tensor, engine.world.data)
-    for router in engine.module.modules():
-        if isinstance(router, Router) and (router.balance.is_needed or _has_loss(router)):
-            router.register_forward_pre_hook(_check_ledger)
-
-
-def _has_loss(router: Router) -> bool:
-    config = router.config
-    return any(config.moe_aux_loss_coeff) or bool(config.moe_z_loss_coeff)
-
-
-def _check_ledger(router: Router, arguments: tuple[Any, ...]) -> None:
-    batch: Batch = arguments[1]
-    if batch.training and batch.ledger is CLOSED and torch.is_grad_enabled():
-        lost = [what for what, is_lost in (("the bias of experts or their shares of the last step",
-                                            router.balance.is_needed), ("loss terms", _has_loss(router)))
-                if is_lost]
-        raise ConfigError(f"{router.name} is called with a batch that has no open ledger, so "
-                          f"{' and '.join(lost)} would be lost. Give the layers batch.with_ledger(ledger), "
-                          "of a new megatron_ds.data.ledger.Ledger for each micro-batch, and call "
-                          "ledger.close() after them; in evaluation, a batch with training=False.")
 
 
 class _Clock:

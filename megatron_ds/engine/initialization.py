@@ -104,25 +104,11 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     _check_arguments(model, optimizer, decay, mesh_param)
     _take_local_rank(args)
     world = with_expert_ranks(model, _join(mpu, distributed_port, dist_init_required))
-    data = training_data if hasattr(training_data, "__len__") else None
-
-    def prepared() -> _Prepared:
-        client = _client_of(model, optimizer, model_parameters)
-        name, found = block_of(config)
-        block = fill_autos(found, Sources(args, model, world.data.size, None if data is None else len(data)))
-        lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
-        settings = read_settings(block, world.data.size, lr, name)
-        partitions = partitions_of(model)
-        values = draw or (zeros if partitions else None)
-        prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values)
-        inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
-        freeze_others(model, inner.groups)
-        write_specs(model, world)
-        return _Prepared(client, block, settings, partitions, inner)
-
     # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
     # `agree`.
-    ready = on_all_ranks(world.world, prepared)
+    trained = _Trained(optimizer, model_parameters, decay)
+    ready = on_all_ranks(world.world, lambda: _prepare(
+        config, Sources(args, model, world.data.size, _samples(training_data)), world, trained, draw))
     agree(model, world)
     # The engine, then what a program may leave out: scheduler and loader.
     engine = _build_engine(model, world, ready, draw or zeros)
@@ -131,8 +117,16 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     engine.lr_scheduler = make_scheduler(ready.settings, engine.optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    trained = engine.optimizer if ready.inner.groups else None
-    return Initialized(engine, trained, engine.training_dataloader, engine.lr_scheduler)
+    return Initialized(engine, engine.optimizer if ready.inner.groups else None, engine.training_dataloader,
+                       engine.lr_scheduler)
+
+
+class _Trained(NamedTuple):
+    """The arguments of `initialize` about the optimizer and its parameters."""
+
+    optimizer: ClientOptimizer | None
+    parameters: Any
+    decay: Decays | None
 
 
 class _Prepared(NamedTuple):
@@ -143,6 +137,29 @@ class _Prepared(NamedTuple):
     settings: RunConfig
     partitions: Mapping[nn.Parameter, Partition]    # of parameters made under `zero.Init`
     inner: InnerOptimizers | SeveralOptimizers
+
+
+def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, world: DataParallelWorld,
+             trained: _Trained, draw: DrawByName | None) -> _Prepared:
+    """Read the settings; give the module its dtype, device, values and specs. Not collective."""
+    model = sources.model
+    client = _client_of(model, trained)
+    name, found = block_of(config)
+    block = fill_autos(found, sources)
+    lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
+    settings = read_settings(block, world.data.size, lr, name)
+    partitions = partitions_of(model)
+    values = draw or (zeros if partitions else None)
+    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values)
+    inner = _inner_optimizers(model, settings, block, client, trained)
+    freeze_others(model, inner.groups)
+    write_specs(model, world)
+    return _Prepared(client, block, settings, partitions, inner)
+
+
+def _samples(training_data: Any) -> int | None:
+    """The number of training samples; None for data without a length."""
+    return len(training_data) if hasattr(training_data, "__len__") else None
 
 
 def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
@@ -199,29 +216,31 @@ def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorl
     return join_world(mpu)
 
 
-def _client_of(model: nn.Module, optimizer: Any, model_parameters: Any) -> torch.optim.Optimizer | None:
+def _client_of(model: nn.Module, trained: _Trained) -> torch.optim.Optimizer | None:
+    """The program's optimizer, made where it is a function. None: the config's is used."""
+    optimizer, parameters = trained.optimizer, trained.parameters
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
             raise ConfigError(f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a "
                               "function that makes one from parameters.")
-        optimizer = optimizer(list(model.parameters() if model_parameters is None else model_parameters))
+        optimizer = optimizer(list(model.parameters() if parameters is None else parameters))
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     check_owned(model, owned, "optimizer=")
     return optimizer
 
 
 def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],
-                      client: torch.optim.Optimizer | None, model_parameters: Any,
-                      decay: Decays | None) -> InnerOptimizers | SeveralOptimizers:
+                      client: torch.optim.Optimizer | None,
+                      trained: _Trained) -> InnerOptimizers | SeveralOptimizers:
     """The client's optimizer, else the config's, else one without parameters."""
     if client is not None:
         if "optimizer" in block:
             logger.warning('"optimizer" in the config has no effect: optimizer= of initialize takes its '
                            "place")
         return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
-    groups = make_groups(model, model_parameters, decay) if "optimizer" in block else []
+    groups = make_groups(model, trained.parameters, trained.decay) if "optimizer" in block else []
     return json_optimizers(model, settings.optimizer, groups)
 
 

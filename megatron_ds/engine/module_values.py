@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
 from ..checkpoint.whole_tensors import TensorStream
 from ..errors import CheckpointError, ConfigError
@@ -23,6 +22,7 @@ from ..mpu.collectives import all_gather_object, broadcast_
 from ..mpu.external_groups import DataParallelWorld
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
+from ..mpu.parameter_piece import ParameterPiece
 from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names, is_expert
 

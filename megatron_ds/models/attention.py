@@ -12,8 +12,10 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 `SelfAttention` has two slots: rotary positions, and the core, which computes attention from q, k and v.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -34,8 +36,22 @@ from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
 from .normalization import make_head_norm
 
-# core(q [s, b, n/t, d], k [sk, b, g/t, d], v, batch) -> [s, b, n/t * d]
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Core(Protocol):
+    """Attention in two calls, so that a caller can free q, k and v between them; `attend` makes both."""
+
+    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → what the second call takes."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """→ [s, b, n/t * d]"""
+
+
+def attend(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
+    return core(*core.arrange(q, k, v, batch), batch)
 
 
 class KVCache:
@@ -204,7 +220,9 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)                                      # [all positions so far, b, g/t, d]
         if self.recompute_core:
-            return self.linear_proj(recompute(self.core_attention, q, k, v, batch))
+            return self.linear_proj(recompute(partial(attend, self.core_attention), q, k, v, batch))
+        # What the projection returned is free from here on, unless the core keeps it.
+        q, k, v = self.core_attention.arrange(q, k, v, batch)
         return self.linear_proj(self.core_attention(q, k, v, batch))
 
     def project(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -269,6 +287,10 @@ class CoreAttention(nn.Module):
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
         self.sink = Sink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
+
+    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+        """As they are."""
+        return q, k, v
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""

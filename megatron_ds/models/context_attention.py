@@ -7,8 +7,8 @@
                 ranks of equal position in all runs
 
 A core takes q [s/c, b, n/t, d], k and v [s/c, b, g/t, d] and a batch with `Batch.whole`, and returns
-[s/c, b, n/t * d]. Calls are collective over cp, forward and backward. Letters: c context-parallel ranks; the
-others as in attention.py.
+[s/c, b, n/t * d], in two calls (`attention.Core`), collective over cp, forward and backward. Letters: c
+context-parallel ranks; the others as in attention.py.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
-from .attention import CoreAttention, Sink, alibi_heads, alibi_of, seen_keys
+from .attention import CoreAttention, Heads, Sink, alibi_heads, alibi_of, seen_keys
 
 
 def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
@@ -53,11 +53,16 @@ class SharedKeysAttention(nn.Module):
         self.run, self.ring = ctx.split_cp if exchanges_heads else (solo("cp-inner"), ctx.cp)
         self.sink, self.alibi_heads = Sink(config, name, ctx), alibi_heads(config)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See the note above."""
+    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+        """The rank's heads of the tokens of a run."""
         ranks = self.run.size
-        if ranks > 1:
-            q, k, v = to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
+        if ranks == 1:
+            return q, k, v
+        return to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the note above; of what `arrange` returned."""
+        ranks = self.run.size
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads, whole = range(first, first + q.shape[2]), batch.whole
         pattern, mask = seen_keys(self.pattern.of_heads(heads), whole)
@@ -102,13 +107,19 @@ class HeadsAttention(nn.Module):
         self.core = CoreAttention(config, name, ctx, pattern=pattern,
                                   head_rank=ctx.tp.rank * ctx.cp.size + ctx.cp.rank)
 
+    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+        """The rank's heads of all tokens."""
+        group = self.ctx.cp
+        return to_heads((q, spread_groups(k, group.size), spread_groups(v, group.size)), group,
+                        self._order(batch, q))
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See the note above."""
-        group, whole = self.ctx.cp, batch.whole
-        order = self.ctx.slice.order(whole.seq_length, q.device)
-        q, k, v = to_heads((q, spread_groups(k, group.size), spread_groups(v, group.size)), group, order)
-        out = self.core(q, k, v, whole)                                              # [s, b, n/(t c) * d]
-        return to_tokens(out.unflatten(2, (q.shape[2], -1)), group, order).flatten(2)
+        """See the note above; of what `arrange` returned."""
+        out = self.core(q, k, v, batch.whole)                                        # [s, b, n/(t c) * d]
+        return to_tokens(out.unflatten(2, (q.shape[2], -1)), self.ctx.cp, self._order(batch, q)).flatten(2)
+
+    def _order(self, batch: Batch, like: torch.Tensor) -> torch.Tensor | None:
+        return self.ctx.slice.order(batch.whole.seq_length, like.device)
 
 
 @lru_cache(maxsize=8)

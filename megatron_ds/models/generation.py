@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..data.batch import Batch
+from ..data.ledger import DISCARDING
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather
 from ..mpu.group import Group
@@ -104,4 +105,5 @@ def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, ending: End
 def _batch(tokens: Sequence[int], position: int, device: torch.device) -> Batch:
     ids = torch.tensor([tokens], device=device)
     positions = torch.arange(position, position + len(tokens), device=device)[None]
-    return Batch(ids, ids, torch.ones(ids.shape, device=device), positions, sample_ids=(0,), training=False)
+    return Batch(ids, ids, torch.ones(ids.shape, device=device), positions, sample_ids=(0,), training=False,
+                 ledger=DISCARDING)

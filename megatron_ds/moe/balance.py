@@ -13,7 +13,6 @@ has the memories too, as ROUTER.expert_bias and ROUTER.last_share.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from ..data.batch import Batch
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.parameter_piece import ParameterPiece
 
 
 class Balance:
@@ -78,23 +78,6 @@ class Balance:
         return ((spec, values[leaf]) for leaf, spec in self.specs.items())
 
 
-@dataclass(frozen=True)
-class StatePiece:
-    """A whole tensor of a `Balance`, in the form that checkpoints take; see `checkpoint.pieces.Piece`."""
-
-    spec: ParamSpec
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
-    kind: str = "weight"
-    start: int = 0
-
-    @property
-    def stop(self) -> int:
-        """End of the piece in the flattened tensor."""
-        return self.tensor.numel()
-
-
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
     """The memories of all routers that need one, each once."""
     found = (getattr(inner, "balance", None) for module in modules for inner in module.modules())
@@ -127,9 +110,9 @@ class StepState:
         for balance in self.balances:
             balance.tally.zero_()
 
-    def pieces(self) -> list[StatePiece]:
+    def pieces(self) -> list[ParameterPiece]:
         """For a checkpoint."""
-        return [StatePiece(spec, tensor, self.group.rank, self.group.size)
+        return [ParameterPiece(spec, tensor, replica=self.group.rank, replicas=self.group.size)
                 for balance in self.balances for spec, tensor in balance.tensors()]
 
 

@@ -89,7 +89,7 @@ def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 @attention.implementation("c++", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_compiled,
                           available=lambda: compiled_attention.reason_against_plain(torch.bfloat16))
 @attention.implementation("c++ layouts", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_layout,
-                          available=lambda: compiled_attention.reason_against(torch.bfloat16))
+                          available=lambda: compiled_attention.reason_against_layouts(torch.bfloat16))
 def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
               mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
               **_: None) -> torch.Tensor:

@@ -14,8 +14,8 @@ from .gpu import norm_kernels
 from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 
 
-class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
+class _Norm(nn.Module):
+    has_bias: bool
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
                  device: torch.device | str | None = None, partial_over: tuple[str, ...] = (),
@@ -30,40 +30,29 @@ class LayerNorm(nn.Module):
             ParamSpec(f"{name}.{leaf}", (hidden,), Init(init), partial_over=partial_over, decay=decay),
             dtype=dtype, device=device)
         self.weight = make("weight", "zeros" if zero_centred else "ones")
-        self.bias = make("bias", "zeros")
+        self.bias = make("bias", "zeros") if self.has_bias else None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None
                 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
         weight = self.weight + self.offset if self.offset else self.weight
-        if residual is None:
+        if residual is not None:
+            return residual_norm(x, residual, weight, self.bias, self.eps)
+        if self.has_bias:
             return layer_norm(x, weight, self.bias, self.eps)
-        return residual_norm(x, residual, weight, self.bias, self.eps)
+        return rms_norm(x, weight, self.eps)
 
 
-class RMSNorm(nn.Module):
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
+
+    has_bias = True
+
+
+class RMSNorm(_Norm):
     """x / sqrt(mean(x²) + eps) * weight. Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4."""
 
-    def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = (),
-                 decay: bool = False, zero_centred: bool = False):
-        """partial_over: ("tp",) if x is a slice of the sequence, or some of the heads; see `ParamSpec`.
-
-        decay: weight decay applies. zero_centred: `weight` is the factor minus one.
-        """
-        super().__init__()
-        self.eps, self.offset = eps, 1.0 if zero_centred else 0.0
-        spec = ParamSpec(f"{name}.weight", (hidden,), Init("zeros" if zero_centred else "ones"),
-                         partial_over=partial_over, decay=decay)
-        self.weight = new_parameter(spec, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None
-                ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
-        weight = self.weight + self.offset if self.offset else self.weight
-        if residual is None:
-            return rms_norm(x, weight, self.eps)
-        return residual_norm(x, residual, weight, None, self.eps)
+    has_bias = False
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

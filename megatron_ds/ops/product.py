@@ -1,12 +1,13 @@
 """Matrix products in the dtype of their factors.
 
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
-cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products (cpu/compiled_product.py), torch's
-kernel in place of oneDNN's for a single row, and sums of other 16-bit products in fp32 by
-cpu/compiled_addition.py.
+cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products of bf16 matrices, and, on AMD's, of fp32
+matrices (cpu/compiled_product.py), torch's kernel in place of oneDNN's for a single row, and sums of other
+16-bit products in fp32 by cpu/compiled_addition.py.
 """
 
 import threading
+from functools import partial
 
 import torch
 from torch._subclasses import FakeTensor
@@ -68,10 +69,6 @@ def _affine_of_one_row(x: torch.Tensor, *arguments: torch.Tensor | None) -> torc
             torch._C._set_mkldnn_enabled(uses_onednn)
 
 
-COMPILED = {"devices": CPU, "available": compiled_product.reason_against}
-
-
-@product.implementation("c++", dtypes=(torch.bfloat16,), suits=compiled_product.suits, **COMPILED)
 def _compiled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return compiled_product.product_into(a.new_empty(a.shape[0], b.shape[1]), a, b, None)
 
@@ -81,11 +78,17 @@ def _suits_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return (out is None or compiled_product.takes_target(out)) and compiled_product.suits(x, weight.t())
 
 
-@affine.implementation("c++", dtypes=(torch.bfloat16,), suits=_suits_affine, **COMPILED)
 def _compiled_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                      out: torch.Tensor | None = None) -> torch.Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     return compiled_product.product_into(out, x, weight.t(), bias)
+
+
+for _dtype in compiled_product.NAMES:
+    _limits = {"devices": CPU, "dtypes": (_dtype,),
+               "available": partial(compiled_product.reason_against, _dtype)}
+    product.implementation("c++", suits=compiled_product.suits, **_limits)(_compiled_product)
+    affine.implementation("c++", suits=_suits_affine, **_limits)(_compiled_affine)
 
 
 @product.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda a, b: is_widened(a))
@@ -120,7 +123,8 @@ def _takes_addition(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool
     return compiled_product.takes_target(out) and compiled_product.suits(a, b)
 
 
-@add_product_.implementation("c++", dtypes=(torch.float32,), suits=_takes_addition, **COMPILED)
+@add_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_addition,
+                             available=partial(compiled_product.reason_against, *compiled_product.NAMES))
 def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     compiled_product.add_product_(out, a, b)
 
@@ -130,6 +134,14 @@ def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torc
     out, a, b = (t.detach() for t in random_tensors(dtype, device, (rows, rows + 1), (width, rows),
                                                     (width, rows + 1)))
     return out.to(torch.promote_types(dtype, torch.float32)), a.bfloat16().t(), b.bfloat16()
+
+
+@add_product_.example
+def _add_wide_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    wide = torch.promote_types(dtype, torch.float32)
+    out, a, b = (t.detach() for t in random_tensors(wide, device, (rows, rows + 1), (width, rows),
+                                                    (width, rows + 1)))
+    return out, a.t(), b
 
 
 @Operation

@@ -17,6 +17,7 @@ from ..config import RunConfig, Source
 from ..config.layout_rules import context_parallel
 from ..config.training_schedule import make_token_drop
 from ..models import MODELS, Layer
+from ..models.attention import attend
 from ..models.context_attention import COMM_TYPES, make_core
 from ..models.layer import recompute
 from ..mpu.fake_group import fake_mesh
@@ -65,8 +66,8 @@ def _bytes_of_core(config: RunConfig, plan: WorldPlan, comm_type: str, tokens: i
     mesh.traffic.clear()
     if granularity == "full":
         with torch.no_grad():
-            core(q, k, v, batch)
-    out = (partial(recompute, core) if granularity == "selective" else core)(q, k, v, batch)
+            attend(core, q, k, v, batch)
+    out = (partial(recompute, attend) if granularity == "selective" else attend)(core, q, k, v, batch)
     out.backward(torch.empty_like(out))
     return sum(mesh.traffic.wire_bytes().values())
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..data.batch import Batch
+from ..data.ledger import DISCARDING
 from ..errors import ConfigError
 from ..models import MODELS, Layer
 from ..models.block import dense_width
@@ -185,7 +186,7 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
     architecture = MODELS[model.model]
     layers = architecture(model, ctx)
     x = _activation(config, ctx)
-    batch = blank_batch(config, ctx.slice, device)
+    batch = blank_batch(config, ctx.slice, device).with_ledger(DISCARDING)
     loss = lambda y: architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
     costs = {}
     first, last = layers[0].kind, layers[-1].kind

@@ -12,6 +12,7 @@ import torch
 
 from ..config import RunConfig
 from ..config.group_rules import group_rules, pattern_problems
+from ..config.messages import either, problems_of
 from ..config.training_schedule import make_batch_size
 from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer
@@ -185,6 +186,8 @@ def schedule_problems(config: RunConfig) -> list[str]:
 
 def cut_problems(config: RunConfig) -> list[str]:
     """Why the model cannot be cut as configured; found before process groups are created."""
+    if found := list(problems_of([_more_stages_than_layers], config)):
+        return found
     layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
@@ -192,6 +195,17 @@ def cut_problems(config: RunConfig) -> list[str]:
     except MegatronDSError as error:
         return [str(error)]
     return []
+
+
+def _more_stages_than_layers(config: RunConfig) -> Iterator[str]:
+    """`layout_rules.pipeline`, with the number of stages on each rank that the schedule sets."""
+    shape, layers = pipeline_shape(config), config.model.num_layers
+    if layers < shape.num_stages and config.parallel.pipeline_layout is None:
+        sizes = range(1, layers // shape.chunks + 1)
+        size = f"--pipeline-model-parallel-size {either(sizes)}, " if sizes else ""
+        yield (f"[num_layers] is less than [pipeline_model_parallel_size] × {shape.chunks}, the stages on "
+               f"each rank with [pipeline_schedule]: each stage needs at least one layer. Use {size}"
+               "--pipeline-schedule 1f1b, or --pipeline-layout, which can give the embedding its own stage.")
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:

@@ -237,7 +237,7 @@ def layers_text(layers: Sequence[Layer]) -> str:
 
 def _schedule(config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16) -> str:
     shape, microbatches = plan.shape, microbatches_of(config)
-    title = f"schedule: {shape.schedule}, {microbatches} micro-batch(es) a step"
+    title = f"schedule: {shape.schedule}, {microbatches} micro-batch{'es' * (microbatches > 1)} a step"
     if shape.size == 1:
         return title
     costs = plan.stage_costs()

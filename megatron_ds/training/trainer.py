@@ -105,7 +105,8 @@ class Trainer:
         finally:
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
-        return f"{reason}; {self.progress.step - first} step(s), total time {total}"
+        steps = self.progress.step - first
+        return f"{reason}; {steps} step{'s' * (steps != 1)}, total time {total}"
 
     def _loop(self) -> str:
         while not self._is_finished():

@@ -3,7 +3,7 @@
 The model below is a GPT whose feed-forward halves add the mean square of their output to the objective (the
 form of a router z-loss) and record its mean as a metric. Runs of it under every schedule, ZeRO stage,
 recomputation and precision are compared with one process that adds the same numbers to the loss by hand,
-without a ledger.
+without a ledger that collects.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from megatron_ds.config import parse
-from megatron_ds.data.ledger import Entry, Ledger
-from megatron_ds.errors import ConfigError
+from megatron_ds.data.ledger import DISCARDING, Entry, Ledger
+from megatron_ds.errors import ConfigError, LedgerError
 from megatron_ds.models import MODELS, build_stage, gpt_loss, language_model
-from megatron_ds.mpu.context import ParallelContext, Precision
+from megatron_ds.mpu.context import ParallelContext, Part, Precision, SequenceSlice
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
@@ -28,7 +28,9 @@ from megatron_ds.mpu.regions import reduce_from_region
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.step_metrics import StepMetrics
+from tests.harness.gpt_runs import make_batch
 from tests.harness.layout_runs import run_layout
+from tests.harness.plain_gpt import STYLES
 from tests.harness.pretraining import MOCK, records, train
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import tiny_job
@@ -107,7 +109,9 @@ def train_layout(job: list[str], layout: str) -> Result:
 
 @cache
 def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
-    """One process, no stage and no ledger: the objective is the sum of both losses over all micro-batches."""
+    """One process, no stage, nothing in a ledger: the objective is the sum of both losses over all
+    micro-batches.
+    """
     job, dtypes = job_of(dtype, per_token), {"fp32": torch.float32, "fp16": torch.float16}
     config = parse([*job, "--micro-batch-size", "1"])
     samples = mock_samples(config, 4 * BATCH, seed=1)
@@ -121,7 +125,7 @@ def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
             module.mlp.register_forward_hook(lambda module, inputs, output: outputs.append(output.float()))
     result = Result([], [], [], [], {})
     for step in range(STEPS):
-        batch = run_ranks(1, partial(batch_of_step, config, samples, step))[0]
+        batch = run_ranks(1, partial(batch_of_step, config, samples, step))[0].with_ledger(DISCARDING)
         outputs.clear()
         objectives, losses, tokens = [], [], []
         for microbatch in batch.split(1):
@@ -254,6 +258,22 @@ def test_a_name_that_cannot_be_reported_is_refused_on_all_ranks(entries, words):
 def test_a_value_that_is_no_scalar_is_refused():
     with pytest.raises(ValueError, match=r"'load' is \[3\] torch.float32.*Add a scalar"):
         Ledger().add("load", torch.ones(3))
+
+
+def test_what_a_ledger_would_lose_is_refused():
+    one, ledger = torch.ones(()), Ledger()
+    ledger.add("load", one)
+    ledger.close()
+    ledger.add("load", one)                                                     # of a layer that runs again
+    assert [e.name for e in ledger.take()] == ["load"]
+    with pytest.raises(LedgerError, match="'peak' is added to a ledger that was closed without it"):
+        ledger.record("peak", one)
+    batch = make_batch(STYLES["gpt2"], s=12)
+    for lost in (batch, batch.cut(SequenceSlice(context=Part(1, 2))).with_ledger(Ledger()).whole):
+        with pytest.raises(LedgerError, match="'load' is added to a batch that has no ledger"):
+            lost.ledger.add("load", one)
+    DISCARDING.add("load", one)
+    assert not DISCARDING.take()
 
 
 # ---- where a user sees them

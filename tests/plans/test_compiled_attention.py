@@ -190,7 +190,10 @@ def test_a_processor_without_its_instructions_or_with_faster_ones_does_without(m
     low, wide = torch.bfloat16, torch.float32
     monkeypatch.setattr(module, "extension", lambda: Fake)
     assert module.reason_against_plain(low) == "AMX is faster"
-    assert not module.reason_against_plain(wide) and not module.reason_against(low)
+    assert not module.reason_against_plain(wide) and not module.reason_against_layouts(low)
+    Fake.has_tiles = staticmethod(lambda: False)
+    assert not module.reason_against_plain(low)
+    assert module.reason_against_layouts(low) == "all patterns are compiled"
     Fake.has_products = staticmethod(lambda: False)
     assert module.reason_against(low) == "no AVX-512 BF16" and not module.reason_against(wide)
     Fake.has_vectors = staticmethod(lambda: False)

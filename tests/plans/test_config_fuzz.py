@@ -23,8 +23,8 @@ RELAXED = settings(max_examples=200, deadline=None,
                    suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def survives(words: list[str], ranks: int) -> None:
-    """Parses or is refused; what is accepted can be reported, saved, and scheduled."""
+def survives(words: list[str], ranks: int) -> str | None:
+    """Parses or is refused; what is accepted can be reported, saved, and scheduled. The message, if any."""
     good = [part for name, value in GOOD.items() for part in (
         ("--" + name.replace("_", "-"), str(value)) if value is not True else ("--" + name.replace("_", "-"),
         ))]
@@ -32,11 +32,12 @@ def survives(words: list[str], ranks: int) -> None:
         config = parse([*good, *words], ranks)
     except ConfigError as error:
         assert str(error).strip()
-        return
+        return str(error)
     assert isinstance(config, RunConfig) and config.num_microbatches >= 1
     assert to_yaml(config) and from_dict(json.loads(json.dumps(to_dict(config)))) == config
     for ramp in (make_learning_rate(config), make_weight_decay(config), make_batch_size(config)):
         assert all(ramp.at(n) >= 0 for n in (0, 1, 7, 1000))
+    return None
 
 
 @RELAXED
@@ -75,12 +76,38 @@ def test_any_deepspeed_json_is_accepted_or_refused(tmp_path, keys):
     survives(["--deepspeed_config", str(tmp_path / "ds.json")], 2)
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xff\xfe", b"{", b"null", b"[]", b'"x"', b"a: &a [*a]", b"seed: &a [*a]", b"? [1, 2]\n: 3",
-    b"1: 2", b"- a\nb", b"lr: !!float x", b"<<: {lr: 1}", b"a: b: c", b"%YAML 9.9\n---\na: 1",
-    b"---\na: 1\n---\nb: 2", b"config: 1"])
-@pytest.mark.parametrize("flag", ["--config", "--deepspeed_config"])
-def test_any_bytes_are_accepted_or_refused(tmp_path, flag, data):
+NOT_JSON = "this is not JSON"
+REFUSED = {          # content → words of the messages about a YAML and about a JSON file; None: accepted
+    b"": (None, f":1: {NOT_JSON}: expecting value"),
+    b"\xff\xfe": ("not a text file", "not a text file"),
+    b"{": ("not YAML: expected the node content", f"{NOT_JSON}: expecting property name"),
+    b"null": ("its content is a scalar", "one block { … } of keys"),
+    b"[]": ("its content is a sequence", "one block { … } of keys"),
+    b'"x"': ("its content is a scalar", "one block { … } of keys"),
+    b"{}": (None, None),
+    b"a: &a [*a]": (":1: unknown key 'a'", NOT_JSON),
+    b"seed: &a [*a]": (":1: seed needs a whole number", NOT_JSON),
+    b"? [1, 2]\n: 3": (":1: a list is no key", NOT_JSON),
+    b"? {a: 1}\n: 3": (":1: a block is no key", NOT_JSON),
+    b"1: 2": (":1: unknown key '1'", f"{NOT_JSON}: extra data at column 2"),
+    b"- a\nb": (":2: this is not YAML", NOT_JSON),
+    b"lr: !!float x": (":1: lr: 'x' is not a number", NOT_JSON),
+    b"clip_grad: [1, 2]": (":1: clip_grad: [1, 2] is not a number", NOT_JSON),
+    b"<<: {lr: 1}": (":1: unknown key '<<'", NOT_JSON),
+    b"a: b: c": (":1: this is not YAML: mapping values", NOT_JSON),
+    b"%YAML 9.9\n---\na: 1": ("version 1.* is required", NOT_JSON),
+    b"---\na: 1\n---\nb: 2": (":3: this is not YAML: but found another document", NOT_JSON),
+    b"config: 1": (":1: unknown key 'config'", NOT_JSON)}
+
+
+@pytest.mark.parametrize("data", REFUSED, ids=repr)
+@pytest.mark.parametrize("flag, of_flag", [("--config", 0), ("--deepspeed_config", 1)])
+def test_bytes_that_are_no_configuration_are_refused_with_their_place(tmp_path, flag, of_flag, data):
     (tmp_path / "file").write_bytes(data)
-    survives([flag, str(tmp_path / "file")], 1)
-    survives([flag, str(tmp_path)], 1)
+    words, message = REFUSED[data][of_flag], survives([flag, str(tmp_path / "file")], 1)
+    assert message is None if words is None else words in message and str(tmp_path / "file") in message
+
+
+@pytest.mark.parametrize("flag", ["--config", "--deepspeed_config"])
+def test_a_folder_is_no_configuration(tmp_path, flag):
+    assert survives([flag, str(tmp_path)], 1) == f"{flag} {tmp_path}: is a directory."

@@ -143,7 +143,7 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "are in fp32"),
     ({"compression_training": {"layer_reduction": {"enabled": True}}},
      '"compression_training" is not supported'),
-    ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),
+    ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization'?"),
     ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
     ({"optimizer": {"type": "OneBitSGD"}}, "'OneBitSGD', which is not available"),
     ({"optimizer": {"type": "SGD", "params": {"betas": [0.1, 0.2]}}},
@@ -157,6 +157,11 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
 ])
 def test_a_key_without_effect_or_sense_is_refused_by_name(read, document, says):
     assert says in problem_of(read, document, "--lr", "1", "--micro-batch-size", "1")
+
+
+def test_a_misspelt_block_is_one_problem_and_its_values_are_not_missing(read):
+    problem = problem_of(read, {"optimiser": {"params": {"lr": 1e-3}}}, "--micro-batch-size", "1")
+    assert "did you mean 'optimizer'?" in problem and "missing" not in problem
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Shell recipes are read as bash would run them, without running them; every flag and key gets a verdict."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -214,12 +215,16 @@ def test_a_file_that_is_no_recipe_is_one_clear_error(text, says, tmp_path):
     assert says in str(error.value)
 
 
-def test_any_text_ends_as_a_recipe_or_as_an_error(tmp_path):
-    script = "\n".join(STYLES.values())
+def test_any_text_ends_as_a_recipe_or_as_an_error_with_its_place(tmp_path):
+    script, path = "\n".join(STYLES.values()), tmp_path / "train.sh"
+    trainings, errors = [], []
     for cut in range(0, len(script), 37):
-        (tmp_path / "train.sh").write_text(script[cut:] + script[:cut // 2])
+        path.write_text(script[cut:] + script[:cut // 2])
         try:
-            for training in read_recipe(tmp_path / "train.sh", {}):
-                assess(training, {})
-        except ConfigError:
-            pass
+            trainings += read_recipe(path, {})
+        except ConfigError as error:
+            errors.append(str(error))
+    assert trainings and all(assess(training, {}).verdicts for training in trainings)
+    place = re.compile(rf"{re.escape(str(path))}: (line \d+: .* (is not closed|closes no block|is missing)\.|"
+                       "no training command in it: )")
+    assert errors and all(map(place.match, errors))

@@ -56,6 +56,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
     ((PP, 4, "--enable-zbh1-exact-semantics"), ("zb-h1", 4, 1)),
     ((PP, 2, "--pipeline-schedule", "zb-v"), ("zb-v", 2, 2)),
     ((PP, 2, "--pipeline-schedule", "zb-v", "--pipeline-layout", "2,2,2,0"), ("zb-v", 2, 2)),
+    ((PP, 4, "--pipeline-schedule", "zb-v", "--pipeline-layout", "E|t|t|t|t|t|t|L"), ("zb-v", 4, 2)),
     (("--pipeline-schedule", "gpipe"), ("gpipe", 1, 1))])
 def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
     assert pipeline_shape(config_of(*flags)) == PipelineShape(*shape)
@@ -71,12 +72,20 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
     ((PP, 2, CHUNKS, 4), "--num-layers 6 is less than --pipeline-model-parallel-size 2 × "
      "--num-virtual-stages-per-pipeline-rank 4: each stage needs at least one layer. Use at most 6 stages in "
      "all"),
+    ((PP, 4, "--pipeline-schedule", "zb-v"), "--num-layers 6 is less than --pipeline-model-parallel-size 4 × "
+     "2, the stages on each rank with --pipeline-schedule zb-v: each stage needs at least one layer. Use "
+     "--pipeline-model-parallel-size 1, 2 or 3, --pipeline-schedule 1f1b, or --pipeline-layout"),
+    ((PP, 4, "--pipeline-schedule", "interleaved"), "4 × 2, the stages on each rank with --pipeline-schedule "
+     "interleaved: each stage needs at least one layer. Use --pipeline-model-parallel-size 1, 2 or 3"),
     ((PP, 2, "--pipeline-schedule", "1f1b", CHUNKS, 2),
      "schedule '1f1b' does not support 2 chunks of the model per rank. "
      "Valid: 1. Schedules for 2 chunks: interleaved, zb-v"),
     ((PP, 2, "--pipeline-schedule", "zb-v", CHUNKS, 3), "schedule 'zb-v' does not support 3 chunks"),
     ((PP, 2, "--pipeline-layout", "2,2,2"),
      "--pipeline-layout 2,2,2 has 3 stages and 6 layers, but there are"),
+    ((PP, 8, "--pipeline-layout", "6"), "Use for instance --pipeline-layout E|t|t|t|t|t|t|L."),
+    ((PP, 7, "--pipeline-layout", "6"), "Use for instance --pipeline-layout E|t|t|t|t|t|t."),
+    ((PP, 9, "--pipeline-layout", "6"), "Use at most 8 stages in all: "),
     ((PP, 2, CHUNKS, 3, "--pipeline-layout", "2,2,1,1"), "for instance --pipeline-layout 1,1,1,1,1,1."),
     ((PP, 2, "--pipeline-schedule", "zbv"), "did you mean 'zb-v'?"),
     ((PP, 2, "--virtual-pipeline-model-parallel-size", 2), "write --num-virtual-stages-per-pipeline-rank"),
@@ -92,6 +101,13 @@ def test_what_cannot_be_is_refused_with_what_can(flags, words):
     with pytest.raises(ConfigError) as caught:
         config_of(*flags)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
+def test_a_schedule_may_have_as_many_stages_as_layers_and_no_more(schedule):
+    assert pipeline_shape(config_of(PP, 4, "--pipeline-schedule", schedule, layers=8)).num_stages == 8
+    with pytest.raises(ConfigError, match="Use --pipeline-schedule 1f1b, or --pipeline-layout"):
+        config_of("--pipeline-schedule", schedule, layers=1)
 
 
 def test_what_is_wrong_with_several_flags_is_told_at_once():

@@ -179,7 +179,7 @@ def test_a_profile_is_of_its_step_and_an_autotuners_run_ends_after_its_own(tmp_p
     metric = json.loads((tmp_path / "metric.json").read_text())
     assert metric["throughput"] == pytest.approx(4 / metric["latency"] * 1e3)
     assert metric["FLOPS_per_gpu"] == pytest.approx(3 * forward / metric["latency"] * 1e3 / 2)
-    assert "autotuning has measured its steps; 6 step(s)" in ended[0].out
+    assert "autotuning has measured its steps; 6 steps" in ended[0].out
     rates = (tmp_path / "csv" / "Train_Samples_lr.csv").read_text().splitlines()
     assert rates[0] == "step,lr"
     assert [row.split(",")[0] for row in rates[1:]] == ["4", "8", "12", "16", "20", "24"]

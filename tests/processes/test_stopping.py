@@ -41,7 +41,7 @@ def test_a_signal_to_any_one_rank_saves_after_the_step_and_exits_well_on_all(tmp
     job = [*MOCK, "--pipeline-model-parallel-size", "2", "--save", tmp_path]
     ended = train(2, job, spoil=partial(signal_at_step, number=number, step=3, victim=victim))
     assert latest(tmp_path) == 4, "the ranks agree in the step after"
-    assert f"training ended: rank {victim} received {name}; 4 step(s), total time 0:0" in ended[0].out
+    assert f"training ended: rank {victim} received {name}; 4 steps, total time 0:0" in ended[0].out
     assert run_file(tmp_path, latest(tmp_path))["progress"]["samples"] == latest(tmp_path) * GLOBAL_BATCH
 
 

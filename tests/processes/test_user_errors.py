@@ -188,14 +188,14 @@ def test_load_of_something_else_is_told(corpora, checkpoint, inside, words):
 
 
 # ---------------------------------------------------------------------- several ranks
-@pytest.mark.parametrize("argv", [
-    [*MOCK, "--tensor-model-parallel-size", "3"],
-    [*MOCK, *TP2, "--num-attention-heads", "1"],
-    [*TINY, *STEPS, *TP2, "--data-path", "/nowhere/corpus"],
-    [*MOCK, *PP2, "--save", "/proc/checkpoints"],
+@pytest.mark.parametrize("argv, words", [
+    ([*MOCK, "--tensor-model-parallel-size", "3"], "world size 2 is not divisible by --tensor-model-parall"),
+    ([*MOCK, *TP2, "--num-attention-heads", "1"], "--num-attention-heads 1 is not a multiple of --tensor-mo"),
+    ([*TINY, *STEPS, *TP2, "--data-path", "/nowhere/corpus"], "/nowhere/corpus.idx does not exist"),
+    ([*MOCK, *PP2, "--save", "/proc/checkpoints"], "--save /proc/checkpoints: no checkpoint can be written"),
 ])
-def test_ranks_tell_an_error_once(argv):
-    told(argv, ranks=2)
+def test_ranks_tell_an_error_once(argv, words):
+    assert told(argv, ranks=2).count(words) == 1
 
 
 @contextlib.contextmanager

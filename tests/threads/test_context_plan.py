@@ -4,12 +4,21 @@ those of one rank, and what a dry run says of them."""
 import os
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ds.config import RunConfig, parse
+from megatron_ds.context_parallel.head_exchange import to_heads, to_tokens
+from megatron_ds.models import MODELS
+from megatron_ds.models.attention import SelfAttention
+from megatron_ds.mpu.context import ParallelContext, SequenceSlice
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.context_text import attention_bytes, context_text, other_types
 from megatron_ds.planning.dry_run import flops_text, plan_text
 from megatron_ds.planning.expert_text import flops_of_rank
 from megatron_ds.planning.world_plan import plan_world
+from tests.harness.threads import run_ranks
 from tests.threads.test_rank_plan import run
 from tools.compare_layouts import VOCAB
 
@@ -141,3 +150,60 @@ def test_a_part_of_a_sequence_that_is_one_tile_is_not_computed_again():
     one, two = (plan_world(job(*flags, ranks=ranks), 0, "cpu").stages[0].layers for ranks in (1, 2))
     again = lambda layers: {layer.flops(S, VOCAB).again for layer in layers if layer.is_block}
     assert min(again(one)) > 0 and again(two) == {0.0}
+
+
+def test_heads_over_all_tokens_need_no_more_memory_than_a_ring_but_for_a_second_output():
+    """Attention's output is kept in the order of heads and in that of tokens; what a rank works with is less
+    than in a ring."""
+    length, hidden, layers, ranks = 1024, 64, 2, 2
+    flags = ("--seq-length", length, "--hidden-size", hidden, "--ffn-hidden-size", 16,
+             "--num-attention-heads", 4,
+             "--micro-batch-size", 1, "--global-batch-size", 1, "--position-embedding-type", "rope")
+    ring, heads = (plan_world(job(*flags, ranks=ranks, kinds=kind, layers=layers), 0, "cpu").rank_plan(0)
+                   for kind in ("p2p", "a2a"))
+    output = length // ranks * hidden * 4
+    assert heads.kept <= ring.kept + layers * output
+    assert heads.peak <= ring.peak and heads.at_work <= ring.at_work - 2 * output
+
+
+@pytest.mark.parametrize("zigzag", [False, True], ids=["runs", "zigzag"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_of_all_tokens_are_those_of_the_whole_sequence_and_return(zigzag, dtype):
+    """Three tensors of different heads, by way of one buffer."""
+    ranks, length = 2, 12
+    whole = [torch.randn(length, 2, heads, 3).to(dtype) for heads in (6, 2, 4)]
+    parts = [SequenceSlice.of(cp=(rank, ranks), zigzag=zigzag) for rank in range(ranks)]
+
+    def main(rank, world):
+        group = Mesh(Grid(cp=ranks), rank, world.connect, torch.device("cpu")).group("cp")
+        where, order = parts[rank].index(length), parts[rank].order(length)
+        mine = [t[where].requires_grad_() for t in whole]
+        received = to_heads(tuple(mine), group, order)
+        back = to_tokens(received[0], group, order)
+        gradients = torch.autograd.grad(received, mine, [2 * t for t in received])
+        return received, back, gradients, mine
+
+    for rank, (received, back, gradients, mine) in enumerate(run_ranks(ranks, main)):
+        for t, found, gradient, own in zip(whole, received, gradients, mine, strict=True):
+            assert torch.equal(found, t.chunk(ranks, 2)[rank]) and torch.equal(gradient, 2 * own)
+        assert torch.equal(back, mine[0])
+
+
+def test_what_a_projection_returned_is_free_during_attention_unless_the_core_keeps_it():
+    alive = []
+
+    class Core(torch.nn.Module):
+        def arrange(self, q, k, v, batch):
+            self.given = [StorageWeakRef(t.untyped_storage()) for t in (q, k, v)]
+            return 2 * q, 2 * k, 2 * v
+
+        def forward(self, q, k, v, batch):
+            alive.append([not storage.expired() for storage in self.given])
+            return (q + k + v).flatten(2)
+
+    config = job().model
+    batch = MODELS["gpt"].data.blank(B, S, "cpu")
+    attention = SelfAttention(config, "attention", ParallelContext(), output_std=0.02, core=Core())
+    torch.nn.init.normal_(attention.linear_qkv.weight)
+    attention(torch.randn(S, B, N * D, requires_grad=True), batch)
+    assert alive == [[False] * 3]

@@ -7,9 +7,9 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.config import parse
-from megatron_ds.data.ledger import CLOSED, Ledger
+from megatron_ds.data.ledger import DISCARDING, NO_LEDGER, Ledger
 from megatron_ds.data.samples.gpt_data import blank_batch
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import LedgerError
 from megatron_ds.moe.mixture import MixtureOfExperts
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
@@ -206,12 +206,15 @@ def test_all_ranks_begin_with_the_memories_of_the_first():
         assert torch.equal(bias, torch.arange(4.))
 
 
-def test_batches_in_which_nothing_counts_are_refused():
+def test_batches_without_a_ledger_are_refused_and_one_that_discards_counts_nothing():
     def main(engine, steps):
-        with pytest.raises(ConfigError, match="mlp.router is called .* no open ledger, so the bias of "
-                                              "experts or .* and loss terms would be lost.*with_ledger"):
+        outputs = engine(steps[0][0])
+        engine.module.make_ledger = lambda: NO_LEDGER
+        with pytest.raises(LedgerError, match="added to a batch that has no ledger, .*with_ledger"):
             engine(steps[0][0])
-        with torch.no_grad():
-            return engine(steps[0][0])
+        return outputs, engine.module.balance.tally.clone()
 
-    on_ranks(1, main, 0, net=lambda mesh: Net(mesh, lambda: CLOSED))
+    [(_, tally)] = on_ranks(1, main, 0)
+    assert tally.any()
+    [(_, tally)] = on_ranks(1, main, 0, net=lambda mesh: Net(mesh, lambda: DISCARDING))
+    assert not tally.any()

@@ -7,6 +7,7 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.data.batch import Batch
+from megatron_ds.data.ledger import DISCARDING
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.models.generation import Ending, Sampling, generate
 from megatron_ds.mpu.mesh import Mesh
@@ -102,4 +103,4 @@ def test_greedy_text_with_a_cache_is_the_argmax_of_whole_forwards(style):
 def whole_batch(text):
     ids = torch.tensor([text])
     return Batch(ids, ids, torch.ones(ids.shape), torch.arange(len(text))[None], sample_ids=(0,),
-                 training=False)
+                 training=False, ledger=DISCARDING)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.data.ledger import DISCARDING
 from megatron_ds.models import MODELS
 from megatron_ds.moe.capacity import Capacity, limit
 from megatron_ds.moe.mixture import MixtureOfExperts
@@ -56,7 +57,8 @@ def test_a_layer_is_a_sum_over_kept_slots_whatever_empty_places_hold(scope, fact
     for p in mlp.parameters():
         torch.nn.init.normal_(p, std=0.4)
     x = torch.randn(SEQ_LENGTH, 3, 32, dtype=torch.float64).requires_grad_()
-    batch, counts, arrive = MODELS["gpt"].data.blank(3, SEQ_LENGTH), [], PaddedDispatch.arrive
+    batch = MODELS["gpt"].data.blank(3, SEQ_LENGTH).with_ledger(DISCARDING)
+    counts, arrive = [], PaddedDispatch.arrive
     monkeypatch.setattr(PaddedDispatch, "arrive",
                         lambda self, rows: counts.append(self.runs.counts) or arrive(self, rows))
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ds.config.model_options import ModelConfig
+from megatron_ds.data.ledger import DISCARDING
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.models.block import transformer_block
 from megatron_ds.mpu.group import solo
@@ -100,7 +101,7 @@ def test_logits_are_those_of_transformers(family, options, own, router, expert, 
     weights = as_ours(disk, router, expert, names)
     ours = build_stage(MODELS["gpt"](config, context_of()))
     load_logical(ours.parameters(), weights, solo())
-    batch = make_batch(config, s=S)
+    batch = make_batch(config, s=S, ledger=DISCARDING)
     logits = run_layers(ours, None, batch)[..., :V].transpose(0, 1)
     expected = model(batch.tokens).logits
     assert expected.abs().max() > 1
@@ -145,7 +146,7 @@ def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
                         moe_shared_expert_intermediate_size=2 * F)
     ours = transformer_block(config, experts, "decoder.layers.0", context_of(), rotary=None).mlp
     load_logical(ours.parameters(), weights, solo())
-    x, batch = torch.randn(10, 3, H, generator=draw), make_batch(config)
+    x, batch = torch.randn(10, 3, H, generator=draw), make_batch(config, ledger=DISCARDING)
     without = ours(x, batch)
     ours.router.balance.bias.copy_(theirs["gate.e_score_correction_bias"])
     torch.testing.assert_close(ours(x, batch), block(x), rtol=1e-5, atol=1e-5)

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.pieces import ParameterPiece, views, written_here
+from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.whole_tensors import TensorStream
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import Init, ParamSpec, Split
+from megatron_ds.mpu.parameter_piece import ParameterPiece
 from tests.harness.shards import cut
 from tests.harness.threads import run_ranks
 from tests.threads.test_zero_sharing import contribute, gradient, optimizer_of

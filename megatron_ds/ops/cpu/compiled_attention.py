@@ -51,8 +51,14 @@ def reason_against(dtype: torch.dtype) -> str:
 def reason_against_plain(dtype: torch.dtype) -> str:
     """The same of attention without a layout: bf16 tiles of AMX are eight times as fast as vectors, so that
     batched products of torch (`blocked_attention`) are faster."""
-    is_slower = dtype == torch.bfloat16 and extension() is not None and extension().has_tiles()
-    return reason_against(dtype) or ("AMX is faster" if is_slower else "")
+    if reason := reason_against(dtype):
+        return reason
+    return "AMX is faster" if dtype == torch.bfloat16 and extension().has_tiles() else ""
+
+
+def reason_against_layouts(dtype: torch.dtype) -> str:
+    """The same of layouts alone."""
+    return reason_against(dtype) or ("" if reason_against_plain(dtype) else "all patterns are compiled")
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
