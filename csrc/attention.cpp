@@ -145,6 +145,7 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t 
     const auto& [q, k, v, out] = tensors;
     const Call call = shown.call(sizes, scale);
     const int64_t heads = sizes[3], group = heads / sizes[4], all = sizes[2] * heads;
+    if (all == 0) return;
     const Cut cut(rounded_up(sizes[0], ROWS) / ROWS, all % threads == 0 ? 1 : (4 * threads + all - 1) / all);
     // Bindings cannot be captured by name in C++17.
     const auto part = [&, q = q, k = k, v = v, out = out](const ForwardWork<N>& w, int64_t i) {
@@ -165,6 +166,7 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
     const auto& [q, k, v, out, dout, dq, dk, dv] = tensors;
     const Call call = shown.call(sizes, scale);
     const int64_t heads = sizes[3], key_heads = sizes[4], group = heads / key_heads, all = sizes[2] * key_heads;
+    if (all == 0) return;
     const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS, units = rounded_up(sizes[1], WIDE) / WIDE;
     const int64_t run_units = rounded_up(std::min(sizes[1], sizes[6]), WIDE) / WIDE;
     const Cut by_key((units + REGISTERS - 1) / REGISTERS, all >= threads ? 1 : (4 * threads + all - 1) / all);

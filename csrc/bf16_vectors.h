@@ -1,7 +1,8 @@
-// Vectors of bf16 and fp32 numbers for AVX-512 BF16. Its products multiply pairs: 32 bits with two bf16 numbers that are
-// neighbours in the summed dimension.
+// Vectors of fp32 and bf16 numbers for AVX-512. Products of bf16 multiply pairs: 32 bits with two numbers that are neighbours in the
+// summed dimension.
 //
-// Only for processors with AVX-512 F, BW, DQ, VL and BF16: call has_products() before anything below it.
+// Only for processors with AVX-512 F, BW, DQ and VL, and what is of bf16 with AVX-512 BF16: ask has_products() or the like before
+// calling anything below it.
 
 #pragma once
 

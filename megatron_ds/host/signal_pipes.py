@@ -11,9 +11,9 @@ import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-_FORMAT = struct.Struct("<qqq")          # shorter than PIPE_BUF: written and read whole
+_FORMAT = struct.Struct("<qqqq")          # shorter than PIPE_BUF: written and read whole
 
-Signal = tuple[int, int, int]
+Signal = tuple[int, int, int, int]
 
 
 class SignalPipes:

@@ -40,18 +40,25 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Core(Protocol):
-    """Attention in two calls, so that a caller can free q, k and v between them; `attend` makes both."""
+    """Attention of a rank's heads.
 
-    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
-        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → what the second call takes."""
+    A core may have a method `arrange`, of the same arguments, that returns the q, k and v which the call then
+    takes: the caller frees its own between the two.
+    """
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """→ [s, b, n/t * d]"""
+        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]"""
+
+
+def arranged(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+    """What the core takes in place of q, k and v."""
+    arrange = getattr(core, "arrange", None)
+    return (q, k, v) if arrange is None else arrange(q, k, v, batch)
 
 
 def attend(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
     """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
-    return core(*core.arrange(q, k, v, batch), batch)
+    return core(*arranged(core, q, k, v, batch), batch)
 
 
 class KVCache:
@@ -222,7 +229,7 @@ class SelfAttention(nn.Module):
         if self.recompute_core:
             return self.linear_proj(recompute(partial(attend, self.core_attention), q, k, v, batch))
         # What the projection returned is free from here on, unless the core keeps it.
-        q, k, v = self.core_attention.arrange(q, k, v, batch)
+        q, k, v = arranged(self.core_attention, q, k, v, batch)
         return self.linear_proj(self.core_attention(q, k, v, batch))
 
     def project(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -287,10 +294,6 @@ class CoreAttention(nn.Module):
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
         self.sink = Sink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
-
-    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
-        """As they are."""
-        return q, k, v
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""

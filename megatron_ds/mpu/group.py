@@ -161,7 +161,7 @@ class Group:
     rank       the position of this process in `ranks`
     transport  None exactly when the group has one rank
     memory     memory that its ranks share; None if not requested (`collectives.share_memory`) or impossible
-    sums       reduce-scatters of tensors in that memory; None likewise
+    sums       reductions of tensors in that memory; None likewise
     """
 
     axes: str

@@ -7,9 +7,10 @@ other pieces of the sum in the same way.
     rank 0   |- READY -|......|- adds piece 0 -|- DONE -|...
     rank 1        |- READY -|....|- adds piece 1 -|- DONE -|      two signals a rank and round
 
-READY carries the number of the round and where the tensor is in the rank's shared memory, which differs
-between ranks. A round is completed when it is waited for, or earlier, when another one starts or in
-`progress`, if all parts are there. So a rank that is ahead seldom waits, and no thread is needed.
+READY carries the number of the round, where the tensor is in the rank's shared memory, which differs
+between ranks, and its bytes, which do not. A round is completed when it is waited for, or earlier, when
+another one starts or in `progress`, if all parts are there. So a rank that is ahead seldom waits, and no
+thread is needed.
 
 A tensor may be overwritten when all others have sent DONE. A reduce-scatter does not wait for that: its
 `wait` may be in the middle of a backward, and another rank, which has nothing to wait for there (experts
@@ -30,17 +31,19 @@ from ..host.memory_maps import SharedPages
 
 _READY, _DONE = 0, 1
 
+Signal = tuple[int, int, int, int]          # kind, number of the round, start and bytes of the tensor
+
 
 class Signals(Protocol):
     """Short messages between ranks, in order; `SignalPipes`, or queues of threads in tests."""
 
-    def send(self, peer: int, signal: tuple[int, int, int]) -> None:
+    def send(self, peer: int, signal: Signal) -> None:
         """Send to a peer; does not wait. Raises ConnectionError if it has ended."""
 
-    def receive(self, peer: int) -> tuple[int, int, int]:
+    def receive(self, peer: int) -> Signal:
         """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError."""
 
-    def take(self, peer: int, wait_seconds: float = 0.0) -> tuple[int, int, int] | None:
+    def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
         """The next signal of a peer, None if there is none within the time. Raises ConnectionError."""
 
 
@@ -53,11 +56,11 @@ class SharedSums:
     """
 
     def __init__(self, rank: int, size: int, memory: SharedPages, signals: Signals,
-                 translate: Callable[[str, OSError], Exception]):
+                 translate: Callable[[str, Exception], Exception]):
         self._rank, self._size, self._memory = rank, size, memory
         self._signals, self._translate = signals, translate
         self._others = [peer for peer in range(size) if peer != rank]
-        self._ready: dict[int, dict[int, int]] = {}     # number of a round → rank → start of its tensor
+        self._ready: dict[int, dict[int, tuple[int, int]]] = {}     # number of a round → rank → start, bytes
         self._waiting: dict[int, Round] = {}            # not complete here
         self._unread: dict[int, set[int]] = {}          # number of a round → ranks that have not read it
         self._last: dict[int, int] = {}                 # start of a tensor → its last round
@@ -127,18 +130,24 @@ class SharedSums:
         self._waiting[number] = begun
         with _Translated(self._translate):
             for peer in self._others:
-                self._signals.send(peer, (_READY, number, start))
+                self._signals.send(peer, (_READY, number, start, tensor.nbytes))
         return begun
 
     def _complete(self, number: int) -> None:
         """Wait for the tensors of a round and read them."""
         self._until_none(lambda: self._missing(number))
-        begun, starts = self._waiting.pop(number), self._ready.pop(number)
+        begun, places = self._waiting[number], self._ready[number]
         nbytes = begun.tensor.nbytes
-        begun.read({peer: self._memory.view(peer, starts[peer], nbytes) for peer in self._others})
+        for peer, (_, theirs) in places.items():
+            if theirs != nbytes:
+                raise self._translate("a reduction in shared memory", ValueError(
+                    f"rank {peer} of the group adds {theirs} bytes where rank {self._rank} adds {nbytes}: "
+                    "the ranks reduce different tensors"))
+        begun.read({peer: self._memory.view(peer, places[peer][0], nbytes) for peer in self._others})
+        del self._waiting[number], self._ready[number]
         for peer in self._others:
-            self._signals.send(peer, (_DONE, number, 0))
-            self._memory.drop(peer, starts[peer])
+            self._signals.send(peer, (_DONE, number, 0, 0))
+            self._memory.drop(peer, places[peer][0])
 
     def _missing(self, number: int) -> list[int]:
         """The ranks that have not started a round yet."""
@@ -156,10 +165,10 @@ class SharedSums:
             while (signal := self._signals.take(peer)) is not None:
                 self._note(peer, signal)
 
-    def _note(self, peer: int, signal: tuple[int, int, int]) -> None:
-        kind, number, start = signal
+    def _note(self, peer: int, signal: Signal) -> None:
+        kind, number, *place = signal
         if kind == _READY:
-            self._ready.setdefault(number, {})[peer] = start
+            self._ready.setdefault(number, {})[peer] = tuple(place)
             return
         self._unread[number].discard(peer)
         if not self._unread[number]:
@@ -233,7 +242,7 @@ class _Translated:
 
     __slots__ = ("_translate",)
 
-    def __init__(self, translate: Callable[[str, OSError], Exception]):
+    def __init__(self, translate: Callable[[str, Exception], Exception]):
         self._translate = translate
 
     def __enter__(self):

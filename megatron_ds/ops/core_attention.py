@@ -5,10 +5,10 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/compiled_attention.py where the processor has AVX-512, with bf16 and without AMX
-for 16 bits. Elsewhere cpu/blocked_attention.py for causal attention of medium length and for narrow windows,
-where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where the
-processor has no matrix products of the dtype.
+probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512, in bf16 with AVX-512 BF16, but with
+AMX only for block layouts. Elsewhere cpu/blocked_attention.py for causal attention of medium length and for
+narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and
+fp32 where the processor has no matrix products of the dtype.
 """
 
 from typing import Any
@@ -74,9 +74,11 @@ def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.
 
 def _suits_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
                     pattern: AttentionPattern = CAUSAL, mask: torch.Tensor | None = None,
-                    keep: KeepMask | None = None, scoring: Scoring = PLAIN, **_: Any) -> bool:
+                    documents: Any = None, keep: KeepMask | None = None, scoring: Scoring = PLAIN) -> bool:
     is_known = keep is None and _is_padding(mask) and (scoring.alibi is None or scoring.alibi.places is None)
-    return is_known and not is_widened(q) and compiled_attention.suits(q, k, pattern)
+    has_all_rows = mask is None and documents is None or q.shape[0] <= k.shape[0]       # of the ids of keys
+    return (is_known and has_all_rows and q.dtype == k.dtype == v.dtype and k.shape == v.shape
+            and not is_widened(q) and compiled_attention.suits(q, k, pattern))
 
 
 def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,

@@ -75,7 +75,9 @@ def _compiled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _suits_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                   out: torch.Tensor | None = None) -> bool:
-    return (out is None or compiled_product.takes_target(out)) and compiled_product.suits(x, weight.t())
+    is_written = out is None or out.dtype == x.dtype and compiled_product.takes_target(out)
+    return (is_written and (bias is None or bias.dtype == x.dtype)
+            and compiled_product.suits(x, weight.t()))
 
 
 def _compiled_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,

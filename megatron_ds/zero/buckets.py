@@ -162,8 +162,9 @@ class GradBuckets(GradientStore):
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
                  stays_whole: bool = False, dtype: torch.dtype = torch.float32):
-        memory = reduction.ranks.data.memory            # where other ranks of the host read it
-        flat = (memory.zeros(layout.numel, dtype) if memory else
+        data = reduction.ranks.data
+        is_read = data.sums is not None and reduction.exchange.sums_in_place      # by other ranks of the host
+        flat = (data.memory.zeros(layout.numel, dtype) if is_read else
                 huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device))
         in_shard = sharded and not stays_whole
         pieces = layout.slot_intersections(reduction.ranks.shard) if in_shard else layout.whole_slots()

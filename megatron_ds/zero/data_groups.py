@@ -101,7 +101,8 @@ class DataGroups:
                 "parameters. Give the group in `by_axes`.")
 
     def sharing_memory(self) -> "DataGroups":
-        """These groups, in which the ranks of a host map each other's memory to gather weights.
+        """These groups, in which the ranks of a host map each other's memory, to gather weights and to
+        sum gradients.
 
         Collective over the data group.
         """

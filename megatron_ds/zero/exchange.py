@@ -19,6 +19,7 @@ Another strategy (compressed gradients, for example) is a class with the same me
 of the last compression. Such state belongs to one rank and one layout: checkpoints do not contain it.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -71,6 +72,11 @@ class GradientExchange(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of buffers and state that it holds now."""
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether it sums buckets where they lie, so that ranks of a host could read each other's there."""
+        return False
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
         """Bytes that it will hold, with buckets of up to `longest` elements and this many ranks."""
@@ -159,6 +165,10 @@ class FullPrecisionExchange(OrderedExchange):
     @property
     def nbytes(self) -> int:
         return self._wire.nbytes if self._wire else 0
+
+    @property
+    def sums_in_place(self) -> bool:
+        return self._wire is None
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
         return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
@@ -325,7 +335,11 @@ class BufferPool:
         return self._group.memory.zeros(numel, self.dtype)
 
     def _fitting(self, numel: int, wait_seconds: float = 0.0) -> torch.Tensor | None:
-        """The smallest free buffer that is long enough."""
-        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel
-                   and (self._group is None or is_read(buffer, self._group, wait_seconds))]
-        return self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None
+        """The smallest free buffer that is long enough and, within the time, read by no other rank."""
+        deadline = time.monotonic() + wait_seconds
+        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel]
+        for i in sorted(fitting, key=lambda i: self._free[i].numel()):
+            left = max(0.0, deadline - time.monotonic())
+            if self._group is None or is_read(self._free[i], self._group, left):
+                return self._free.pop(i)
+        return None

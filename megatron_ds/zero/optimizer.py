@@ -84,7 +84,8 @@ class ZeroOptimizer:
         self.exchange = settings.make_exchange(self.device)
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
-        self._pool = BufferPool(settings.grad_dtype, self.device, groups.ranks_of(DATA_AXES).inner)
+        readers = groups.ranks_of(DATA_AXES).inner if self.exchange.sums_in_place else None
+        self._pool = BufferPool(settings.grad_dtype, self.device, readers)
         maker = SetMaker(settings, groups, use, draw, self._pool, self.exchange, self._tiers, self.offloaded)
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]

@@ -13,12 +13,17 @@ from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.scoring import Scoring
 
-REASON = module.reason_against_plain(torch.bfloat16)
-compiled = pytest.mark.skipif(bool(REASON), reason=REASON or "-")
+
+def needs(dtype):
+    reason = module.reason_against_plain(dtype)
+    return pytest.mark.skipif(bool(reason), reason=reason or "-")
+
+
+compiled = needs(torch.bfloat16)
 # Of the largest number: in bf16 probabilities, outputs and gradients are rounded, by 2^-8 each.
 BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8}
 RUNS = "_CompiledAttentionBackward"
-both_dtypes = pytest.mark.parametrize("dtype", BOUNDS)
+both_dtypes = pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=needs(dtype)) for dtype in BOUNDS])
 
 
 def draw(*shape, seed=0, dtype=torch.bfloat16):
@@ -49,7 +54,6 @@ def assert_near(ours, expected):
         assert (mine.double() - theirs).abs().max() <= BOUNDS[mine.dtype] * theirs.abs().max()
 
 
-@compiled
 @both_dtypes
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL])
 @pytest.mark.parametrize("s, n, g, d", [(2, 2, 2, 64), (63, 3, 3, 64), (65, 4, 2, 32), (130, 6, 1, 128),
@@ -62,7 +66,6 @@ def test_it_equals_the_formula_forward_and_backward(s, n, g, d, pattern, dtype):
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
 
 
-@compiled
 @both_dtypes
 @pytest.mark.parametrize("sq, sk, pattern", [(5, 200, FULL), (200, 5, FULL), (37, 200, CAUSAL)])
 def test_queries_and_keys_of_different_lengths(sq, sk, pattern, dtype):
@@ -86,7 +89,6 @@ HIDING = {
                          "scoring": Scoring(alibi=Alibi(alibi_slopes(4)))}}
 
 
-@compiled
 @both_dtypes
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", HIDING)
@@ -101,7 +103,6 @@ def test_what_hides_keys_or_adds_to_scores(case, apart, dtype):
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
 
 
-@compiled
 @both_dtypes
 def test_numbers_within_a_head_may_lie_apart_and_rows_begin_anywhere(dtype):
     q, k, v = (draw(70, 2, 64, 2, seed=i, dtype=dtype).transpose(2, 3).requires_grad_() for i in range(3))
@@ -111,7 +112,6 @@ def test_numbers_within_a_head_may_lie_apart_and_rows_begin_anywhere(dtype):
     assert_near([attention(*odd)], [written_out(*odd, True, 0.125)])
 
 
-@compiled
 @both_dtypes
 @pytest.mark.parametrize("g, d, pattern", [(2, 32, CAUSAL), (1, 32, FULL)])
 def test_keys_of_long_sequences_in_runs(g, d, pattern, dtype):
@@ -120,7 +120,6 @@ def test_keys_of_long_sequences_in_runs(g, d, pattern, dtype):
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
 
 
-@compiled
 @both_dtypes
 @pytest.mark.parametrize("s, n, g, samples, pattern", [(300, 3, 3, 1, CAUSAL), (260, 4, 1, 1, CAUSAL),
                                                        (1100, 1, 1, 1, CAUSAL), (300, 2, 2, 2, FULL)])
@@ -137,7 +136,6 @@ def test_bits_depend_neither_on_threads_nor_on_other_samples(s, n, g, samples, p
     assert torch.equal(alone.detach(), results[0][0][:, :1])
 
 
-@compiled
 @both_dtypes
 def test_scores_of_any_size(dtype):
     """The largest is subtracted; infinite and undefined inputs show."""
@@ -162,12 +160,21 @@ def test_what_is_kept_is_the_arguments_the_output_and_a_number_a_row():
 @compiled
 @pytest.mark.parametrize("settings", [
     {"mask": torch.zeros(1, 1, 160, 160, dtype=torch.bool)}, {"d": 40}, {"d": 288}, {"dtype": torch.float64},
-    {"scoring": Scoring(alibi=Alibi(alibi_slopes(2), torch.arange(160)))}])
+    {"scoring": Scoring(alibi=Alibi(alibi_slopes(2), torch.arange(160)))},
+    {"keys": 9, "pattern": FULL, "mask": torch.zeros(1, 1, 1, 9, dtype=torch.bool)}])
 def test_what_it_does_not_take_goes_another_way(settings):
     settings = dict(settings)
-    d, dtype = settings.pop("d", 64), settings.pop("dtype", torch.float32)
-    q, k, v = (draw(160, 1, 2, d, seed=i).to(dtype).requires_grad_() for i in range(3))
+    d, dtype, keys = (settings.pop(name, usual) for name, usual in (
+        ("d", 64), ("dtype", torch.float32), ("keys", 160)))
+    q, k, v = (draw(s, 1, 2, d, seed=i).to(dtype).requires_grad_() for i, s in enumerate((160, keys, keys)))
     assert RUNS not in _names(attention(q, k, v, **settings).grad_fn)
+
+
+@pytest.mark.parametrize("others", [{"k": torch.bfloat16}, {"v": torch.bfloat16}, {"v": torch.float64}])
+def test_tensors_of_several_dtypes_are_an_error(others):
+    dtypes = {"q": torch.float32, "k": torch.float32, "v": torch.float32} | others
+    with pytest.raises(RuntimeError):
+        attention(*(draw(64, 1, 2, 64, seed=i).to(dtype) for i, dtype in enumerate(dtypes.values())))
 
 
 def _names(node):

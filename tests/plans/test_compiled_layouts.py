@@ -17,8 +17,21 @@ from tests.plans.test_sparse_layouts import options
 from tests.plans.test_windows import draw, outcome
 
 RUN = compiled_attention._run
-REASON = compiled_attention.reason_against(torch.bfloat16)
-needs_kernel = pytest.mark.skipif(bool(REASON), reason=REASON or "-")
+
+
+def needs(dtype):
+    reason = compiled_attention.reason_against(dtype)
+    return pytest.mark.skipif(bool(reason), reason=reason or "-")
+
+
+needs_kernel = needs(torch.float32)
+
+
+def bounds(of_fp32, of_bf16):
+    return [pytest.param(dtype, bound, marks=needs(dtype))
+            for dtype, bound in ((torch.float32, of_fp32), (torch.bfloat16, of_bf16))]
+
+
 BIGBIRD = dict(num_random_blocks=2, num_sliding_window_blocks=3, layout_per_head=True)
 CASES = {"fixed": ("fixed", dict(layout_per_head=True, num_different_global_patterns=4), True),
          "bigbird": ("bigbird", BIGBIRD, True), "both directions": ("bigbird", BIGBIRD, False),
@@ -31,8 +44,7 @@ def pattern_of(case: str, block: int, blocks: int, heads: int) -> AttentionPatte
     return AttentionPattern(causal, layout=BlockLayout.of(block, seen))
 
 
-@needs_kernel
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("dtype, bound", bounds(3e-6, 8e-3))
 @pytest.mark.parametrize("block, g, d, hides", [(16, 4, 64, False), (32, 2, 32, True), (48, 1, 96, True)])
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_equal_those_of_a_mask(case, block, g, d, hides, dtype, bound):
@@ -68,8 +80,8 @@ def test_rows_that_see_nothing_are_zero_and_move_nothing():
     assert all(not dx[64:96].any() and dx.isfinite().all() for dx in gradients)
 
 
-@needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=needs(dtype))
+                                   for dtype in (torch.float32, torch.bfloat16)])
 def test_any_number_of_threads_and_any_strides_give_the_same_bits(dtype):
     pattern = pattern_of("fixed", 16, 20, 3)
     packed = draw(320, 2, 3, 3, 32).to(dtype)                                        # as of one projection
@@ -93,7 +105,7 @@ RUNS = {True: [Runs((range(48), range(144, 192))), Runs((range(48, 96), range(96
 
 @needs_kernel
 @pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("dtype, bound", bounds(3e-6, 1e-2))
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_share_keys_compute_what_one_does(case, dtype, bound, hides, monkeypatch):
     """The queries of two ranks, zigzag where causal, with one block of keys after the other."""
