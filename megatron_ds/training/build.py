@@ -146,7 +146,9 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
     halves = mesh.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups({DATA_AXES: mesh.reduction, EXPERT_DATA_AXES: mesh.group("edp")}, mesh.group("tp"),
                         mesh.group("tp", "pp"), mesh.group("embd"), *halves)
-    return groups.sharing_memory() if mesh.device.type == "cpu" else groups
+    # Long sequences are short of memory, where shared gradients add their size to the peak of activations.
+    shares = config.zero.stage == 3 or mesh.group("cp").size == 1
+    return groups.sharing_memory() if mesh.device.type == "cpu" and shares else groups
 
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: Mapping[int, nn.ModuleList],
