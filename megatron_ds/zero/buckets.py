@@ -29,7 +29,7 @@ from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Work
 from .data_groups import Hierarchy
-from .exchange import BucketGradient, GradientExchange
+from .exchange import BucketGradient, GradientExchange, reads_in_place
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
@@ -163,7 +163,7 @@ class GradBuckets(GradientStore):
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
                  stays_whole: bool = False, dtype: torch.dtype = torch.float32):
         data = reduction.ranks.data
-        is_read = data.sums is not None and reduction.exchange.sums_in_place      # by other ranks of the host
+        is_read = data.sums is not None and reads_in_place(reduction.exchange)      # by other ranks
         flat = (data.memory.zeros(layout.numel, dtype) if is_read else
                 huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device))
         in_shard = sharded and not stays_whole

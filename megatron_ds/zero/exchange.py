@@ -67,16 +67,13 @@ class GradientExchange(Protocol):
     """Sums gradients over data-parallel ranks; one object for all sets of parameters of a rank.
 
     All ranks call `reduce` for the same buckets in the same order. Methods that communicate are collective.
+
+    An exchange may have `sums_in_place`, True if it sums buckets where they lie (`reads_in_place`).
     """
 
     @property
     def nbytes(self) -> int:
         """Bytes of buffers and state that it holds now."""
-
-    @property
-    def sums_in_place(self) -> bool:
-        """Whether it sums buckets where they lie, so that ranks of a host could read each other's there."""
-        return False
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
         """Bytes that it will hold, with buckets of up to `longest` elements and this many ranks."""
@@ -93,6 +90,11 @@ class GradientExchange(Protocol):
 
     def finish(self) -> None:
         """Wait for everything that was begun."""
+
+
+def reads_in_place(exchange: GradientExchange) -> bool:
+    """Whether ranks of a host can read each other's buckets where they lie."""
+    return getattr(exchange, "sums_in_place", False)
 
 
 class OrderedExchange(GradientExchange):

@@ -25,7 +25,7 @@ from ..mpu.collectives import barrier
 from .arrival import Arrivals, is_gathered_whole
 from .compressed_update import CompressedUpdate
 from .data_groups import DATA_AXES, DataGroups
-from .exchange import BufferPool
+from .exchange import BufferPool, reads_in_place
 from .gathering import LayerGathering
 from .norm import (
     ParameterNorms,
@@ -84,7 +84,7 @@ class ZeroOptimizer:
         self.exchange = settings.make_exchange(self.device)
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
-        readers = groups.ranks_of(DATA_AXES).inner if self.exchange.sums_in_place else None
+        readers = groups.ranks_of(DATA_AXES).inner if reads_in_place(self.exchange) else None
         self._pool = BufferPool(settings.grad_dtype, self.device, readers)
         maker = SetMaker(settings, groups, use, draw, self._pool, self.exchange, self._tiers, self.offloaded)
         plans = plan_parameters(parameters, settings, groups, use)
