@@ -5,15 +5,18 @@ a wait for it ends at once. What a rank wrote to shared memory before it sends i
 receives.
 """
 
+import logging
 import os
 import select
 import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+logger = logging.getLogger(__name__)
+
 _FORMAT = struct.Struct("<qqqq")          # shorter than PIPE_BUF: written and read whole
 
-Signal = tuple[int, int, int, int]
+Signal = tuple[int, int, int, int]        # its meaning is the caller's
 
 
 class SignalPipes:
@@ -64,10 +67,13 @@ def share_pipes(rank: int, exchange: Callable[[object], list], timeout_seconds: 
     mine = {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}
     offers = exchange((os.getpid(), mine))
     inbound, trouble = _open_inbound(rank, offers)
-    is_refused = any(exchange(trouble))         # after it, all have opened what they read from
+    why = next(filter(None, exchange(trouble)), "")         # after it, all have opened what they read from
     outbound = {peer: write for peer, (_, write) in made.items()}
     _close([read for read, _ in made.values()])
-    if is_refused:
+    if why:
+        if rank == 0:
+            logger.warning("the processes of this host send gradients as messages, which is slower than "
+                           "shared memory: %s", why)
         _close([*inbound.values(), *outbound.values()])
         return None
     return SignalPipes(inbound, outbound, timeout_seconds)

@@ -28,10 +28,9 @@ from typing import Protocol
 import torch
 
 from ..host.memory_maps import SharedPages
+from ..host.signal_pipes import Signal
 
-_READY, _DONE = 0, 1
-
-Signal = tuple[int, int, int, int]          # kind, number of the round, start and bytes of the tensor
+_READY, _DONE = 0, 1                        # a signal: kind, number of the round, start, bytes of the tensor
 
 
 class Signals(Protocol):

@@ -72,7 +72,7 @@ def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, 
     assert why in message
 
 
-def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch):
+def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch, caplog):
     opens = os.open
 
     def refuse(path, *args, **kwargs):
@@ -85,5 +85,7 @@ def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch):
     exchange = lambda rank, world: world.group("dp", (0, 1), rank).transport.all_gather_object
     share = lambda rank, world: share_pipes(rank, exchange(rank, world), TIMEOUT)
     assert run_ranks(2, share) == [None, None]
+    (line,) = caplog.messages
+    assert "send gradients as messages" in line and "may not open a pipe of process" in line
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == files
