@@ -41,14 +41,14 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_ds.context_parallel.block_exchange import Gather, Ring  # noqa: E402
-from megatron_ds.context_parallel.head_exchange import spread_groups, to_heads, to_tokens  # noqa: E402
+from megatron_ds.context_parallel.head_exchange import ToTokens, spread_groups, to_heads  # noqa: E402
 from megatron_ds.context_parallel.shared_keys import SharedKeys  # noqa: E402
 from megatron_ds.mpu.context import Part, SequenceSlice  # noqa: E402
 from megatron_ds.mpu.gloo import GlooTransport  # noqa: E402
 from megatron_ds.mpu.group import Group  # noqa: E402
 from megatron_ds.ops.attention_pattern import CAUSAL  # noqa: E402
 from megatron_ds.ops.attention_tiles import Runs, Seen  # noqa: E402
-from megatron_ds.ops.core_attention import attention  # noqa: E402
+from megatron_ds.ops.core_attention import exchanged_attention  # noqa: E402
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients  # noqa: E402
 from megatron_ds.training.distributed import set_allocator  # noqa: E402
 
@@ -81,8 +81,7 @@ def ulysses(group: Group, order: torch.Tensor | None) -> Attend:
     """As `models.context_attention.HeadsAttention`."""
     def attend(q, k, v):
         parts = to_heads((q, spread_groups(k, group.size), spread_groups(v, group.size)), group, order)
-        out = attention(*parts)
-        return to_tokens(out.unflatten(2, (parts[0].shape[2], -1)), group, order).flatten(2)
+        return exchanged_attention(*parts, ToTokens(group, order))
     return attend
 
 

@@ -139,8 +139,8 @@ struct Cut {
 };
 
 template <typename N>
-void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t lse, float scale, const Shown& shown,
-             uintptr_t memory, int threads) {
+void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std::array<uintptr_t, 1>& of_rows, float scale,
+             const Shown& shown, uintptr_t memory, int threads) {
     using Number = typename N::Number;
     const auto& [q, k, v, out] = tensors;
     const Call call = shown.call(sizes, scale);
@@ -152,7 +152,7 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t 
         const int64_t head = i / cut.parts % heads, sample = i / cut.parts / heads, at = i % cut.parts;
         const ForwardTensors<N> t{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, head / group),
                                   rows_of<const Number>(v, sample, head / group), rows_of<Number>(out, sample, head),
-                                  reinterpret_cast<float*>(lse) + (sample * heads + head) * call.queries};
+                                  reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries};
         attend(call, w, shown.plan(sizes, sample, head), shown.sink(head), t, cut.at(at), cut.at(at + 1));
     };
     py::gil_scoped_release released;
@@ -160,10 +160,10 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, uintptr_t 
 }
 
 template <typename N>
-void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t lse, float scale, const Shown& shown,
-              uintptr_t memory, int threads) {
+void backward(const Sizes& sizes, const std::array<Place, 7>& tensors, const std::array<uintptr_t, 2>& of_rows, float scale,
+              const Shown& shown, uintptr_t memory, int threads) {
     using Number = typename N::Number;
-    const auto& [q, k, v, out, dout, dq, dk, dv] = tensors;
+    const auto& [q, k, v, dout, dq, dk, dv] = tensors;
     const Call call = shown.call(sizes, scale);
     const int64_t heads = sizes[3], key_heads = sizes[4], group = heads / key_heads, all = sizes[2] * key_heads;
     if (all == 0) return;
@@ -173,8 +173,7 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
     const Cut by_query(tiles, by_key.parts);
     const bool is_split = by_key.parts > 1;
     const int64_t of_head = is_split ? by_key.parts + by_query.parts : 1;
-    const auto part = [&, q = q, k = k, v = v, out = out, dout = dout, dq = dq, dk = dk, dv = dv](const BackwardWork<N>& w,
-                                                                                                 int64_t i) {
+    const auto part = [&, q = q, k = k, v = v, dout = dout, dq = dq, dk = dk, dv = dv](const BackwardWork<N>& w, int64_t i) {
         const int64_t key_head = i / of_head % key_heads, sample = i / of_head / key_heads, at = i % of_head;
         const Wanted wanted{!is_split || at >= by_key.parts, at < by_key.parts};
         const bool has_some_keys = is_split && wanted.keys, has_some_queries = is_split && wanted.dq;
@@ -187,11 +186,11 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
             const int64_t key = unit * WIDE, count = std::min(run.to * WIDE, call.keys) - key;
             for (float* sums : {w.dk, w.dv}) std::fill_n(sums, wanted.keys ? (run.to - unit) * WIDE * call.d : 0, 0.0f);
             for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
-                const auto of_head_rows = [&](const Place& x) { return rows_of<const Number>(x, sample, head); };
-                const BackwardTensors<N> t{of_head_rows(q), rows_of<const Number>(k, sample, key_head),
-                                           rows_of<const Number>(v, sample, key_head), of_head_rows(out), of_head_rows(dout),
-                                           reinterpret_cast<const float*>(lse) + (sample * heads + head) * call.queries,
-                                           rows_of<Number>(dq, sample, head)};
+                const int64_t first_row = (sample * heads + head) * call.queries;
+                const auto sums = [&](uintptr_t x) { return reinterpret_cast<const float*>(x) + first_row; };
+                const BackwardTensors<N> t{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, key_head),
+                                           rows_of<const Number>(v, sample, key_head), rows_of<const Number>(dout, sample, head),
+                                           sums(of_rows[0]), sums(of_rows[1]), rows_of<Number>(dq, sample, head)};
                 if (head == key_head * group) take_run(call, w, run, t, wanted);
                 differentiate(call, w, shown.plan(sizes, sample, head), t, run, wanted, first_tile, last_tile);
             }
@@ -204,6 +203,24 @@ void backward(const Sizes& sizes, const std::array<Place, 8>& tensors, uintptr_t
     share<BackwardWork<N>>(all * of_head, threads, memory, sizes, part);
 }
 
+template <typename N>
+void dots(const std::array<int64_t, 4>& sizes, const std::array<Place, 2>& tensors, uintptr_t dots, int threads) {
+    using Number = typename N::Number;
+    const auto [rows, samples, heads, d] = sizes;
+    const int64_t tiles = rounded_up(rows, ROWS) / ROWS;
+    std::atomic<int64_t> next{0};
+    const std::function<void()> job = [&, rows = rows, samples = samples, heads = heads, d = d] {
+        for (int64_t i; (i = next.fetch_add(1)) < tiles * samples;) {
+            const int64_t sample = i % samples, row = i / samples * ROWS;
+            for (int64_t head = 0; head < heads; ++head)
+                take_dots(rows_of<const Number>(tensors[0], sample, head), rows_of<const Number>(tensors[1], sample, head), row,
+                          std::min(row + ROWS, rows), d, reinterpret_cast<float*>(dots) + (sample * heads + head) * rows);
+        }
+    };
+    py::gil_scoped_release released;
+    run_on_threads(int(std::min<int64_t>(threads, tiles * samples)), job);
+}
+
 template <template <typename> class Work>
 int64_t bytes_of(const Sizes& sizes, bool is_wide) {
     Work<Fp32> wide{};
@@ -211,18 +228,19 @@ int64_t bytes_of(const Sizes& sizes, bool is_wide) {
     return is_wide ? arrange(wide, sizes, nullptr) : arrange(narrow, sizes, nullptr);
 }
 
-// Adds a function of N tensors to the module.
-template <size_t N>
+// Adds a function of N tensors, and of M arrays with a number for each row, to the module.
+template <size_t N, size_t M>
 void define(py::module_& module, const char* name,
-            void (*function)(const Sizes&, const std::array<Place, N>&, uintptr_t, float, const Shown&, uintptr_t, int),
+            void (*function)(const Sizes&, const std::array<Place, N>&, const std::array<uintptr_t, M>&, float, const Shown&,
+                             uintptr_t, int),
             const char* text) {
     module.def(
         name,
-        [=](const Sizes& sizes, const std::array<Place, N>& tensors, uintptr_t lse, float scale,
+        [=](const Sizes& sizes, const std::array<Place, N>& tensors, const std::array<uintptr_t, M>& of_rows, float scale,
             const std::array<int64_t, 3>& positions, const std::array<uintptr_t, 8>& addresses, uintptr_t memory,
-            int threads) { function(sizes, tensors, lse, scale, {positions, addresses}, memory, threads); },
-        text, py::arg("sizes"), py::arg("tensors"), py::arg("lse"), py::arg("scale"), py::arg("positions"), py::arg("addresses"),
-        py::arg("memory"), py::arg("threads"));
+            int threads) { function(sizes, tensors, of_rows, scale, {positions, addresses}, memory, threads); },
+        text, py::arg("sizes"), py::arg("tensors"), py::arg("of_rows"), py::arg("scale"), py::arg("positions"),
+        py::arg("addresses"), py::arg("memory"), py::arg("threads"));
 }
 #else
 bool has_vectors() { return false; }
@@ -236,10 +254,13 @@ PYBIND11_MODULE(_attention, module) {
     module.def("has_products", &has_products, "The same for bf16.");
     module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast.");
 #ifdef HAS_BF16_PRODUCTS
-    define(module, "forward_fp32", &forward<Fp32>, "Writes out and lse.");
-    define(module, "forward_bf16", &forward<Bf16>, "Writes out and lse.");
-    define(module, "backward_fp32", &backward<Fp32>, "Writes dq, dk and dv.");
-    define(module, "backward_bf16", &backward<Bf16>, "Writes dq, dk and dv.");
+    define(module, "forward_fp32", &forward<Fp32>, "Writes out; of rows: lse.");
+    define(module, "forward_bf16", &forward<Bf16>, "Writes out; of rows: lse.");
+    define(module, "backward_fp32", &backward<Fp32>, "Writes dq, dk and dv; of rows: lse and D are read.");
+    define(module, "backward_bf16", &backward<Bf16>, "Writes dq, dk and dv; of rows: lse and D are read.");
+    for (const auto& [name, function] : {std::pair{"dots_fp32", &dots<Fp32>}, std::pair{"dots_bf16", &dots<Bf16>}})
+        module.def(name, function, "Writes D of dout and out.", py::arg("sizes"), py::arg("tensors"), py::arg("dots"),
+                   py::arg("threads"));
     module.def("forward_bytes", &bytes_of<ForwardWork>, py::arg("sizes"), py::arg("is_wide"), "Memory of a thread.");
     module.def("backward_bytes", &bytes_of<BackwardWork>, py::arg("sizes"), py::arg("is_wide"));
 #endif

@@ -25,8 +25,8 @@ struct BackwardWork {
 
 template <typename N>
 struct BackwardTensors {
-    Rows<const typename N::Number> q, k, v, out, dout;
-    const float* lse;
+    Rows<const typename N::Number> q, k, v, dout;
+    const float *lse, *dots;      // of each row: the log-sum-exp, and D
     Rows<typename N::Number> dq;
 };
 
@@ -51,15 +51,20 @@ INLINE __m512 widened(const uint16_t* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
 }
 
+// D of rows [from, to) of a head.
 template <typename Number>
-void take_sums(Rows<const Number> dout, Rows<const Number> out, const float* lse, int64_t count, const Call& call,
-               RowSums& sums) {
+void take_dots(Rows<const Number> dout, Rows<const Number> out, int64_t from, int64_t to, int64_t d, float* dots) {
+    for (int64_t i = from; i < to; ++i) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t j = 0; j < d; j += WIDE) sum = _mm512_fmadd_ps(widened(dout[i] + j), widened(out[i] + j), sum);
+        dots[i] = _mm512_reduce_add_ps(sum);
+    }
+}
+
+INLINE void take_sums(const float* lse, const float* dots, int64_t count, float scale, RowSums& sums) {
     for (int64_t i = 0; i < ROWS; ++i) {
         sums.lse[i] = i < count ? lse[i] * LOG2_E : EMPTY;
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < call.d && i < count; j += WIDE)
-            sum = _mm512_fmadd_ps(widened(dout[i] + j), widened(out[i] + j), sum);
-        sums.d[i] = call.scale * _mm512_reduce_add_ps(sum);
+        sums.d[i] = i < count ? scale * dots[i] : 0;
     }
 }
 
@@ -79,7 +84,8 @@ void take_tile(const Call& call, const BackwardWork<N>& w, int64_t query, int64_
     take_columns<N>(dout, count, call.d, w.dout_columns);
     if (wanted.keys) take_pairs(q, count, call.d, w.query_pairs);
     if (wanted.keys) take_pairs(dout, count, call.d, w.dout_pairs);
-    take_sums(dout, t.out.from(query), t.lse + query, count, call, sums);
+    take_sums(t.lse + query, t.dots + query, count, call.scale, sums);
+    for (const auto& rows : {t.q, t.dout}) fetch(rows, query + ROWS, std::min(query + 2 * ROWS, call.queries), call.d);
 }
 
 // P and dS of a unit; `at`: its first key in the part, `in_run` in the run.
@@ -165,8 +171,6 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         bool is_taken = false;
         for_each_part<UNITS>(sight, run.from, run.to, [](int64_t) {}, [&](const Part& part) {
             if (!is_taken) take_tile(call, w, query, count, t, wanted, sums);
-            if (!is_taken)
-                for (const auto& rows : {t.q, t.dout, t.out}) fetch(rows, query + ROWS, std::min(query + 2 * ROWS, call.queries), d);
             is_taken = true;
             differentiate_part(call, w, sight, sums, run, part, wanted, dq);
         });

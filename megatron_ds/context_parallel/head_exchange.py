@@ -7,11 +7,15 @@ arXiv:2309.14509).
 With fewer key-value heads than ranks, each rank receives the one head that its query heads read, so several
 ranks receive the same one and their gradients of it are summed by its owners: max(g, c) heads are sent.
 
+The output in the order of heads is not kept where attention can take D = rowsum(dO ∘ O) in its place
+(`ToTokens.send_back`): ranks compute D of their tokens, and exchange it for that of their heads with dO.
+
 Letters: s positions, b samples, n query heads, g key-value heads, d channels, c ranks.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,6 +38,29 @@ def to_heads(tensors: tuple[torch.Tensor, ...], group: Group,
 def to_tokens(out: torch.Tensor, group: Group, order: torch.Tensor | None = None) -> torch.Tensor:
     """[s, b, heads/c, d] of the rank's heads → [s/c, b, heads, d] of its tokens, as before `to_heads`."""
     return _ToTokens.apply(group, order, out)
+
+
+@dataclass(frozen=True)
+class ToTokens:
+    """`to_tokens` as a function, and the two exchanges of which it consists, without autograd."""
+
+    group: Group
+    order: torch.Tensor | None = None
+
+    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+        """[s, b, heads/c, d] → [s/c, b, heads, d]."""
+        return to_tokens(out, self.group, self.order)
+
+    def send(self, out: torch.Tensor) -> torch.Tensor:
+        """The same. Collective."""
+        return _divide_tokens((out,), self.group, self.order)[0]
+
+    def send_back(self, dout: torch.Tensor, dots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """dout [s/c, b, heads, d] and a number of each row [b, heads, s/c] → [s, b, heads/c, d] and
+        [b, heads/c, s]. Collective."""
+        by_token = dots.permute(2, 0, 1).unsqueeze(-1)                                # [s/c, b, heads, 1]
+        (dout,), (by_head,) = (_divide_heads((t,), self.group, self.order) for t in (dout, by_token))
+        return dout, by_head.squeeze(-1).permute(1, 2, 0)
 
 
 def spread_groups(t: torch.Tensor, ranks: int) -> torch.Tensor:

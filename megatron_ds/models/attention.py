@@ -15,7 +15,7 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -297,12 +297,16 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
+        return attention(q, k, v, **self.settings(q, k, batch))
+
+    def settings(self, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> dict[str, Any]:
+        """What `ops.core_attention.attention` takes beside q, k and v."""
         p = self.dropout if batch.training else 0.0
         pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
-        return attention(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
-                         keep=self.keep_mask(q, k, p, batch) if p else None,
-                         scoring=Scoring(sink=self.sink(self.heads(q), q.device),
-                                         alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device)))
+        scoring = Scoring(sink=self.sink(self.heads(q), q.device),
+                          alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device))
+        return {"pattern": pattern, "mask": mask, "documents": batch.documents, "scoring": scoring,
+                "keep": self.keep_mask(q, k, p, batch) if p else None}
 
     def heads(self, q: torch.Tensor) -> range:
         """Global numbers of the heads of q [s, b, n, d]."""

@@ -19,13 +19,14 @@ from torch import nn
 
 from ..config.model_options import ModelConfig
 from ..context_parallel.block_exchange import BlockExchange, Gather, Ring
-from ..context_parallel.head_exchange import spread_groups, to_heads, to_tokens
+from ..context_parallel.head_exchange import ToTokens, spread_groups, to_heads, to_tokens
 from ..context_parallel.shared_keys import SharedKeys
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo
 from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
+from ..ops.core_attention import exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
 from .attention import CoreAttention, Heads, Sink, alibi_heads, alibi_of, seen_keys
@@ -115,8 +116,8 @@ class HeadsAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the note above; of what `arrange` returned."""
-        out = self.core(q, k, v, batch.whole)                                        # [s, b, n/(t c) * d]
-        return to_tokens(out.unflatten(2, (q.shape[2], -1)), self.ctx.cp, self._order(batch, q)).flatten(2)
+        exchange = ToTokens(self.ctx.cp, self._order(batch, q))
+        return exchanged_attention(q, k, v, exchange, **self.core.settings(q, k, batch.whole))
 
     def _order(self, batch: Batch, like: torch.Tensor) -> torch.Tensor | None:
         return self.ctx.slice.order(batch.whole.seq_length, like.device)

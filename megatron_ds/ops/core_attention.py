@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from .attention_pattern import CAUSAL, AttentionPattern
 from .cpu import compiled_attention
 from .cpu.blocked_attention import blocked_attention, worth_blocking
-from .cpu.compiled_attention import Shown
+from .cpu.compiled_attention import OutputExchange, Shown
 from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
@@ -92,12 +92,15 @@ def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
                           available=lambda: compiled_attention.reason_against_plain(torch.bfloat16))
 @attention.implementation("c++ layouts", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_layout,
                           available=lambda: compiled_attention.reason_against_layouts(torch.bfloat16))
-def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
-              mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
-              **_: None) -> torch.Tensor:
+def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scoring: Scoring = PLAIN,
+              **shown: Any) -> torch.Tensor:
+    return compiled_attention.compiled_attention(q, k, v, _shown(q, k, **shown), scoring)
+
+
+def _shown(q: torch.Tensor, k: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+           mask: torch.Tensor | None = None, documents: Any = None, **_: None) -> Shown:
     ids, sk = documents.ids if documents is not None and has_memory(q) else None, k.shape[0]
-    shown = Shown.of(pattern, range(sk - q.shape[0], sk), range(sk), ids, _padding(mask, q))
-    return compiled_attention.compiled_attention(q, k, v, shown, scoring)
+    return Shown.of(pattern, range(sk - q.shape[0], sk), range(sk), ids, _padding(mask, q))
 
 
 def _is_padding(mask: torch.Tensor | None) -> bool:
@@ -146,6 +149,19 @@ def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Attent
 @attention.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q))
 def _in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
     return attention(q.float(), k.float(), v.float(), **settings).to(q.dtype)
+
+
+def exchanged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: OutputExchange, *,
+                        scoring: Scoring = PLAIN, **settings: Any) -> torch.Tensor:
+    """`attention`, followed by an exchange of its output, a function with gradients, too: [sq, b, n, d] →
+    [rows, b, heads, d]. The compiled kernel keeps the result of the exchange alone.
+
+    → [rows, b, heads * d]. Collective as the exchange is.
+    """
+    if attention.choice(q, k, v, scoring=scoring, **settings) is _compiled:
+        return compiled_attention.compiled_attention(q, k, v, _shown(q, k, **settings), scoring, exchange)
+    out = attention(q, k, v, scoring=scoring, **settings)
+    return exchange(out.unflatten(2, (q.shape[2], -1))).flatten(2)
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,

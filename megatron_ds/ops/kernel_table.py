@@ -103,13 +103,17 @@ class Operation:
         return any(entry.name == name for entry in _candidates(self, device, dtype, _MODE[0]))
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        return self.choice(x, *arguments, **named)(x, *arguments, **named)
+
+    def choice(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        """The function that a call of these arguments runs."""
         if torch.compiler.is_compiling():
-            return self.in_torch(x, *arguments, **named)
+            return self.in_torch
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
             if entry.suits(x, *arguments, **named):
                 reason = entry.fits(x, *arguments, **named)
                 if not reason:
-                    return entry.function(x, *arguments, **named)
+                    return entry.function
                 _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
 

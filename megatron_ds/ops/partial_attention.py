@@ -27,7 +27,7 @@ from .alibi import Alibi
 from .attention_tiles import Runs, Seen, Tile
 from .core_attention import attention
 from .cpu import compiled_attention
-from .cpu.compiled_attention import Shown
+from .cpu.compiled_attention import OfRows, Shown
 from .scoring import Scoring
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -79,22 +79,25 @@ class PartialGradients:
                  result: tuple[torch.Tensor, torch.Tensor], dout: torch.Tensor):
         self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
         self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
-        self.sums = _finite(result[1])
+        self.sums, self._dots = _finite(result[1]), None
         self.dq = torch.zeros_like(queries, dtype=torch.float32)                               # [q, b, n, d]
 
     def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
         """The gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
-        of_rows = (self.dout.float() * self.out).sum(-1)                                       # [b, n, q]
-        return -((sink.float()[:, None] - self.sums).exp() * of_rows).sum((0, 2)).to(sink.dtype)
+        dots = (self.dout.float() * self.out).sum(-1)                                          # [b, n, q]
+        return -((sink.float()[:, None] - self.sums).exp() * dots).sum((0, 2)).to(sink.dtype)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs, dkv: torch.Tensor) -> None:
         """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""
         keys, values = _heads(keys), _heads(values)
         totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
         by_runs = _has_kernel(self.queries, self.positions, positions, self.seen)
+        if by_runs and self._dots is None:
+            self._dots = compiled_attention.row_dots(_rows(self.dout), _rows(self.out))
+        of_rows = self.dout, self.out, self.sums, self._dots
         for tile in self.seen.tiles(self.positions, positions, by_runs):
             operands = _Operands.of(self.queries, keys, values, self.scale, tile, self.seen, by_runs)
-            final = _Final(*(t[:, :, tile.rows] for t in (self.dout, self.out, self.sums)))
+            final = _Final(*(None if t is None else t[:, :, tile.rows] for t in of_rows))
             parts = operands.kernel.backward(operands, final)
             for total, at, part in zip(totals, (tile.rows, tile.columns, tile.columns), parts, strict=True):
                 total[:, :, at] += part
@@ -161,11 +164,13 @@ class _Operands:
 
 
 class _Final(NamedTuple):
-    """Of the rows of a tile, over all keys: dout and out [b, n, rows, d], log-sum-exp fp32 [b, n, rows]."""
+    """Of the rows of a tile, over all keys: dout and out [b, n, rows, d], log-sum-exp fp32 [b, n, rows], and
+    for the compiled kernel D [b, n, rows]."""
 
     dout: torch.Tensor
     out: torch.Tensor
     sums: torch.Tensor
+    dots: torch.Tensor | None = None
 
 
 class _Kernel(NamedTuple):
@@ -218,8 +223,8 @@ def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _compiled_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, scoring = map(_rows, (t.q, t.k, t.v, final.out, final.dout)), Scoring(t.scale, alibi=t.alibi)
-    dq, dk, dv = compiled_attention.gradients(*rows, final.sums, t.shown, scoring)
+    tensors, scoring = map(_rows, (t.q, t.k, t.v, final.dout)), Scoring(t.scale, alibi=t.alibi)
+    dq, dk, dv = compiled_attention.gradients(*tensors, OfRows(final.sums, final.dots), t.shown, scoring)
     return _heads(dq), _heads(dk), _heads(dv)
 
 

@@ -5,7 +5,10 @@ As in test_layout_grid.py, every pair of option values appears in few cases, her
 from functools import cache
 
 import pytest
+import torch
 
+from megatron_ds.context_parallel.head_exchange import ToTokens
+from megatron_ds.ops.cpu import compiled_attention
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, JOB_STEPS, STEPS, reference_of, stray
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
@@ -82,6 +85,25 @@ def test_ranks_that_share_sequences_train_like_one_process(case):
     wanted = {"p2p": {"send"}, "all_gather": {"all_gather"}, "a2a": {"all_to_all"},
               "levels": {"send", "all_to_all"}}[case["comm"]]
     assert wanted <= calls and ("send" in calls) == ("send" in wanted)
+
+
+@pytest.mark.skipif(compiled_attention.reason_against_plain(torch.float32) != "",
+                    reason="no compiled attention on this machine")
+@pytest.mark.parametrize("style, comm, flags, layout", [
+    ("gpt2", "a2a", "", "cp=2,dp=2,zero=3"), ("llama", "a2a", "", "cp=2,tp=2,sp=1,recompute=selective"),
+    ("gpt2", "a2a", "--softmax-type learnable --window-size 9,0", "cp=4,pp=2"),
+    ("gpt2", "a2a", "--position-embedding-type alibi", "cp=2,recompute=full"), ("bert", "a2a", "", "cp=4"),
+    ("llama", "p2p", "", "cp=4,pp=2"), ("gpt2", "p2p", "--softmax-type learnable", "cp=2")])
+def test_ranks_with_compiled_attention_train_like_one_process(style, comm, flags, layout, monkeypatch):
+    """Of heads with 32 channels. Ranks of a2a take D of their tokens' rows in place of a second output."""
+    returned, before = [], ToTokens.send_back
+    monkeypatch.setattr(ToTokens, "send_back", lambda *given: returned.append(1) or before(*given))
+    documents = "joined" if style == "bert" else "apart"
+    job = [*tiny_job(style, "fp32", style == "llama", 0.0, LAYERS, GLOBAL_BATCH, JOB_STEPS, documents),
+           "--kv-channels", "32", "--cp-comm-type", comm, *flags.split()]
+    difference, _ = stray(job, layout, FEW)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    assert bool(returned) == (comm == "a2a")
 
 
 def test_each_layer_may_share_attention_in_its_own_way():

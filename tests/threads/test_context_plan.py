@@ -14,6 +14,7 @@ from megatron_ds.models.attention import SelfAttention
 from megatron_ds.mpu.context import ParallelContext, SequenceSlice
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.ops.cpu import compiled_attention
 from megatron_ds.planning.context_text import attention_bytes, context_text, other_types
 from megatron_ds.planning.dry_run import flops_text, plan_text
 from megatron_ds.planning.expert_text import flops_of_rank
@@ -152,18 +153,35 @@ def test_a_part_of_a_sequence_that_is_one_tile_is_not_computed_again():
     assert min(again(one)) > 0 and again(two) == {0.0}
 
 
-def test_heads_over_all_tokens_need_no_more_memory_than_a_ring_but_for_a_second_output():
-    """Attention's output is kept in the order of heads and in that of tokens; what a rank works with is less
-    than in a ring."""
+COMPILED = pytest.mark.skipif(compiled_attention.reason_against_plain(torch.float32) != "",
+                              reason="no compiled attention on this machine")
+
+
+@pytest.mark.parametrize("heads, again, less", [(4, 1, 2), pytest.param(2, 0, 1, marks=COMPILED)],
+                         ids=["torch", "compiled"])
+def test_heads_over_all_tokens_need_no_more_memory_than_a_ring_but_for_a_second_output(heads, again, less):
+    """Torch's attention keeps its output in the order of heads, and the projection in that of tokens; the
+    compiled one takes heads of 32 channels and keeps what the projection keeps. What a rank works with is
+    less than in a ring."""
     length, hidden, layers, ranks = 1024, 64, 2, 2
     flags = ("--seq-length", length, "--hidden-size", hidden, "--ffn-hidden-size", 16,
-             "--num-attention-heads", 4,
+             "--num-attention-heads", heads,
              "--micro-batch-size", 1, "--global-batch-size", 1, "--position-embedding-type", "rope")
-    ring, heads = (plan_world(job(*flags, ranks=ranks, kinds=kind, layers=layers), 0, "cpu").rank_plan(0)
-                   for kind in ("p2p", "a2a"))
+    ring, ulysses = (plan_world(job(*flags, ranks=ranks, kinds=kind, layers=layers), 0, "cpu").rank_plan(0)
+                     for kind in ("p2p", "a2a"))
     output = length // ranks * hidden * 4
-    assert heads.kept <= ring.kept + layers * output
-    assert heads.peak <= ring.peak and heads.at_work <= ring.at_work - 2 * output
+    assert ulysses.kept <= ring.kept + layers * again * output
+    assert ulysses.peak <= ring.peak and ulysses.at_work <= ring.at_work - less * output
+
+
+@COMPILED
+def test_the_compiled_attention_sends_d_of_each_row_in_addition():
+    """4 bytes for each row of a query head, in backward; the run sends what the plan counts."""
+    config = job("--hidden-size", 32 * N, ranks=2, kinds="a2a")
+    ((traffic, _), *_), plan = run(config), plan_world(config, 0, "cpu").rank_plan(0)
+    assert dict(traffic.bytes) == {key: 2 * count for key, count in plan.traffic.bytes.items()}
+    of_attention = 32 // D * closed_form("a2a", 2, N, 4) + S // 2 * B * N * 4 // 2
+    assert traffic.wire_bytes()["all_to_all", "cp", 2] == 2 * MICROBATCHES * 3 * of_attention
 
 
 @pytest.mark.parametrize("zigzag", [False, True], ids=["runs", "zigzag"])

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -109,35 +109,61 @@ class Shown(NamedTuple):
                                             _padded(of_keys[:, keys.start:keys.stop])))
 
 
-def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
-                       scoring: Scoring) -> torch.Tensor:
+class OutputExchange(Protocol):
+    """Sends the output of attention to other ranks, which return its gradient. Collective."""
+
+    def send(self, out: torch.Tensor) -> torch.Tensor:
+        """out [sq, b, n, d] → what this rank has of the outputs, [rows, b, heads, d]."""
+
+    def send_back(self, dout: torch.Tensor, dots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """dout [rows, b, heads, d] and a number of each row, fp32 [b, heads, rows] → [sq, b, n, d] and
+        [b, n, sq]."""
+
+
+def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring,
+                       exchange: OutputExchange | None = None) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d]; any strides. A query that sees no key gets
-    zeros."""
-    return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring)
+    zeros.
+
+    exchange: applied to the output, [rows, b, heads, d] → [rows, b, heads * d]. Its result is kept for
+    backward in place of the output: D = rowsum(dO ∘ O) can be computed where the rows are.
+    """
+    return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, exchange)
 
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, shown, scoring):
+    def forward(ctx, q, k, v, sink, shown, scoring, exchange):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
             v = v.contiguous()              # else what is kept were the whole projection, for its values
         out, lse = attend(q, k, v, shown, scoring)
+        if exchange is not None:
+            out = exchange.send(out)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.shown, ctx.scoring = shown, scoring
-        return out.view(*q.shape[:2], -1)
+        ctx.shown, ctx.scoring, ctx.exchange = shown, scoring, exchange
+        return out.view(*out.shape[:2], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dout = dout.reshape(q.shape)
-        dq, dk, dv = gradients(q, k, v, out, dout, lse, ctx.shown, ctx.scoring)
+        dout = dout.reshape(out.shape)
+        dots = row_dots(dout, out)
+        if ctx.exchange is not None:
+            dout, dots = ctx.exchange.send_back(dout, dots)
+        dq, dk, dv = gradients(q, k, v, dout, OfRows(lse, dots), ctx.shown, ctx.scoring)
         dsink = None
         if sink is not None:
-            of_row = (dout.float() * out).sum(-1).permute(1, 2, 0)                             # D [b, n, s]
-            dsink = -((sink.float()[:, None] - lse).exp() * of_row).sum((0, 2)).to(sink.dtype)
-        return dq, dk, dv, dsink, None, None
+            dsink = -((sink.float()[:, None] - lse).exp() * dots).sum((0, 2)).to(sink.dtype)
+        return dq, dk, dv, dsink, None, None, None
+
+
+class OfRows(NamedTuple):
+    """Of the rows of queries, fp32 [b, n, sq]: the log-sum-exp, and D = rowsum(dO ∘ O)."""
+
+    lse: torch.Tensor
+    dots: torch.Tensor
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
@@ -146,20 +172,31 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
     of a query that sees no key. Without gradients."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
-    _run("forward", (*map(_with_rows, (q, k, v)), out), lse, shown, scoring)
+    _run("forward", (*map(_with_rows, (q, k, v)), out), (lse,), shown, scoring)
     return out, lse
 
 
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, dout: torch.Tensor,
-              lse: torch.Tensor, shown: Shown, scoring: Scoring) -> list[torch.Tensor]:
-    """dq, dk, dv of what these queries and keys contribute. out, dout [sq, b, n, d] and lse are those of all
-    keys."""
+def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """D = rowsum(dO ∘ O) of [sq, b, n, d], fp32 [b, n, sq]."""
+    dout, out = _with_rows(dout), _with_rows(out)
+    rows, samples, heads, d = out.shape
+    dots = out.new_empty(samples, heads, rows, dtype=torch.float32)
+    if has_memory(out):
+        getattr(extension(), f"dots_{NAMES[out.dtype]}")(
+            (rows, samples, heads, d), (_place(dout), _place(out)), dots.data_ptr(), torch.get_num_threads())
+    return dots
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, rows: OfRows,
+              shown: Shown, scoring: Scoring) -> list[torch.Tensor]:
+    """dq, dk, dv of what these queries and keys contribute. dout [sq, b, n, d] and `rows` are of all keys."""
     results = [t.new_empty(t.shape) for t in (q, k, v)]
-    _run("backward", (*map(_with_rows, (q, k, v, out, dout)), *results), lse.contiguous(), shown, scoring)
+    tensors = *map(_with_rows, (q, k, v, dout)), *results
+    _run("backward", tensors, tuple(t.contiguous() for t in rows), shown, scoring)
     return results
 
 
-def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown: Shown,
+def _run(name: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tensor, ...], shown: Shown,
          scoring: Scoring) -> None:
     q, k, *_ = tensors
     sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
@@ -176,7 +213,7 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, shown:
     addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
     getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
-        sizes, [_place(t) for t in tensors], lse.data_ptr(), scoring.scale_of(q.shape[3]),
+        sizes, [_place(t) for t in tensors], [t.data_ptr() for t in of_rows], scoring.scale_of(q.shape[3]),
         (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
 
 
