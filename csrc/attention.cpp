@@ -107,7 +107,6 @@ int64_t arrange(BackwardWork<N>& w, const Sizes& sizes, char* memory) {
     const bool has_runs = run < sizes[1];
     for (auto** of_run : {&w.keys, &w.values}) arena.take(*of_run, run * d / N::PER);
     arena.take(w.key_pairs, N::PER == 2 ? run / N::PER * d : 0);
-    arena.take(w.some_pairs, MOST_KEYS * d / N::PER);
     for (auto** of_rows : {&w.query_columns, &w.dout_columns, &w.query_pairs, &w.dout_pairs}) arena.take(*of_rows, ROWS * d / N::PER);
     for (auto** tile : {&w.p, &w.ds, &w.ds_pairs}) arena.take(*tile, MOST_KEYS * ROWS / N::PER);
     w.next_dq = has_runs ? d * ROWS : 0;

@@ -15,7 +15,6 @@ template <typename N>
 struct BackwardWork {
     using Packed = typename N::Packed;
     Packed *keys, *values, *key_pairs;              // of a run: [keys, d / PER] twice, [keys / PER, d]
-    Packed* some_pairs;                             // of a part: [keys / PER, d]
     Packed *query_columns, *dout_columns;           // [d / PER, ROWS]
     Packed *query_pairs, *dout_pairs;               // [ROWS / PER, d]
     Packed *p, *ds, *ds_pairs;                      // of a part: [keys, ROWS / PER] twice, [keys / PER, ROWS]
@@ -121,17 +120,6 @@ INLINE void differentiate_unit(const Call& call, const BackwardWork<N>& w, const
     }
 }
 
-// The packed keys of a part, in pairs: where they are, if its units are neighbours.
-template <typename N>
-INLINE const typename N::Packed* pairs_of(const Call& call, const BackwardWork<N>& w, const Run& run, const Part& part) {
-    const typename N::Packed* all = N::PER == 2 ? w.key_pairs : w.keys;
-    const int64_t size = WIDE / N::PER * call.d;      // of a unit
-    if (part.units[part.count - 1] - part.units[0] == part.count - 1) return all + (part.units[0] - run.from) * size;
-    for (int64_t u = 0; u < part.count; ++u)
-        std::memcpy(w.some_pairs + u * size, all + (part.units[u] - run.from) * size, size_t(size) * sizeof(typename N::Packed));
-    return w.some_pairs;
-}
-
 // What the queries of a tile and some units contribute to the gradients.
 template <typename N>
 void differentiate_part(const Call& call, const BackwardWork<N>& w, const Sight& sight, const RowSums& sums, const Run& run,
@@ -152,8 +140,9 @@ void differentiate_part(const Call& call, const BackwardWork<N>& w, const Sight&
         }
     }
     if (!wanted.dq) return;
-    const Packed* ds = N::PER == 2 ? w.ds_pairs : w.ds;
-    multiply<Put::ADDED>(Factors<Packed>{pairs_of(call, w, run, part), 1, d, ds + left, ROWS, part.count * WIDE / N::PER}, d, wide,
+    const Packed *ds = N::PER == 2 ? w.ds_pairs : w.ds, *keys = N::PER == 2 ? w.key_pairs : w.keys;
+    const int64_t depth = WIDE / N::PER, size = depth * d;      // of a unit
+    multiply<Put::ADDED>(Factors<Packed>{keys - run.from * size, 1, d, ds + left, ROWS, depth, part.units, part.count, size}, d, wide,
                          dq + left, ROWS);
 }
 

@@ -30,13 +30,16 @@ struct Rows {
 };
 
 // ------------------------------------------------------------------------------------------------------------- products
-// A of M rows and `depth` packed numbers with any strides, B of `depth` rows of R registers.
+// A of M rows and `depth` packed numbers with any strides, B of `depth` rows of R registers. Of several parts, A begins at multiples
+// of `a_part`, which are anywhere, and B continues: the sums of all parts stay in registers.
 template <typename Packed>
 struct Factors {
     const Packed* a;
     int64_t a_row, a_step;
     const Packed* b;
     int64_t b_row, depth;
+    const int32_t* parts = nullptr;
+    int64_t count = 1, a_part = 0;
 };
 
 enum class Put { SCALED, ADDED, RESCALED };      // C = factor A B,    C += A B,    C = C factor[column] + A B
@@ -53,16 +56,19 @@ INLINE void multiply_of(const Factors<Packed>& x, float* c, int64_t c_row, const
             if (put == Put::ADDED) sums[i][j] = _mm512_loadu_ps(at);
             if (put == Put::RESCALED) sums[i][j] = _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_loadu_ps(factor + j * WIDE));
         }
-    const Packed *a = x.a, *b = x.b;
-    for (int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
-        decltype(register_of(b)) row[R];
+    const Packed* b = x.b;
+    for (int64_t part = 0; part < x.count; ++part) {
+        const Packed* a = x.a + (x.parts ? x.parts[part] * x.a_part : 0);
+        for (int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
+            decltype(register_of(b)) row[R];
 #pragma GCC unroll 16
-        for (int j = 0; j < R; ++j) row[j] = register_of(b + j * WIDE);
+            for (int j = 0; j < R; ++j) row[j] = register_of(b + j * WIDE);
 #pragma GCC unroll 16
-        for (int i = 0; i < M; ++i) {
-            const auto one = broadcast(a[i * x.a_row]);
+            for (int i = 0; i < M; ++i) {
+                const auto one = broadcast(a[i * x.a_row]);
 #pragma GCC unroll 16
-            for (int j = 0; j < R; ++j) sums[i][j] = sum_of(sums[i][j], one, row[j]);
+                for (int j = 0; j < R; ++j) sums[i][j] = sum_of(sums[i][j], one, row[j]);
+            }
         }
     }
 #pragma GCC unroll 16
