@@ -8,7 +8,7 @@ With fewer key-value heads than ranks, each rank receives the one head that its 
 ranks receive the same one and their gradients of it are summed by its owners: max(g, c) heads are sent.
 
 The output in the order of heads is not kept where attention can take D = rowsum(dO ∘ O) in its place
-(`ToTokens.send_back`): ranks compute D of their tokens, and exchange it for that of their heads with dO.
+(`ToTokens.of_rows`): ranks compute D of their tokens, and exchange it for that of their heads with dO.
 
 Letters: s positions, b samples, n query heads, g key-value heads, d channels, c ranks.
 """
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu.collectives import all_to_all_
 from ..mpu.group import Group
+from ..ops.cpu.compiled_attention import row_dots
 from ..ops.cpu.widened_products import WORKSPACE
 
 
@@ -42,7 +43,7 @@ def to_tokens(out: torch.Tensor, group: Group, order: torch.Tensor | None = None
 
 @dataclass(frozen=True)
 class ToTokens:
-    """`to_tokens` as a function, and the two exchanges of which it consists, without autograd."""
+    """`to_tokens` as an `ops.core_attention.OutputExchange`."""
 
     group: Group
     order: torch.Tensor | None = None
@@ -51,16 +52,9 @@ class ToTokens:
         """[s, b, heads/c, d] → [s/c, b, heads, d]."""
         return to_tokens(out, self.group, self.order)
 
-    def send(self, out: torch.Tensor) -> torch.Tensor:
-        """The same. Collective."""
-        return _divide_tokens((out,), self.group, self.order)[0]
-
-    def send_back(self, dout: torch.Tensor, dots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """dout [s/c, b, heads, d] and a number of each row [b, heads, s/c] → [s, b, heads/c, d] and
-        [b, heads/c, s]. Collective."""
-        by_token = dots.permute(2, 0, 1).unsqueeze(-1)                                # [s/c, b, heads, 1]
-        (dout,), (by_head,) = (_divide_heads((t,), self.group, self.order) for t in (dout, by_token))
-        return dout, by_head.squeeze(-1).permute(1, 2, 0)
+    def of_rows(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """The same; the gradient of lse, fp32 [b, heads/c, s], is D = rowsum(dO ∘ O). Collective."""
+        return _KeptByToken.apply(self.group, self.order, out, lse)
 
 
 def spread_groups(t: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -92,6 +86,25 @@ class _ToTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         return None, None, _divide_heads((gradient,), ctx.group, ctx.order)[0]
+
+
+class _KeptByToken(torch.autograd.Function):
+    # Ends before the backward of attention begins: its output and that gradient are freed then.
+
+    @staticmethod
+    def forward(ctx, group, order, out, lse):
+        ctx.group, ctx.order = group, order
+        (result,) = _divide_tokens((out,), group, order)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (out,) = ctx.saved_tensors
+        by_token = row_dots(gradient, out).permute(2, 0, 1).unsqueeze(-1)                 # [s/c, b, heads, 1]
+        (dout,), (dots,) = (_divide_heads((t,), ctx.group, ctx.order) for t in (gradient, by_token))
+        return None, None, dout, dots.squeeze(-1).permute(1, 2, 0)
 
 
 # Note: memory. Tensors are exchanged one by one, through a buffer for one of them, which is in the workspace

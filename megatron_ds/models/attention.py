@@ -15,7 +15,7 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
-from ..ops.core_attention import attention
+from ..ops.core_attention import OutputExchange, attention, exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
 from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling, ntk_base
@@ -43,7 +43,8 @@ class Core(Protocol):
     """Attention of a rank's heads.
 
     A core may have a method `arrange`, of the same arguments, that returns the q, k and v which the call then
-    takes: the caller frees its own between the two.
+    takes: the caller frees its own between the two; and a method `again`, in place of the call where that is
+    repeated in backward.
     """
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -59,6 +60,12 @@ def arranged(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batc
 def attend(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
     """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
     return core(*arranged(core, q, k, v, batch), batch)
+
+
+def attend_again(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """`attend`, which backward calls again in place of keeping what it needs."""
+    call = getattr(core, "again", core)
+    return recompute(lambda *heads: call(*arranged(core, *heads, batch), batch), q, k, v)
 
 
 class KVCache:
@@ -227,7 +234,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)                                      # [all positions so far, b, g/t, d]
         if self.recompute_core:
-            return self.linear_proj(recompute(partial(attend, self.core_attention), q, k, v, batch))
+            return self.linear_proj(attend_again(self.core_attention, q, k, v, batch))
         # What the projection returned is free from here on, unless the core keeps it.
         q, k, v = arranged(self.core_attention, q, k, v, batch)
         return self.linear_proj(self.core_attention(q, k, v, batch))
@@ -295,18 +302,16 @@ class CoreAttention(nn.Module):
         self.sink = Sink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
-        return attention(q, k, v, **self.settings(q, k, batch))
-
-    def settings(self, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> dict[str, Any]:
-        """What `ops.core_attention.attention` takes beside q, k and v."""
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
+                exchange: OutputExchange | None = None) -> torch.Tensor:
+        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
         pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
-        scoring = Scoring(sink=self.sink(self.heads(q), q.device),
-                          alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device))
-        return {"pattern": pattern, "mask": mask, "documents": batch.documents, "scoring": scoring,
-                "keep": self.keep_mask(q, k, p, batch) if p else None}
+        run = attention if exchange is None else partial(exchanged_attention, exchange=exchange)
+        return run(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
+                   keep=self.keep_mask(q, k, p, batch) if p else None,
+                   scoring=Scoring(sink=self.sink(self.heads(q), q.device),
+                                   alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device)))
 
     def heads(self, q: torch.Tensor) -> range:
         """Global numbers of the heads of q [s, b, n, d]."""

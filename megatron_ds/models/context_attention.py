@@ -26,7 +26,6 @@ from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo
 from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
-from ..ops.core_attention import exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
 from .attention import CoreAttention, Heads, Sink, alibi_heads, alibi_of, seen_keys
@@ -116,8 +115,13 @@ class HeadsAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the note above; of what `arrange` returned."""
-        exchange = ToTokens(self.ctx.cp, self._order(batch, q))
-        return exchanged_attention(q, k, v, exchange, **self.core.settings(q, k, batch.whole))
+        return self.core(q, k, v, batch.whole, ToTokens(self.ctx.cp, self._order(batch, q)))
+
+    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The same. As the exchange keeps nothing, what repeats this stops before it, and the output is sent
+        once."""
+        out = self.core(q, k, v, batch.whole)
+        return to_tokens(out.unflatten(2, (q.shape[2], -1)), self.ctx.cp, self._order(batch, q)).flatten(2)
 
     def _order(self, batch: Batch, like: torch.Tensor) -> torch.Tensor | None:
         return self.ctx.slice.order(batch.whole.seq_length, like.device)

@@ -11,7 +11,7 @@ narrow windows, where it is faster; cpu/tiled_attention.py for other windows, bl
 fp32 where the processor has no matrix products of the dtype.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from .attention_pattern import CAUSAL, AttentionPattern
 from .cpu import compiled_attention
 from .cpu.blocked_attention import blocked_attention, worth_blocking
-from .cpu.compiled_attention import OutputExchange, Shown
+from .cpu.compiled_attention import Shown
 from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
@@ -151,15 +151,24 @@ def _in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any)
     return attention(q.float(), k.float(), v.float(), **settings).to(q.dtype)
 
 
+class OutputExchange(Protocol):
+    """Sends the output of attention to other ranks, which return its gradient: a function with gradients of
+    [sq, b, n, d] → [rows, b, heads, d], what this rank has of all outputs. Collective."""
+
+    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+        """Of attention that keeps its output."""
+
+    def of_rows(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Of attention that does not. The gradient of lse, fp32 [b, n, sq], is D = rowsum(dO ∘ O)."""
+
+
 def exchanged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: OutputExchange, *,
                         scoring: Scoring = PLAIN, **settings: Any) -> torch.Tensor:
-    """`attention`, followed by an exchange of its output, a function with gradients, too: [sq, b, n, d] →
-    [rows, b, heads, d]. The compiled kernel keeps the result of the exchange alone.
-
-    → [rows, b, heads * d]. Collective as the exchange is.
-    """
+    """`attention` and an exchange of its output → [rows, b, heads * d]. The compiled kernel keeps no output:
+    the exchange keeps its result."""
     if attention.choice(q, k, v, scoring=scoring, **settings) is _compiled:
-        return compiled_attention.compiled_attention(q, k, v, _shown(q, k, **settings), scoring, exchange)
+        parts = compiled_attention.compiled_attention_not_kept(q, k, v, _shown(q, k, **settings), scoring)
+        return exchange.of_rows(*parts).flatten(2)
     out = attention(q, k, v, scoring=scoring, **settings)
     return exchange(out.unflatten(2, (q.shape[2], -1))).flatten(2)
 

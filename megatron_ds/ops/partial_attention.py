@@ -84,7 +84,7 @@ class PartialGradients:
 
     def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
         """The gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
-        dots = (self.dout.float() * self.out).sum(-1)                                          # [b, n, q]
+        dots = self._dots if self._dots is not None else (self.dout.float() * self.out).sum(-1)    # [b, n, q]
         return -((sink.float()[:, None] - self.sums).exp() * dots).sum((0, 2)).to(sink.dtype)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs, dkv: torch.Tensor) -> None:

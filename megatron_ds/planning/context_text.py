@@ -9,7 +9,6 @@ for a2a+p2p the one that sends least is listed.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -17,10 +16,10 @@ from ..config import RunConfig, Source
 from ..config.layout_rules import context_parallel
 from ..config.training_schedule import make_token_drop
 from ..models import MODELS, Layer
-from ..models.attention import attend
+from ..models.attention import attend, attend_again
 from ..models.context_attention import COMM_TYPES, make_core
-from ..models.layer import recompute
 from ..mpu.fake_group import fake_mesh
+from .fake_stages import without_memory
 from .plan_tables import in_bytes
 from .run_model import DTYPES, last_step, parallel_context
 from .world_plan import WorldPlan
@@ -54,21 +53,21 @@ def _blocks(config: RunConfig, layers: Sequence[Layer]) -> Iterator[tuple[str, i
 
 def _bytes_of_core(config: RunConfig, plan: WorldPlan, comm_type: str, tokens: int,
                    granularity: str | None) -> float:
-    """Of one micro-batch in one block."""
+    """Of one micro-batch in one block, by the kernels of the planned device."""
     mesh = fake_mesh(plan.grid, plan.rank)
     ctx, model = parallel_context(config, mesh), replace(config.model, attention_dropout=0.0)
-    blank = MODELS[model.model].data.blank(config.train.micro_batch_size, tokens, "meta")
-    batch = blank.cut(ctx.slice)
-    core = make_core(model, "attention", ctx, comm_type=comm_type)          # bytes depend on no pattern
-    q, k, v = (torch.empty(batch.seq_length, batch.size, heads // plan.grid.tp, model.head_dim, device="meta",
-                           dtype=DTYPES[config.optimizer.params_dtype], requires_grad=True)
-               for heads in (model.num_attention_heads, model.query_groups, model.query_groups))
-    mesh.traffic.clear()
-    if granularity == "full":
-        with torch.no_grad():
-            attend(core, q, k, v, batch)
-    out = (partial(recompute, attend) if granularity == "selective" else attend)(core, q, k, v, batch)
-    out.backward(torch.empty_like(out))
+    with without_memory(plan.device, config.train.kernels) as where:
+        batch = MODELS[model.model].data.blank(config.train.micro_batch_size, tokens, where).cut(ctx.slice)
+        core = make_core(model, "attention", ctx, comm_type=comm_type)      # bytes depend on no pattern
+        q, k, v = (torch.empty(batch.seq_length, batch.size, heads // plan.grid.tp, model.head_dim,
+                               device=where, dtype=DTYPES[config.optimizer.params_dtype], requires_grad=True)
+                   for heads in (model.num_attention_heads, model.query_groups, model.query_groups))
+        mesh.traffic.clear()
+        if granularity == "full":
+            with torch.no_grad():
+                attend(core, q, k, v, batch)
+        out = (attend_again if granularity == "selective" else attend)(core, q, k, v, batch)
+        out.backward(torch.empty_like(out))
     return sum(mesh.traffic.wire_bytes().values())
 
 

@@ -90,20 +90,21 @@ def test_ranks_that_share_sequences_train_like_one_process(case):
 @pytest.mark.skipif(compiled_attention.reason_against_plain(torch.float32) != "",
                     reason="no compiled attention on this machine")
 @pytest.mark.parametrize("style, comm, flags, layout", [
-    ("gpt2", "a2a", "", "cp=2,dp=2,zero=3"), ("llama", "a2a", "", "cp=2,tp=2,sp=1,recompute=selective"),
+    ("gpt2", "a2a", "", "cp=2,dp=2,zero=3"), ("llama", "p2p a2a p2p", "", "cp=2"),
+    ("llama", "a2a", "", "cp=2,tp=2,sp=1,recompute=selective"),
     ("gpt2", "a2a", "--softmax-type learnable --window-size 9,0", "cp=4,pp=2"),
     ("gpt2", "a2a", "--position-embedding-type alibi", "cp=2,recompute=full"), ("bert", "a2a", "", "cp=4"),
     ("llama", "p2p", "", "cp=4,pp=2"), ("gpt2", "p2p", "--softmax-type learnable", "cp=2")])
 def test_ranks_with_compiled_attention_train_like_one_process(style, comm, flags, layout, monkeypatch):
     """Of heads with 32 channels. Ranks of a2a take D of their tokens' rows in place of a second output."""
-    returned, before = [], ToTokens.send_back
-    monkeypatch.setattr(ToTokens, "send_back", lambda *given: returned.append(1) or before(*given))
+    kept, before = [], ToTokens.of_rows
+    monkeypatch.setattr(ToTokens, "of_rows", lambda *given: kept.append(1) or before(*given))
     documents = "joined" if style == "bert" else "apart"
     job = [*tiny_job(style, "fp32", style == "llama", 0.0, LAYERS, GLOBAL_BATCH, JOB_STEPS, documents),
-           "--kv-channels", "32", "--cp-comm-type", comm, *flags.split()]
+           "--kv-channels", "32", "--cp-comm-type", *comm.split(), *flags.split()]
     difference, _ = stray(job, layout, FEW)
     assert difference.is_within(TOLERANCE["fp32"]), difference
-    assert bool(returned) == (comm == "a2a")
+    assert bool(kept) == ("a2a" in comm and "selective" not in layout)
 
 
 def test_each_layer_may_share_attention_in_its_own_way():

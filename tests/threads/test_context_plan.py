@@ -85,10 +85,12 @@ def test_a_block_of_4096_tokens_sends_known_bytes(kind, groups, c, forward, back
 
 @pytest.mark.parametrize("flags", [[], ["--recompute-granularity", "selective"],
                                    ["--recompute-granularity", "full", "--recompute-num-layers", 1]], ids=str)
-def test_what_attention_is_said_to_send_is_what_is_planned_between_context_ranks(flags):
-    """Two stages, whose blocks share attention in different ways."""
-    config = job(*flags, "--pipeline-model-parallel-size", 2, "--num-query-groups", 2,
-                 "--hidden-dropout", 0.1, ranks=4, size=2, kinds="all_gather p2p p2p a2a", layers=4)
+@pytest.mark.parametrize("channels", [D, 32])
+def test_what_attention_is_said_to_send_is_what_is_planned_between_context_ranks(channels, flags):
+    """Two stages, whose blocks share attention in different ways; compiled attention takes 32 channels."""
+    config = job(*flags, "--kv-channels", channels, "--pipeline-model-parallel-size", 2,
+                 "--num-query-groups", 2, "--hidden-dropout", 0.1, ranks=4, size=2,
+                 kinds="all_gather p2p p2p a2a", layers=4)
     for rank in (0, 3):
         plan = plan_world(config, rank, "cpu")
         traffic = plan.rank_plan(rank).traffic.wire_bytes()
@@ -157,7 +159,7 @@ COMPILED = pytest.mark.skipif(compiled_attention.reason_against_plain(torch.floa
                               reason="no compiled attention on this machine")
 
 
-@pytest.mark.parametrize("heads, again, less", [(4, 1, 2), pytest.param(2, 0, 1, marks=COMPILED)],
+@pytest.mark.parametrize("heads, again, less", [(4, 1, 2), pytest.param(2, 0, 2, marks=COMPILED)],
                          ids=["torch", "compiled"])
 def test_heads_over_all_tokens_need_no_more_memory_than_a_ring_but_for_a_second_output(heads, again, less):
     """Torch's attention keeps its output in the order of heads, and the projection in that of tokens; the
@@ -182,6 +184,15 @@ def test_the_compiled_attention_sends_d_of_each_row_in_addition():
     assert dict(traffic.bytes) == {key: 2 * count for key, count in plan.traffic.bytes.items()}
     of_attention = 32 // D * closed_form("a2a", 2, N, 4) + S // 2 * B * N * 4 // 2
     assert traffic.wire_bytes()["all_to_all", "cp", 2] == 2 * MICROBATCHES * 3 * of_attention
+
+
+@COMPILED
+def test_attention_that_is_computed_again_sends_its_output_once():
+    """q, k, v twice forward and once backward, and the output once each way: no D."""
+    config = job("--hidden-size", 32 * N, "--recompute-granularity", "selective", ranks=2, kinds="a2a")
+    traffic = plan_world(config, 0, "cpu").rank_plan(0).traffic.wire_bytes()
+    of_one = S // 2 * B * N * 32 * 4 // 2
+    assert traffic["all_to_all", "cp", 2] == MICROBATCHES * 3 * (3 * 3 + 2) * of_one
 
 
 @pytest.mark.parametrize("zigzag", [False, True], ids=["runs", "zigzag"])

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,49 +109,42 @@ class Shown(NamedTuple):
                                             _padded(of_keys[:, keys.start:keys.stop])))
 
 
-class OutputExchange(Protocol):
-    """Sends the output of attention to other ranks, which return its gradient. Collective."""
-
-    def send(self, out: torch.Tensor) -> torch.Tensor:
-        """out [sq, b, n, d] → what this rank has of the outputs, [rows, b, heads, d]."""
-
-    def send_back(self, dout: torch.Tensor, dots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """dout [rows, b, heads, d] and a number of each row, fp32 [b, heads, rows] → [sq, b, n, d] and
-        [b, n, sq]."""
-
-
-def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring,
-                       exchange: OutputExchange | None = None) -> torch.Tensor:
+def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
+                       scoring: Scoring) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d]; any strides. A query that sees no key gets
-    zeros.
+    zeros."""
+    return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, True)[0]
 
-    exchange: applied to the output, [rows, b, heads, d] → [rows, b, heads * d]. Its result is kept for
-    backward in place of the output: D = rowsum(dO ∘ O) can be computed where the rows are.
+
+def compiled_attention_not_kept(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
+                                scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [sq, b, n, d], which backward does not keep, and the log-sum-exp fp32 [b, n, sq].
+
+    Backward takes D = rowsum(dO ∘ O) as the gradient of the log-sum-exp: it is that of the caller.
     """
-    return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, exchange)
+    out, lse = _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, False)
+    return out.unflatten(2, (q.shape[2], -1)), lse
 
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, shown, scoring, exchange):
+    def forward(ctx, q, k, v, sink, shown, scoring, keeps_out):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
             v = v.contiguous()              # else what is kept were the whole projection, for its values
         out, lse = attend(q, k, v, shown, scoring)
-        if exchange is not None:
-            out = exchange.send(out)
-        ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.shown, ctx.scoring, ctx.exchange = shown, scoring, exchange
-        return out.view(*out.shape[:2], -1)
+        ctx.save_for_backward(q, k, v, sink, out if keeps_out else None, lse)
+        ctx.shown, ctx.scoring = shown, scoring
+        ctx.set_materialize_grads(False)
+        return out.view(*q.shape[:2], -1), lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dout, dots):
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dout = dout.reshape(out.shape)
-        dots = row_dots(dout, out)
-        if ctx.exchange is not None:
-            dout, dots = ctx.exchange.send_back(dout, dots)
+        dout = dout.reshape(q.shape)
+        if out is not None:
+            dots = row_dots(dout, out)
         dq, dk, dv = gradients(q, k, v, dout, OfRows(lse, dots), ctx.shown, ctx.scoring)
         dsink = None
         if sink is not None:
@@ -178,7 +171,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
 
 def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """D = rowsum(dO ∘ O) of [sq, b, n, d], fp32 [b, n, sq]."""
-    dout, out = _with_rows(dout), _with_rows(out)
+    dout, out = _with_rows(dout.to(out.dtype)), _with_rows(out)
     rows, samples, heads, d = out.shape
     dots = out.new_empty(samples, heads, rows, dtype=torch.float32)
     if has_memory(out):
