@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_ds.context_parallel.block_exchange import Gather, Ring  # noqa: E402
 from megatron_ds.context_parallel.head_exchange import ToTokens, spread_groups, to_heads  # noqa: E402
 from megatron_ds.context_parallel.shared_keys import SharedKeys  # noqa: E402
+from megatron_ds.host.allocator import set_allocator  # noqa: E402
 from megatron_ds.mpu.context import Part, SequenceSlice  # noqa: E402
 from megatron_ds.mpu.gloo import GlooTransport  # noqa: E402
 from megatron_ds.mpu.group import Group  # noqa: E402
@@ -50,7 +51,6 @@ from megatron_ds.ops.attention_pattern import CAUSAL  # noqa: E402
 from megatron_ds.ops.attention_tiles import Runs, Seen  # noqa: E402
 from megatron_ds.ops.core_attention import exchanged_attention  # noqa: E402
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients  # noqa: E402
-from megatron_ds.training.distributed import set_allocator  # noqa: E402
 
 HEADS, CHANNELS = 6, 64
 OURS = ("p2p", "all_gather", "a2a", "a2a-zigzag")

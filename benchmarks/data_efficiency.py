@@ -185,10 +185,10 @@ def times(out: Path, rounds: int = 9) -> None:
 
     from megatron_ds.config import parse
     from megatron_ds.data.batch import Batch
+    from megatron_ds.host.allocator import set_allocator
     from megatron_ds.mpu.grid import Grid
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.training.build import build_engine
-    from megatron_ds.training.distributed import set_allocator
     set_allocator(keep_freed=True)
     engine = build_engine(config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse),
                           Mesh(Grid(), 0))

@@ -3,7 +3,7 @@
     python benchmarks/freed_memory.py                       # 2,048 tokens
     python benchmarks/freed_memory.py --length 8192 --rounds 2
 
-`training/distributed.py` sets glibc's allocator one way or the other. Two processes with a thread each train
+`host/allocator.py` sets glibc's allocator one way or the other. Two processes with a thread each train
 the model of longest_sequence.py and take their steps in turns; printed are the shortest step in CPU time and
 by the clock, the part of the CPU time that the kernel took, and the peak above the level before the model.
 """

@@ -288,8 +288,8 @@ def check(name: str, found: tuple, wanted: tuple) -> str:
 def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(args.threads)
     if args.allocator == "ours":
-        from megatron_ds.training.distributed import set_allocator
-        assert set_allocator(keep_freed=True)
+        from megatron_ds.host.allocator import set_allocator
+        assert set_allocator(keep_freed=True).is_ours
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     shape = SHAPES[args.shape]
     made = {name: CONTESTANTS[name.partition(":")[0]](shape, rank, args.ranks, name.partition(":")[2])

@@ -23,10 +23,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ds.config.sparse_options import SparseOptions
+from megatron_ds.host.allocator import set_allocator
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.ops.sparse_layouts import block_layout
-from megatron_ds.training.distributed import set_allocator
 
 # Name in the table → options without their prefix, for blocks of 16 tokens.
 LAYOUTS = {

@@ -29,7 +29,8 @@ bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-c
 compile, ddp and ddp-compile with the suffix +mixed).
 
 --malloc keep gives the peers the allocator settings that our runs make for themselves (glibc: one arena,
-freed memory is kept). A step is stalled if it takes more than 1.3 times the median of its round: another
+freed memory is kept). --malloc jemalloc and --malloc mimalloc preload that allocator in all contestants, with
+these settings. A step is stalled if it takes more than 1.3 times the median of its round: another
 program ran, or the machine was slower. The table shows their number; a round with many is to be repeated.
 
 Memory, per rank, is the peak of resident memory in the training steps: all of it, and what lies above the
@@ -55,6 +56,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+import allocators  # noqa: E402
 import peak_memory  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
@@ -74,9 +76,6 @@ LAZY_IMPORTS = {
     "mcore": ["megatron.core.models.gpt.gpt_model"], "torchpp": ["torch.distributed.pipelining"],
     "dspp": ["deepspeed.pipe"]}
 TENSOR_PARALLEL = {"dtensor", "mcore"}
-# training/distributed.py's settings, as glibc reads them from the environment.
-KEEP_FREED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-              "MALLOC_TOP_PAD_": str(64 << 20)}
 STALLED = 1.3            # times the median
 
 
@@ -210,8 +209,7 @@ class Running:
                             "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
                             "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        if args.malloc == "keep" and family(contestant) != "ours":
-            env |= KEEP_FREED
+        env |= allocators.environment(args.malloc, family(contestant) == "ours")
         python = pythons.get(family(contestant), sys.executable)
         command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
                    "--micro-batch", str(args.micro_batch), "--steps", str(args.steps),
@@ -279,8 +277,9 @@ def main() -> None:
                         "steps in turn; their memory must fit together")
     parser.add_argument("--without-scores", action="store_true",
                         help="measure memory: attention computes no scores")
-    parser.add_argument("--malloc", choices=("default", "keep"), default="default",
-                        help="the peers' allocator settings; ours are always those of a run")
+    parser.add_argument("--malloc", choices=allocators.OF_PEERS, default="default",
+                        help="the peers' allocator settings, or the allocator that all contestants preload; "
+                             "the settings of ours are always those of a run")
     parser.add_argument("--output", type=Path, help="append every record to this JSON-lines file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()

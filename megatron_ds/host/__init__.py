@@ -1,5 +1,5 @@
-"""What one machine offers: memory that processes share, large pages, files as memory, scratch files,
-asynchronous I/O, and C++ modules that were compiled at installation.
+"""What one machine offers: memory that processes share, large pages, the memory allocator, files as memory,
+scratch files, asynchronous I/O, and C++ modules that were compiled at installation.
 """
 
 import importlib

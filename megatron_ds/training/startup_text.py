@@ -11,6 +11,7 @@ from ..config.config_text import report_without_effect
 from ..config.messages import value_text
 from ..config.moe_notes import moe_notes
 from ..config.run import non_default
+from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
@@ -43,7 +44,8 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
         kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype],
-                     used_operations(config, mesh.device.type)), _zero(engine), _memory(engine),
+                     used_operations(config, mesh.device.type)),
+        *filter(None, (allocator_text(),)), _zero(engine), _memory(engine),
         *filter(None, (kept_inputs_text(config, mesh.device.type),)), "",
         values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))
 

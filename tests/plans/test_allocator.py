@@ -1,5 +1,9 @@
-"""What `set_allocator` asks of glibc, seen from outside: where blocks lie, and whether their pages stay."""
+"""What `set_allocator` does with glibc, seen from outside: where blocks lie, whether their pages stay, and
+which tensors lie on huge pages. Preloaded allocators are in test_preloaded_allocators.py.
+"""
 
+import os
+import re
 import subprocess
 import sys
 
@@ -17,11 +21,11 @@ JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --
 # there is one arena only, else from a mapping of its own; a freed block stays resident when it is kept.
 PROBE = """
 import ctypes, sys, threading
-from megatron_ds.training.distributed import set_allocator
+from megatron_ds.host.allocator import set_allocator
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
-assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep")
+assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep").is_ours
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) // 256
@@ -52,13 +56,47 @@ print(inside, kept, before - resident_mib() < 12)
 """
 
 
+# Whether the kernel has advice to use huge pages ("hg") for a tensor of 8 MiB.
+HUGE_PAGES = """
+import sys
+from megatron_ds.host.allocator import set_allocator
+assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep").is_ours
+import torch
+tensor = torch.empty(2 << 20)
+address = tensor.data_ptr() + (4 << 20)
+here = False
+for line in open("/proc/self/smaps"):
+    first, *rest = line.split()
+    if "-" in first:
+        start, stop = (int(end, 16) for end in first.split("-"))
+        here = start <= address < stop
+    elif here and first == "VmFlags:":
+        print("hg" in rest)
+"""
+
+
+def without_preload(**variables):
+    return {key: value for key, value in os.environ.items()
+            if key not in ("LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")} | variables
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
 @pytest.mark.parametrize("asked, one_arena, kept, later", [
     ("none", False, False, True), ("return", True, False, False), ("keep", True, True, True)])
 def test_threads_share_the_main_heap_and_freed_memory_is_kept_if_asked(asked, one_arena, kept, later):
     said = subprocess.run([sys.executable, "-c", PROBE, asked], capture_output=True, text=True,
-                          check=True).stdout.split()
+                          check=True, env=without_preload()).stdout.split()
     assert said == [str(one_arena), str(kept), str(later)]
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="no huge pages")
+@pytest.mark.parametrize("asked, variables, huge", [
+    ("none", {}, False), ("keep", {}, False), ("return", {}, True),
+    ("return", {"THP_MEM_ALLOC_ENABLE": "0"}, False), ("keep", {"THP_MEM_ALLOC_ENABLE": "1"}, True)])
+def test_tensors_lie_on_huge_pages_where_memory_is_returned_unless_the_user_chose(asked, variables, huge):
+    printed = subprocess.run([sys.executable, "-c", HUGE_PAGES, asked], capture_output=True, text=True,
+                             check=True, env=without_preload(**variables)).stdout.split()
+    assert printed == [str(huge)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA devices the allocator stays as it is")
@@ -79,3 +117,11 @@ def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_unless_it_is
     if config.world_size == 1:
         with distributed.joined(config, Launch()):
             assert events == [kept, "start"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or torch.cuda.is_available(), reason="of CPUs")
+def test_a_run_prints_what_happens_with_freed_memory():
+    ran = subprocess.run([sys.executable, "pretrain_gpt.py", *JOB], capture_output=True, text=True,
+                         check=True, env=without_preload(OMP_NUM_THREADS="1"))
+    lines = re.findall("^.*allocator: .*$", ran.stdout + ran.stderr, re.MULTILINE)
+    assert len(lines) == 1 and re.search(r"allocator: glibc 2\.\d+, freed memory is kept$", lines[0])
