@@ -304,8 +304,8 @@ def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
 
 @functools.cache
 def _warn_once(why: str) -> None:
-    logger.warning("the processes of this host send weights and gradients as messages, which is slower than "
-                   "shared memory: %s", why)
+    logger.warning("the processes of this host send tensors as messages, which is slower than shared memory: "
+                   "%s", why)
 
 
 def _close(files: Sequence[int | None]) -> None:
@@ -324,5 +324,5 @@ def _check(failed: int, nbytes: int) -> None:
     if failed:
         error = os_error()
         raise OSError(error.errno, f"cannot map {nbytes} bytes of this host's memory, where the ranks of one "
-                                   f"host share weights and gradients: {error.strerror}. Check ulimit "
+                                   f"host share tensors: {error.strerror}. Check ulimit "
                                    "-v and -d, vm.max_map_count and vm.overcommit_memory")

@@ -72,8 +72,8 @@ def share_pipes(rank: int, exchange: Callable[[object], list], timeout_seconds: 
     _close([read for read, _ in made.values()])
     if why:
         if rank == 0:
-            logger.warning("the processes of this host send gradients as messages, which is slower than "
-                           "shared memory: %s", why)
+            logger.warning("the processes of this host send tensors as messages, which is slower than shared "
+                           "memory: %s", why)
         _close([*inbound.values(), *outbound.values()])
         return None
     return SignalPipes(inbound, outbound, timeout_seconds)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group import Work
+from .slots import Slots
 from .transport import TorchTransport, TranslatedWork
 
 FIRST_TAG, NUM_TAGS = 1 << 16, 1 << 20      # above those of the channels; used in turn, two an operation
@@ -39,30 +40,49 @@ Message = Callable[[torch.Tensor, int, int], Work]
 
 
 class GlooTransport(TorchTransport):
-    """`TorchTransport` of CPU tensors. Sends are awaited in a thread; sums and gathers are those of `Pieces`.
+    """`TorchTransport` of CPU tensors. Sends are awaited in a thread; sums and gathers are those of `Pieces`,
+    or of `Slots` after `open_slots`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, axes: str = ""):
         super().__init__(process_group, axes)
         self._outbox = _Outbox()
         self._pieces = Pieces(self.rank, self.size, self._send_piece, self._receive_piece)
+        self._slots: Slots | None = None
+
+    def open_slots(self) -> None:
+        """Where the ranks are on one host, pass tensors through its memory from now on. Collective."""
+        memory = self.share_memory()
+        signals = memory and self.share_signals()
+        self._slots = signals and Slots(self.rank, self.size, memory, signals, self.failure)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`. Of two ranks gloo's own: a + b = b + a, so it has the same bits, it is as fast,
-        and its second round does not run in `wait`."""
+        """As in `Transport`. By messages, of two ranks, gloo's own: a + b = b + a, so it has the same bits,
+        it is as fast, and its second round does not run in `wait`."""
+        if self._slots is not None:
+            return self._slots.all_reduce(tensor.detach(), op)
         if op == "sum" and self.size > 2:
             return self._pieces.all_reduce(tensor.detach())
         return super().all_reduce(tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """As in `Transport`."""
-        return self._pieces.all_gather(out.detach(), tensor.detach())
+        return (self._slots or self._pieces).all_gather(out.detach(), tensor.detach())
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
+        if self._slots is not None:
+            return self._slots.reduce_scatter(out.detach(), tensor.detach(), op)
         if op == "sum":
             return self._pieces.reduce_scatter(out.detach(), tensor.detach())
         return super().reduce_scatter(out, tensor, op)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int] | None = None,
+                   received: Sequence[int] | None = None) -> Work:
+        """As in `Transport`."""
+        if self._slots is not None and sent is None:
+            return self._slots.all_to_all(out.detach(), tensor.detach())
+        return super().all_to_all(out, tensor, sent, received)
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """As in `Transport`. A thread waits for the send; see `_Outbox`."""
@@ -70,6 +90,7 @@ class GlooTransport(TorchTransport):
 
     def close(self) -> None:
         """As in `TorchTransport`, after the last send."""
+        self._slots = None
         self._outbox.close()
         super().close()
 

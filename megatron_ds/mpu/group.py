@@ -57,6 +57,10 @@ Messages = Sequence[tuple["Tensor", int]]
 # backend has no tags, the transport has a communicator for each.
 NUM_STREAMS = {"pp": 4}
 
+# Groups over these axes send activations within layers. On one host without GPUs their collectives go through
+# its memory.
+ACTIVATION_AXES = ("tp", "cp")
+
 
 class Work(Protocol):
     """A collective, or a message, that has begun."""

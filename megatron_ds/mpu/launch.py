@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import CommunicationError, ConfigError
-from .group import NUM_STREAMS, Transport
+from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .stuck_ranks import register_host
 
 DEFAULT_PORT = 29500
@@ -245,6 +245,8 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
                 mine = transport_over(made[0], axes, made[1:])
     if num_lanes and mine is not None:
         mine.open_lanes(torch.device("cuda", torch.cuda.current_device()))
+    if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
+        mine.open_slots()
     return mine
 
 

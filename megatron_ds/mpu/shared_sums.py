@@ -30,6 +30,7 @@ import torch
 from ..host.memory_maps import SharedPages
 from ..host.signal_pipes import Signal
 
+_WHAT = "a reduction in shared memory"
 _READY, _DONE = 0, 1                        # a signal: kind, number of the round, start, bytes of the tensor
 
 
@@ -72,7 +73,7 @@ class SharedSums:
     def is_read(self, tensor: torch.Tensor, wait_seconds: float = 0.0) -> bool:
         """Whether no other rank reads a tensor any more, within the time."""
         number, deadline = self._last.get(self._memory.start_of(tensor)), time.monotonic() + wait_seconds
-        with _Translated(self._translate):
+        with Translated(self._translate, _WHAT):
             self._take_signals()
             while (peers := self._unread.get(number)) and (left := deadline - time.monotonic()) > 0:
                 peer = min(peers)
@@ -82,7 +83,7 @@ class SharedSums:
 
     def settle(self) -> None:
         """Return when all rounds are complete, here and on the other ranks. Collective."""
-        with _Translated(self._translate):
+        with Translated(self._translate, _WHAT):
             for number in sorted(self._waiting):
                 self._complete(number)
             self._until_none(lambda: next(iter(self._unread.values()), ()))
@@ -104,20 +105,20 @@ class SharedSums:
         """Complete the rounds whose parts are there; does not wait."""
         if not self._waiting:
             return
-        with _Translated(self._translate):
+        with Translated(self._translate, _WHAT):
             self._take_signals()
             for number in [number for number in sorted(self._waiting) if not self._missing(number)]:
                 self._complete(number)
 
     def complete(self, number: int) -> None:
         """Return when a round is complete here."""
-        with _Translated(self._translate):
+        with Translated(self._translate, _WHAT):
             if number in self._waiting:
                 self._complete(number)
 
     def wait_until_read(self, number: int) -> None:
         """Return when the other ranks have completed a round."""
-        with _Translated(self._translate):
+        with Translated(self._translate, _WHAT):
             self._until_none(lambda: self._unread.get(number, ()))
 
     def _start(self, number: int, tensor: torch.Tensor,
@@ -127,7 +128,7 @@ class SharedSums:
         begun, start = Round(self, number, tensor, read), self._memory.start_of(tensor)
         self._last[start], self._unread[number] = number, set(self._others)
         self._waiting[number] = begun
-        with _Translated(self._translate):
+        with Translated(self._translate, _WHAT):
             for peer in self._others:
                 self._signals.send(peer, (_READY, number, start, tensor.nbytes))
         return begun
@@ -139,7 +140,7 @@ class SharedSums:
         nbytes = begun.tensor.nbytes
         for peer, (_, theirs) in places.items():
             if theirs != nbytes:
-                raise self._translate("a reduction in shared memory", ValueError(
+                raise self._translate(_WHAT, ValueError(
                     f"rank {peer} of the group adds {theirs} bytes where rank {self._rank} adds {nbytes}: "
                     "the ranks reduce different tensors"))
         begun.read({peer: self._memory.view(peer, places[peer][0], nbytes) for peer in self._others})
@@ -236,17 +237,17 @@ class AllReduce:
         return self._second is None
 
 
-class _Translated:
-    """Context that turns errors of signals into those of the group."""
+class Translated:
+    """Context that turns errors of signals into those of the group. what: failed."""
 
-    __slots__ = ("_translate",)
+    __slots__ = ("_translate", "_what")
 
-    def __init__(self, translate: Callable[[str, Exception], Exception]):
-        self._translate = translate
+    def __init__(self, translate: Callable[[str, Exception], Exception], what: str):
+        self._translate, self._what = translate, what
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ConnectionError | TimeoutError):
-            raise self._translate("a reduction in shared memory", error) from error
+            raise self._translate(self._what, error) from error

@@ -86,6 +86,6 @@ def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch, caplo
     share = lambda rank, world: share_pipes(rank, exchange(rank, world), TIMEOUT)
     assert run_ranks(2, share) == [None, None]
     (line,) = caplog.messages
-    assert "send gradients as messages" in line and "may not open a pipe of process" in line
+    assert "send tensors as messages" in line and "may not open a pipe of process" in line
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == files

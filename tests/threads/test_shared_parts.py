@@ -136,7 +136,7 @@ def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, mo
         assert run_ranks(2, share) == [True, True]
     monkeypatch.undo()
     assert files_here() == files
-    assert (len(caplog.records) == warns and all("send weights and gradients as messages" in r.message
+    assert (len(caplog.records) == warns and all("send tensors as messages" in r.message
                                                  for r in caplog.records))
 
 
