@@ -28,8 +28,6 @@ struct Gradient {
     int64_t label;      // -1 where the row has none
 };
 
-constexpr int64_t PAIRED = 32;      // bf16 numbers of a register
-
 }  // namespace
 
 #ifdef HAS_BF16_PRODUCTS
@@ -37,20 +35,6 @@ constexpr int64_t PAIRED = 32;      // bf16 numbers of a register
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 
 namespace {
-
-struct Halves {
-    __m512 even, odd;
-};
-
-INLINE Halves widened(__m512i x) {
-    const __m512i upper_bits = _mm512_set1_epi32(int(0xffff0000));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_and_si512(x, upper_bits))};
-}
-
-// Rounded to nearest, ties to even; NaN stays NaN; what is below the smallest normal number becomes 0.
-INLINE __m512i narrowed(__m512 even, __m512 odd) { return paired_halves(narrow(even, odd)); }
-
-INLINE __mmask32 first_of_32(int64_t count) { return count >= PAIRED ? ~__mmask32(0) : (__mmask32(1) << count) - 1; }
 
 // Whole registers need no mask; what is missing in the last one of a row is `rest`.
 INLINE __m512i load_first(const uint16_t* x, int64_t count, int rest) {
@@ -143,8 +127,8 @@ Softmax softmax_in_vectors(uint16_t* x, int64_t count, int64_t column, float* wi
     const float largest = largest_of(x, count), sum = exponentials(x, largest, count, wide), factor = 1 / sum;
     const __m512 factors = _mm512_set1_ps(factor);
     for (int64_t i = (count - 1) / PAIRED * PAIRED; i >= 0; i -= PAIRED)
-        store_first(x + i, count - i, narrowed(_mm512_mul_ps(_mm512_load_ps(wide + i), factors),
-                                               _mm512_mul_ps(_mm512_load_ps(wide + i + WIDE), factors)));
+        store_first(x + i, count - i, narrowed({_mm512_mul_ps(_mm512_load_ps(wide + i), factors),
+                                                _mm512_mul_ps(_mm512_load_ps(wide + i + WIDE), factors)}));
     return {wide[place_of(column)] * factor, largest + std::log(sum)};
 }
 
@@ -152,8 +136,8 @@ void gradient_in_vectors(uint16_t* p, int64_t count, const Gradient& row) {
     const __m512 factor = _mm512_set1_ps(row.factor), everywhere = _mm512_set1_ps(row.everywhere);
     for (int64_t i = 0; i < count; i += PAIRED) {
         const Halves x = widened(load_first(p + i, count - i, 0));
-        store_first(p + i, count - i, narrowed(_mm512_fmsub_ps(x.even, factor, everywhere),
-                                               _mm512_fmsub_ps(x.odd, factor, everywhere)));
+        store_first(p + i, count - i, narrowed({_mm512_fmsub_ps(x.even, factor, everywhere),
+                                                _mm512_fmsub_ps(x.odd, factor, everywhere)}));
     }
     if (row.label >= 0) p[row.label] = to_bf16(row.at_label);
 }

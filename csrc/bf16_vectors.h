@@ -39,7 +39,8 @@ inline bool has_tiles() { return false; }
 
 namespace {
 
-constexpr int64_t WIDE = 16;      // fp32 numbers, or pairs, of a register
+constexpr int64_t WIDE = 16;        // fp32 numbers, or pairs, of a register
+constexpr int64_t PAIRED = 32;      // bf16 numbers of a register
 
 inline int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -111,6 +112,20 @@ INLINE __m512 sum_of(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a,
 INLINE __m512 sum_of(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
 INLINE __m512i narrow(__m512 lower, __m512 upper) { return (__m512i)_mm512_cvtne2ps_pbh(upper, lower); }
+
+// The 32 numbers of a register in fp32: those at even and those at odd places, because a shift and a mask do that.
+struct Halves {
+    __m512 even, odd;
+};
+
+INLINE Halves widened(__m512i x) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_and_si512(x, broadcast(0xffff0000u)))};
+}
+
+// Rounded to nearest, ties to even; NaN stays NaN; what is below the smallest normal number becomes 0.
+INLINE __m512i narrowed(Halves x) { return paired_halves(narrow(x.even, x.odd)); }
+
+INLINE __mmask32 first_of_32(int64_t count) { return count >= PAIRED ? ~__mmask32(0) : count <= 0 ? 0 : (__mmask32(1) << count) - 1; }
 
 }  // namespace
 

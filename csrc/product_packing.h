@@ -45,7 +45,6 @@ constexpr int64_t packed(int64_t numbers) {
     return (numbers + N::PER - 1) / N::PER;
 }
 
-INLINE __mmask32 first_of_32(int64_t count) { return count >= 32 ? ~__mmask32(0) : count <= 0 ? 0 : (__mmask32(1) << count) - 1; }
 INLINE __mmask16 first_of_16(int64_t count) { return __mmask16(first_of_32(std::min<int64_t>(count, 16))); }
 INLINE __m512i load_first(const uint16_t* x, int64_t count) { return _mm512_maskz_loadu_epi16(first_of_32(count), x); }
 INLINE __m512i load_first(const float* x, int64_t count) { return _mm512_maskz_loadu_epi32(first_of_16(count), x); }

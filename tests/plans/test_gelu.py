@@ -16,8 +16,9 @@ compiled = pytest.mark.skipif(not module.extension(), reason="the extension is n
 
 
 def exact(x, dy):
+    """In the form without cancellation: (1 + tanh u) / 2 = sigmoid(2 u)."""
     x = x.double().requires_grad_()
-    y = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x ** 3)))
+    y = x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x ** 3))
     return y.detach(), torch.autograd.grad(y, x, dy.double())[0]
 
 
@@ -56,14 +57,36 @@ def test_ends_of_the_range(dtype):
 
 
 @compiled
-def test_bits_depend_neither_on_threads_nor_on_where_an_element_lies(monkeypatch):
-    x, dy = numbers(70_001, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_neither_on_threads_nor_on_where_an_element_lies(dtype, monkeypatch):
+    x, dy = numbers(70_001, dtype)
     whole = ours(x, dy)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for got, expected in zip(ours(x, dy), whole):
         assert torch.equal(got, expected)
-    for got, expected in zip(ours(x[5:12], dy[5:12]), whole):
-        assert torch.equal(got, expected[5:12])
+    for start in (0, 1, 5, 31):
+        for stop in (start + 1, start + 7, start + 31, start + 32, start + 33, start + 65):
+            for got, expected in zip(ours(x[start:stop], dy[start:stop]), whole):
+                assert torch.equal(got, expected[start:stop])
+
+
+def every_bf16(sign):
+    """All finite numbers of a sign in random order, so that neighbours differ."""
+    bits = torch.randperm(0x7f80, generator=torch.Generator().manual_seed(1))
+    return sign * bits.to(torch.int16).view(torch.bfloat16)
+
+
+@compiled
+@pytest.mark.parametrize("sign", [1, -1])
+def test_every_bf16_number(sign):
+    """Within rounding and 2e-5 of the exact result, which is 0 to every digit that matters below 1e-35."""
+    x = every_bf16(sign)
+    near, far = x[x.abs() < 1e4], x.abs() >= 1e4
+    for got, expected in zip(ours(near, torch.ones_like(near)), exact(near, torch.ones_like(near))):
+        torch.testing.assert_close(got.double(), expected, rtol=2 ** -8 + 2e-5, atol=1e-35)
+    y, dx = ours(x[far], torch.ones_like(x[far]))
+    torch.testing.assert_close(y, x[far] if sign > 0 else torch.zeros_like(y), rtol=0, atol=1e-35)
+    torch.testing.assert_close(dx, torch.full_like(dx, sign > 0), rtol=0, atol=1e-35)
 
 
 @compiled
