@@ -30,7 +30,7 @@ import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.cpu import compiled_attention
+from megatron_ds.ops.cpu import compiled_attention, compiled_norms
 from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
@@ -192,11 +192,13 @@ def _bert_head(work: Workload) -> int:
     return kept_by_layer(work, "head") + transform + order
 
 
-def _statistics(work: Workload) -> int:
-    """Of a norm, beside its input."""
+def _statistics(work: Workload, rows: int | None = None) -> int:
+    """Of a norm of so many rows, those of the rank if None; beside its input."""
+    rows = work.rows if rows is None else rows
     if work.model.normalization == "RMSNorm":
-        return 4 * work.rows
-    return 2 * work.rows * (work.itemsize if work.device == "cpu" else 4)
+        return 4 * rows
+    in_fp32 = work.device != "cpu" or work.dtype in compiled_norms.DTYPES and compiled_norms.extension()
+    return 2 * rows * (4 if in_fp32 else work.itemsize)
 
 
 def _scale(work: Workload) -> int:
@@ -210,10 +212,9 @@ def _head_norms(work: Workload) -> int:
     The keys before their norm are in the projection, whose values attention keeps."""
     if not work.model.qk_layernorm:
         return 0
-    each = 4 if work.model.normalization == "RMSNorm" else 2 * work.itemsize
     heads = work.tokens * (work.model.num_attention_heads + work.model.query_groups) // work.tp
     scales = 2 * work.model.head_dim * work.itemsize if work.model.apply_layernorm_1p else 0
-    return each * heads + scales + _queries_together(work)
+    return _statistics(work, heads) + scales + _queries_together(work)
 
 
 def _queries_together(work: Workload) -> int:
