@@ -82,12 +82,15 @@ def test_dropped_pages_leave_memory_and_cannot_be_read():
         before = resident()
         mapping = Mapping(group.memory, [Part(1, 0, nbytes)])
         mapping.populate()
-        whole, total = resident() - before, int(mapping.bytes.sum(dtype=torch.int64))
+        mapped = resident() - before
+        total = int(mapping.bytes.sum(dtype=torch.int64))     # its temporary of 1 GiB may stay
+        before = resident()
         mapping.drop()
-        return whole, resident() - before, total, protection(mapping.bytes.data_ptr())
+        return mapped, before - resident(), total, protection(mapping.bytes.data_ptr())
 
-    whole, dropped, total, rights = run_ranks(2, main, shares_memory=True)[0]
-    assert whole == pytest.approx(nbytes, rel=0.05) and abs(dropped) < nbytes / 20 and total == 2 * nbytes
+    mapped, dropped, total, rights = run_ranks(2, main, shares_memory=True)[0]
+    assert mapped == pytest.approx(nbytes, rel=0.05) and dropped == pytest.approx(nbytes, rel=0.05)
+    assert total == 2 * nbytes
     assert rights.startswith("---")
 
 
