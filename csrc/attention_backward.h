@@ -1,15 +1,6 @@
 // Gradients of the attention of one head, run by run of its keys and tile by tile of its queries; attention_kernel.h has the
 // formulas.
 
-#pragma once
-
-#include "attention_kernel.h"
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
-
-namespace {
-
 // Memory of a thread: packed copies of a run of keys, of a tile of queries, and sums.
 template <typename N>
 struct BackwardWork {
@@ -44,19 +35,13 @@ struct RowSums {
     float lse[ROWS], d[ROWS];
 };
 
-INLINE __m512 widened(const float* x) { return _mm512_loadu_ps(x); }
-INLINE __m512 widened(const uint16_t* x) {
-    const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
-
 // D of rows [from, to) of a head.
 template <typename Number>
 void take_dots(Rows<const Number> dout, Rows<const Number> out, int64_t from, int64_t to, int64_t d, float* dots) {
     for (int64_t i = from; i < to; ++i) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < d; j += WIDE) sum = _mm512_fmadd_ps(widened(dout[i] + j), widened(out[i] + j), sum);
-        dots[i] = _mm512_reduce_add_ps(sum);
+        Vector sum = zeros();
+        for (int64_t j = 0; j < d; j += WIDE) sum = sum_of(sum, widened(dout[i] + j), widened(out[i] + j));
+        dots[i] = total(sum);
     }
 }
 
@@ -102,15 +87,15 @@ INLINE void differentiate_unit(const Call& call, const BackwardWork<N>& w, const
     const bool is_whole = sight.sees_all(unit, part.low, part.high), has_slope = sight.plan.slope != 0;
     for (int64_t j = 0; j < wide; ++j) {
         const int64_t column = left + j * WIDE;
-        const __m512 lse = _mm512_loadu_ps(sums.lse + column), of_row = _mm512_loadu_ps(sums.d + column);
-        __m512 last_ds = _mm512_setzero_ps();
+        const Vector lse = register_of(sums.lse + column), of_row = register_of(sums.d + column);
+        Vector last_ds = zeros();
         for (int64_t i = 0; i < WIDE; ++i) {
-            const __mmask16 seen = is_whole ? __mmask16(0xffff) : sight.lanes(unit, i, part.low + j);
+            const Mask seen = is_whole ? all_lanes(true) : sight.lanes(unit, i, part.low + j);
             const int64_t there = i * ROWS + j * WIDE;
-            __m512 score = _mm512_loadu_ps(scores + there);
-            if (has_slope) score = _mm512_sub_ps(score, sight.penalty(unit, i, part.low + j));
-            const __m512 p = _mm512_maskz_mov_ps(seen, power_of_two(_mm512_sub_ps(score, lse)));
-            const __m512 ds = _mm512_maskz_mul_ps(seen, p, _mm512_sub_ps(_mm512_loadu_ps(dp + there), of_row));
+            Vector score = register_of(scores + there);
+            if (has_slope) score = score - sight.penalty(unit, i, part.low + j);
+            const Vector p = kept(seen, power_of_two(score - lse));
+            const Vector ds = product_kept(seen, p, register_of(dp + there) - of_row);
             const int64_t row = (at + i) * ROWS + column;
             put_row(reinterpret_cast<typename N::Number*>(w.p) + row, p);
             put_row(reinterpret_cast<typename N::Number*>(w.ds) + row, ds);
@@ -169,7 +154,3 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         put_columns(dq, factor, count, d, t.dq.from(query));
     }
 }
-
-}  // namespace
-
-#pragma GCC pop_options

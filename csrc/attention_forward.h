@@ -1,14 +1,5 @@
 // Attention of queries of one head, tile by tile; attention_kernel.h has the formulas.
 
-#pragma once
-
-#include "attention_kernel.h"
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
-
-namespace {
-
 // Memory of a thread.
 template <typename N>
 struct ForwardWork {
@@ -33,28 +24,27 @@ struct ForwardTensors {
 template <typename N>
 INLINE void exponentials(const float* scores, typename N::Packed* p, int64_t keys, int64_t low, int64_t high, Softmax& rows) {
     for (int64_t j = low * WIDE; j < high * WIDE; j += WIDE) {
-        const __m512 before = _mm512_loadu_ps(rows.most + j);
-        __m512 most = before, also = before;
+        const Vector before = register_of(rows.most + j);
+        Vector most = before, also = before;
         for (int64_t k = 0; k < keys; k += 2) {      // NaN is not the maximum, and reaches the sum
-            most = _mm512_max_ps(_mm512_loadu_ps(scores + k * ROWS + j), most);
-            also = _mm512_max_ps(_mm512_loadu_ps(scores + (k + 1) * ROWS + j), also);
+            most = larger(register_of(scores + k * ROWS + j), most);
+            also = larger(register_of(scores + (k + 1) * ROWS + j), also);
         }
-        most = _mm512_max_ps(also, most);
-        // 0 for rows that have seen nothing yet
-        const __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(HIDDEN), _CMP_NEQ_UQ), most);
-        const __m512 factor = power_of_two(_mm512_sub_ps(before, base));
-        __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(rows.sum + j), factor), other = _mm512_setzero_ps();
+        most = larger(also, most);
+        const Vector base = kept(differs(most, broadcast(HIDDEN)), most);      // 0 for rows that have seen nothing yet
+        const Vector factor = power_of_two(before - base);
+        Vector sum = register_of(rows.sum + j) * factor, other = zeros();
         for (int64_t k = 0; k < keys; k += 2) {
             const float* at = scores + k * ROWS + j;
-            const __m512 first = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at), base));
-            const __m512 second = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at + ROWS), base));
-            sum = _mm512_add_ps(sum, first);
-            other = _mm512_add_ps(other, second);
+            const Vector first = power_of_two(register_of(at) - base);
+            const Vector second = power_of_two(register_of(at + ROWS) - base);
+            sum = sum + first;
+            other = other + second;
             put_keys(p + k / N::PER * ROWS + j, first, second);
         }
-        _mm512_storeu_ps(rows.most + j, most);
-        _mm512_storeu_ps(rows.factor + j, factor);
-        _mm512_storeu_ps(rows.sum + j, _mm512_add_ps(sum, other));
+        store(rows.most + j, most);
+        store(rows.factor + j, factor);
+        store(rows.sum + j, sum + other);
     }
 }
 
@@ -64,13 +54,13 @@ INLINE void adjust(const Sight& sight, int64_t unit, int64_t low, int64_t high, 
         for (int64_t i = 0; i < WIDE; ++i)
             for (int64_t j = low; j < high; ++j) {
                 float* at = scores + i * ROWS + j * WIDE;
-                _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), sight.penalty(unit, i, j)));
+                store(at, register_of(at) - sight.penalty(unit, i, j));
             }
     if (sight.sees_all(unit, low, high)) return;
     for (int64_t i = 0; i < WIDE; ++i)
         for (int64_t j = low; j < high; ++j) {
             float* at = scores + i * ROWS + j * WIDE;
-            _mm512_storeu_ps(at, _mm512_mask_loadu_ps(_mm512_set1_ps(HIDDEN), sight.lanes(unit, i, j), at));
+            store(at, load_or(broadcast(HIDDEN), sight.lanes(unit, i, j), at));
         }
 }
 
@@ -123,7 +113,3 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
         put_columns(w.out, rows.factor, count, d, t.out.from(query));
     }
 }
-
-}  // namespace
-
-#pragma GCC pop_options

@@ -9,69 +9,22 @@
 // Layout: scores are [keys, queries], so that a register holds one key's scores with sixteen queries. The maximum, the sum and
 // what belongs to a row are then elementwise; P and dS are written in the order in which the next product reads them.
 //
-// Work: a tile of ROWS queries is four registers, each of which is a *unit* of WIDE queries; keys are units of WIDE, too. A span is
-// a list of units of keys that neighbouring registers of the tile see, and no other register: so a unit that the pattern hides is
-// not computed, nor one whose ids no query has. Units of which a part is hidden have a mask.
+// Work: by tiles, registers and units (attention_plan.h). Units of whose ids no query has any are not computed, either; units of
+// which a part is hidden have a mask.
 //
 // Sizes: d is a multiple of 32. Rows beyond the last query or key are zero in packed copies, and their scores are hidden.
 
-#pragma once
-
-#include <cmath>
-
-#include "attention_products.h"
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
-
-namespace {
-
-constexpr float LN_2 = 0.693147181f, HIDDEN = -std::numeric_limits<float>::infinity();
-constexpr float EMPTY = std::numeric_limits<float>::infinity();      // log-sum-exp of a row that sees nothing
-
-// What all heads of a call share. A query sees the keys from `before` positions before it to `after` positions after it, of those
-// that the spans show. offset: positions from the first query to the first key.
-struct Call {
-    int64_t queries, keys, d, offset, before, after;
-    float scale;
-};
-
-// Units [from, to) of the list that registers [low, high) of a tile see.
-struct Span {
-    int32_t from, to, low, high;
-};
-
-// Of a head: its spans by tile; the ids of its sample, or null: a query sees keys of its own id; the slope of ALiBi, or 0.
-struct Plan {
-    const int32_t* first;      // span of each tile, and of the end
-    const Span* spans;
-    const int32_t* units;      // of all spans
-    const int32_t *query_ids, *key_ids;
-    float slope;
-};
-
-// Some units that registers [low, high) of a tile see.
-struct Part {
-    const int32_t* units;
-    int64_t count, low, high;
-};
-
-// 2^t within 2e-7 for t <= 0; below -150 it is 0. NaN stays NaN: the maximum returns its second argument then.
-INLINE __m512 power_of_two(__m512 t) {
-    t = _mm512_max_ps(_mm512_set1_ps(-150), t);
-    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(t, whole);
-    __m512 p = _mm512_set1_ps(1.33335581e-3f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
-    return _mm512_scalef_ps(p, whole);
-}
-
-// Lanes from `first` on.
-INLINE __mmask16 lanes_from(int64_t first) {
-    return first <= 0 ? __mmask16(0xffff) : first >= WIDE ? __mmask16(0) : __mmask16(0xffff << first);
+// 2^t within 2e-7 for t <= 0; below -150 it is 0. NaN stays NaN: the larger one is the second argument then.
+INLINE Vector power_of_two(Vector t) {
+    t = larger(broadcast(-150.0f), t);
+    const Vector whole = nearest(t), f = t - whole;
+    Vector p = broadcast(1.33335581e-3f);
+    p = sum_of(broadcast(9.61812911e-3f), p, f);
+    p = sum_of(broadcast(5.55041087e-2f), p, f);
+    p = sum_of(broadcast(2.40226507e-1f), p, f);
+    p = sum_of(broadcast(6.93147181e-1f), p, f);
+    p = sum_of(broadcast(1.0f), p, f);
+    return times_power(p, whole);
 }
 
 // Which keys the queries of a tile see.
@@ -95,19 +48,18 @@ struct Sight {
     }
 
     // Lanes of a register that see a key of the unit.
-    INLINE_MEMBER __mmask16 lanes(int64_t unit, int64_t i, int64_t column) const {
+    INLINE_MEMBER Mask lanes(int64_t unit, int64_t i, int64_t column) const {
         const int64_t key = unit * WIDE + i, distance = key + call.offset - query(column);      // from the first lane
-        if (key >= call.keys) return 0;
-        const __mmask16 seen = lanes_from(distance - call.after) & __mmask16(~lanes_from(distance + call.before + 1));
+        if (key >= call.keys) return all_lanes(false);
+        const Mask seen = without(lanes_from(distance - call.after), lanes_from(distance + call.before + 1));
         if (plan.key_ids == nullptr) return seen;
-        return _mm512_mask_cmpeq_epi32_mask(seen, load(plan.query_ids + query(column)), _mm512_set1_epi32(plan.key_ids[key]));
+        return both(seen, equal(load(plan.query_ids + query(column)), broadcast(uint32_t(plan.key_ids[key]))));
     }
 
     // What ALiBi subtracts from a score to base 2 with this key.
-    INLINE_MEMBER __m512 penalty(int64_t unit, int64_t i, int64_t column) const {
-        const __m512 lane = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512 distance = _mm512_sub_ps(_mm512_set1_ps(float(unit * WIDE + i + call.offset - query(column))), lane);
-        return _mm512_mul_ps(_mm512_abs_ps(distance), _mm512_set1_ps(plan.slope * LOG2_E));
+    INLINE_MEMBER Vector penalty(int64_t unit, int64_t i, int64_t column) const {
+        const Vector distance = broadcast(float(unit * WIDE + i + call.offset - query(column))) - lane_numbers();
+        return magnitude(distance) * broadcast(plan.slope * LOG2_E);
     }
 
 private:
@@ -115,15 +67,15 @@ private:
 
     // Which of the queries have the id of the keys; SOME, too, where the keys have several.
     INLINE_MEMBER Ids lanes_of_id(int64_t unit, int64_t low, int64_t high) const {
-        const __m512i id = _mm512_set1_epi32(plan.key_ids[unit * WIDE]);
-        if (_mm512_cmpeq_epi32_mask(load(plan.key_ids + unit * WIDE), id) != 0xffff) return Ids::SOME;
-        __mmask16 all = 0xffff, any = 0;
+        const Integers id = broadcast(uint32_t(plan.key_ids[unit * WIDE]));
+        if (!is_full(equal(load(plan.key_ids + unit * WIDE), id))) return Ids::SOME;
+        Mask all = all_lanes(true), any = all_lanes(false);
         for (int64_t column = low; column < high; ++column) {
-            const __mmask16 same = _mm512_cmpeq_epi32_mask(load(plan.query_ids + query(column)), id);
-            all &= same;
-            any |= same;
+            const Mask same = equal(load(plan.query_ids + query(column)), id);
+            all = both(all, same);
+            any = either(any, same);
         }
-        return all == 0xffff ? Ids::ALL : any != 0 ? Ids::SOME : Ids::NONE;
+        return is_full(all) ? Ids::ALL : is_empty(any) ? Ids::NONE : Ids::SOME;
     }
 };
 
@@ -149,7 +101,3 @@ INLINE void for_each_part(const Sight& sight, int64_t from, int64_t to, const Ah
         if (count > 0) part(Part{some, count, span.low, span.high});
     }
 }
-
-}  // namespace
-
-#pragma GCC pop_options

@@ -8,13 +8,17 @@
 
 #include "vector_math.h"
 
-#if defined(__GNUC__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
+// -DPORTABLE compiles what other processors and compilers get.
+#if defined(__GNUC__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11 && !defined(PORTABLE)
 #define HAS_BF16_PRODUCTS 1
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
 
 namespace {
+
+constexpr int64_t WIDE = 16;        // fp32 numbers, or pairs, of a register
+constexpr int64_t PAIRED = 32;      // bf16 numbers of a register
 
 #ifdef HAS_BF16_PRODUCTS
 inline bool has_products() {
@@ -38,9 +42,6 @@ inline bool has_tiles() { return false; }
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 
 namespace {
-
-constexpr int64_t WIDE = 16;        // fp32 numbers, or pairs, of a register
-constexpr int64_t PAIRED = 32;      // bf16 numbers of a register
 
 inline int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 

@@ -138,7 +138,6 @@ void backward(const Call& call, int64_t first, int64_t last, float* buffers) {
     backward_in_loops(call, first, last, buffers);
 }
 
-
 // -------------------------------------------------------------------------------------------------------------- binding
 using Rows = void (*)(const Call&, int64_t, int64_t, float*);
 

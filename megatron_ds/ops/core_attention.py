@@ -5,10 +5,10 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512, in bf16 with AVX-512 BF16, but with
-AMX only for block layouts. Elsewhere cpu/blocked_attention.py for causal attention of medium length and for
-narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and
-fp32 where the processor has no matrix products of the dtype.
+probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AVX-512 BF16,
+but with AMX only for block layouts. Elsewhere cpu/blocked_attention.py for causal attention of medium length
+and for narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks;
+and fp32 where the processor has no matrix products of the dtype.
 """
 
 from typing import Any, Protocol
@@ -69,6 +69,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Att
 
 @attention.example
 def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    rows = max(rows, 2)         # with one key, gradients of queries and keys are 0, and roundings are left
     return tuple(random_tensors(dtype, device, (rows, 2, 4, width), *[(rows, 2, 2, width)] * 2))
 
 

@@ -243,7 +243,7 @@ def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, tor
 
 
 _ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensors without memory
-_COMPILED = _Kernel(_compiled_forward, _compiled_backward)      # of a CPU with AVX-512
+_COMPILED = _Kernel(_compiled_forward, _compiled_backward)      # of a CPU with AVX-512 or AVX2
 _ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
 _ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
 

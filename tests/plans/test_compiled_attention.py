@@ -24,6 +24,18 @@ compiled = needs(torch.bfloat16)
 BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8}
 RUNS = "_CompiledAttentionBackward"
 both_dtypes = pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=needs(dtype)) for dtype in BOUNDS])
+SETS = module.extension().instruction_sets() if module.extension() else []
+
+
+@pytest.fixture(autouse=True, params=SETS or ["none"])
+def instruction_set(request, monkeypatch):
+    """Those of this processor in turn; bf16 needs the first of them."""
+    name, dtype = request.param, request.node.callspec.params.get("dtype")
+    if name not in SETS:
+        return
+    if not hasattr(getattr(module.extension(), name), f"forward_{module.NAMES.get(dtype, 'fp32')}"):
+        pytest.skip(f"no {dtype} with {name}")
+    monkeypatch.setattr(module, "functions", lambda: getattr(module.extension(), name))
 
 
 def draw(*shape, seed=0, dtype=torch.bfloat16):
@@ -192,10 +204,11 @@ def test_it_can_be_switched_off(monkeypatch):
 
 def test_a_processor_without_its_instructions_or_with_faster_ones_does_without(monkeypatch):
     class Fake:
-        has_vectors = has_products = has_tiles = staticmethod(lambda: True)
+        has_products = has_tiles = staticmethod(lambda: True)
 
     low, wide = torch.bfloat16, torch.float32
     monkeypatch.setattr(module, "extension", lambda: Fake)
+    monkeypatch.setattr(module, "functions", lambda: Fake)
     assert module.reason_against_plain(low) == "AMX is faster"
     assert not module.reason_against_plain(wide) and not module.reason_against_layouts(low)
     Fake.has_tiles = staticmethod(lambda: False)
@@ -203,10 +216,20 @@ def test_a_processor_without_its_instructions_or_with_faster_ones_does_without(m
     assert module.reason_against_layouts(low) == "all patterns are compiled"
     Fake.has_products = staticmethod(lambda: False)
     assert module.reason_against(low) == "no AVX-512 BF16" and not module.reason_against(wide)
-    Fake.has_vectors = staticmethod(lambda: False)
-    assert module.reason_against(wide) == module.reason_against(low) == "no AVX-512"
+    monkeypatch.setattr(module, "functions", lambda: None)
+    assert module.reason_against(wide) == "neither AVX-512 nor AVX2"
     monkeypatch.setattr(module, "extension", lambda: None)
     assert module.reason_against(wide) == module.reason_against_plain(low) == "not compiled"
+
+
+@pytest.mark.parametrize("sets, chosen", [(["avx512", "avx2"], "wide"), (["avx2"], "narrow"), ([], None)])
+def test_the_fastest_instruction_set_is_taken(sets, chosen, monkeypatch):
+    class Fake:
+        avx512, avx2, instruction_sets = "wide", "narrow", staticmethod(lambda: sets)
+
+    monkeypatch.undo()                                  # of the fixture
+    monkeypatch.setattr(module, "extension", lambda: Fake)
+    assert module.functions.__wrapped__() == chosen
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL, AttentionPattern(left=40),

@@ -135,3 +135,19 @@ def test_other_dtypes_are_not_compiled(dtype):
     assert norms.residual_norm.choice(bf16, residual, weight, bias, EPS) is norms.residual_norm.in_torch
     both = (bf16, residual.bfloat16())
     assert norms.residual_norm.choice(*both, weight, bias, EPS) is compiled.residual_norm
+    assert norms.layer_norm.choice(bf16, weight, bias, EPS) is compiled.layer_norm
+    assert norms.rms_norm.choice(bf16, weight, EPS) is compiled.rms_norm
+
+
+def test_tensors_of_other_shapes_are_torchs_to_broadcast_or_to_refuse():
+    x, residual, weight, bias, *_ = sample(4, 64)
+    for one, other in ((x, residual[:1]), (x[:1], residual)):
+        normed, total = norms.residual_norm(one, other, weight, bias, EPS)
+        assert torch.equal(total, one + other)
+        assert torch.equal(normed, norms.layer_norm(total, weight, bias, EPS))
+    half = weight[:32], bias[:32]
+    for norm, tensors in ((norms.layer_norm, (x, *half)), (norms.rms_norm, (x, half[0])),
+                          (norms.residual_norm, (x, residual, *half))):
+        with pytest.raises(RuntimeError, match="normalized_shape|must match"):
+            norm(*tensors, EPS)
+    assert norms.layer_norm(x[:0], weight, bias, EPS).shape == (0, 64)

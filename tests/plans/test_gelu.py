@@ -79,14 +79,15 @@ def every_bf16(sign):
 @compiled
 @pytest.mark.parametrize("sign", [1, -1])
 def test_every_bf16_number(sign):
-    """Within rounding and 2e-5 of the exact result, which is 0 to every digit that matters below 1e-35."""
+    """Within rounding and 2e-5 of the exact result, which is 0 to every digit that matters below 1e-34:
+    the loops for any processor keep exponentials above 2^-126."""
     x = every_bf16(sign)
     near, far = x[x.abs() < 1e4], x.abs() >= 1e4
     for got, expected in zip(ours(near, torch.ones_like(near)), exact(near, torch.ones_like(near))):
-        torch.testing.assert_close(got.double(), expected, rtol=2 ** -8 + 2e-5, atol=1e-35)
+        torch.testing.assert_close(got.double(), expected, rtol=2 ** -8 + 2e-5, atol=1e-34)
     y, dx = ours(x[far], torch.ones_like(x[far]))
-    torch.testing.assert_close(y, x[far] if sign > 0 else torch.zeros_like(y), rtol=0, atol=1e-35)
-    torch.testing.assert_close(dx, torch.full_like(dx, sign > 0), rtol=0, atol=1e-35)
+    torch.testing.assert_close(y, x[far] if sign > 0 else torch.zeros_like(y), rtol=0, atol=1e-34)
+    torch.testing.assert_close(dx, torch.full_like(dx, sign > 0), rtol=0, atol=1e-34)
 
 
 @compiled

@@ -58,9 +58,9 @@ def oracle(config, weights, batch, **drops):
 
 def assert_equal_runs(ours, reference):
     (loss, logits, grads), (true_loss, true_logits, true_grads) = ours, reference
-    # fp32 against fp64; a gradient's error is measured against its largest element
+    # fp32 against fp64; errors of logits and gradients are measured against the largest element
     assert loss.objective.item() == pytest.approx(true_loss, rel=1e-6)
-    torch.testing.assert_close(logits.double(), true_logits, rtol=1e-5, atol=1e-5)
+    assert (logits.double() - true_logits).abs().max() <= 1e-5 * true_logits.abs().max()
     assert set(grads) == set(true_grads)
     for name, grad in grads.items():
         scale = true_grads[name].abs().max()

@@ -1,4 +1,4 @@
-"""Attention compiled from csrc/attention.cpp, for CPUs with AVX-512: in fp32, and in bf16 with AVX-512 BF16.
+"""Attention compiled from csrc/attention.cpp: in fp32 for AVX-512 and AVX2, in bf16 for AVX-512 BF16.
 
 An optional extension. It keeps no probabilities: backward computes them again from the output and the
 log-sum-exp. Tensors are read where they are, with the strides of parts of a packed projection. The work
@@ -35,17 +35,22 @@ def extension() -> ModuleType | Any:
     """The compiled attention; None, with one line in the log, where the package was installed without a
     compiler."""
     return load_compiled("_attention", "attention",
-                         "torch's products run instead, slower on a CPU with AVX-512", logger)
+                         "torch's products run instead, which are slower", logger)
+
+
+@functools.cache
+def functions() -> ModuleType | Any:
+    """Those for the fastest instruction set of this processor; None, if it has none of them."""
+    return next((getattr(extension(), name) for name in extension().instruction_sets()), None)
 
 
 def reason_against(dtype: torch.dtype) -> str:
     """Why this machine has no compiled attention in fp32 or bf16; "" if it has."""
-    compiled = extension()
-    if compiled is None:
+    if extension() is None:
         return "not compiled"
-    if not compiled.has_vectors():
-        return "no AVX-512"
-    return "no AVX-512 BF16" if dtype == torch.bfloat16 and not compiled.has_products() else ""
+    if dtype == torch.bfloat16:
+        return "" if extension().has_products() else "no AVX-512 BF16"
+    return "" if functions() else "neither AVX-512 nor AVX2"
 
 
 def reason_against_plain(dtype: torch.dtype) -> str:
@@ -175,7 +180,7 @@ def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     rows, samples, heads, d = out.shape
     dots = out.new_empty(samples, heads, rows, dtype=torch.float32)
     if has_memory(out):
-        getattr(extension(), f"dots_{NAMES[out.dtype]}")(
+        getattr(functions(), f"dots_{NAMES[out.dtype]}")(
             (rows, samples, heads, d), (_place(dout), _place(out)), dots.data_ptr(), torch.get_num_threads())
     return dots
 
@@ -194,7 +199,7 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tens
     q, k, *_ = tensors
     sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
     threads = torch.get_num_threads()
-    count = getattr(extension(), f"{name}_bytes")(sizes, q.dtype == torch.float32)
+    count = getattr(functions(), f"{name}_bytes_{NAMES[q.dtype]}")(sizes)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
@@ -205,7 +210,7 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tens
                *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
     addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
-    getattr(extension(), f"{name}_{NAMES[q.dtype]}")(
+    getattr(functions(), f"{name}_{NAMES[q.dtype]}")(
         sizes, [_place(t) for t in tensors], [t.data_ptr() for t in of_rows], scoring.scale_of(q.shape[3]),
         (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
 

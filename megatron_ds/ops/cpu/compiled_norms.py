@@ -25,14 +25,15 @@ def extension() -> ModuleType | Any:
     return load_compiled("_norms", "norms", "torch's run instead, slower on CPU", logger)
 
 
-def suits(x: torch.Tensor, *_: object) -> bool:
-    """Whether the functions below take x: meta tensors, and those without elements, have no memory."""
-    return not x.is_meta and x.numel() > 0
+def suits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+    """Whether the norms below take x: meta tensors, and those without elements, have no memory. A weight of
+    another length is torch's error."""
+    return not x.is_meta and x.numel() > 0 and weight.shape == x.shape[-1:]
 
 
-def suits_both(x: torch.Tensor, residual: torch.Tensor, *_: object) -> bool:
-    """Whether `residual_norm` takes both: a residual may be wider than x."""
-    return suits(x) and residual.dtype == x.dtype
+def suits_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+    """Whether `residual_norm` takes both: torch adds a residual of a wider dtype or of another shape."""
+    return suits(x, weight) and residual.dtype == x.dtype and residual.shape == x.shape
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

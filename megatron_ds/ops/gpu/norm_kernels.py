@@ -35,7 +35,10 @@ def fits(x: torch.Tensor, *others: object) -> str:
     """"" if the kernels take the arguments of layer_norm, rms_norm or residual_norm."""
     if x.dim() and x.shape[-1] > MOST_COLUMNS:
         return f"rows of {x.shape[-1]} elements are longer than {MOST_COLUMNS}"
-    return reason_against_packets(x, *others)
+    if reason := reason_against_packets(x, *others):
+        return reason
+    shapes = {tuple(t.shape) for t in others if isinstance(t, torch.Tensor)} - {x.shape, x.shape[-1:]}
+    return f"tensors of {list(x.shape)} and {list(shapes.pop())}" if shapes else ""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
