@@ -259,7 +259,7 @@ def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | 
     if problems:
         _close(files)
         if rank == 0:
-            _warn_once(problems[0])
+            warn_of_messages(problems[0])
         return None
     return SharedPages(rank, files)
 
@@ -303,7 +303,9 @@ def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
 
 
 @functools.cache
-def _warn_once(why: str) -> None:
+def warn_of_messages(why: str) -> None:
+    """Log, once for each reason, that the ranks of a group do not use shared memory. Called on one of them.
+    """
     logger.warning("the processes of this host send tensors as messages, which is slower than shared memory: "
                    "%s", why)
 

@@ -5,14 +5,13 @@ a wait for it ends at once. What a rank wrote to shared memory before it sends i
 receives.
 """
 
-import logging
 import os
 import select
 import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-logger = logging.getLogger(__name__)
+from .memory_maps import warn_of_messages
 
 _FORMAT = struct.Struct("<qqqq")          # shorter than PIPE_BUF: written and read whole
 
@@ -24,11 +23,14 @@ class SignalPipes:
 
     inbound, outbound  descriptors by the position of the other rank: what it sends is read from the one, what
                        is sent to it is written to the other
+    ranks              the global rank of each position, for errors
     timeout_seconds    how long `receive` waits
     """
 
-    def __init__(self, inbound: Mapping[int, int], outbound: Mapping[int, int], timeout_seconds: float):
-        self._inbound, self._outbound, self.timeout_seconds = dict(inbound), dict(outbound), timeout_seconds
+    def __init__(self, inbound: Mapping[int, int], outbound: Mapping[int, int], ranks: Sequence[int],
+                 timeout_seconds: float):
+        self._inbound, self._outbound = dict(inbound), dict(outbound)
+        self._ranks, self.timeout_seconds = ranks, timeout_seconds
         self._polls = {}
         for peer, file in self._inbound.items():
             self._polls[peer] = select.poll()
@@ -37,14 +39,18 @@ class SignalPipes:
 
     def send(self, peer: int, signal: Signal) -> None:
         """Raises ConnectionError if the peer has ended."""
-        os.write(self._outbound[peer], _FORMAT.pack(*signal))
+        try:
+            os.write(self._outbound[peer], _FORMAT.pack(*signal))
+        except BrokenPipeError as error:
+            raise self._ended(peer) from error
 
     def receive(self, peer: int) -> Signal:
         """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError after the timeout.
         """
         signal = self.take(peer, self.timeout_seconds)
         if signal is None:
-            raise TimeoutError(f"timed out after {self.timeout_seconds:.0f} s")
+            raise TimeoutError(f"timed out after {self.timeout_seconds:.0f} s without a signal of rank "
+                               f"{self._ranks[peer]}")
         return signal
 
     def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
@@ -53,17 +59,21 @@ class SignalPipes:
             return None
         data = os.read(self._inbound[peer], _FORMAT.size)
         if not data:
-            raise ConnectionError("connection closed by peer")
+            raise self._ended(peer)
         return _FORMAT.unpack(data)
 
+    def _ended(self, peer: int) -> ConnectionError:
+        return ConnectionError(f"connection closed by peer, rank {self._ranks[peer]}")
 
-def share_pipes(rank: int, exchange: Callable[[object], list], timeout_seconds: float) -> SignalPipes | None:
+
+def share_pipes(rank: int, ranks: Sequence[int], exchange: Callable[[object], list],
+                timeout_seconds: float) -> SignalPipes | None:
     """Pipes among the ranks of one host; None where a process may not open another's.
 
-    rank: the position of this one. exchange: an all-gather of objects. Collective over its ranks.
+    rank: the position of this one in `ranks`, their global ranks. exchange: an all-gather of objects.
+    Collective over its ranks.
     """
-    size = len(exchange(None))
-    made = {peer: os.pipe() for peer in range(size) if peer != rank}
+    made = {peer: os.pipe() for peer in range(len(ranks)) if peer != rank}
     mine = {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}
     offers = exchange((os.getpid(), mine))
     inbound, trouble = _open_inbound(rank, offers)
@@ -72,11 +82,10 @@ def share_pipes(rank: int, exchange: Callable[[object], list], timeout_seconds: 
     _close([read for read, _ in made.values()])
     if why:
         if rank == 0:
-            logger.warning("the processes of this host send tensors as messages, which is slower than shared "
-                           "memory: %s", why)
+            warn_of_messages(why)
         _close([*inbound.values(), *outbound.values()])
         return None
-    return SignalPipes(inbound, outbound, timeout_seconds)
+    return SignalPipes(inbound, outbound, ranks, timeout_seconds)
 
 
 def _open_inbound(rank: int, offers: Sequence[tuple]) -> tuple[dict[int, int], str]:

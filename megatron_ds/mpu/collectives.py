@@ -156,7 +156,7 @@ def share_memory(group: Group) -> Group:
     if group.transport is None or (memory := group.transport.share_memory()) is None:
         return group
     signals = group.transport.share_signals()
-    sums = signals and SharedSums(group.rank, group.size, memory, signals, group.transport.failure)
+    sums = signals and SharedSums(group.rank, group.ranks, memory, signals, group.transport.failure)
     return replace(group, memory=memory, sums=sums)
 
 

@@ -1,9 +1,11 @@
 """`GlooTransport`: collectives of CPU runs, in place of those of gloo that are slow.
 
-Reductions and gathers are made of point-to-point messages of pieces (`Pieces`). gloo's reduce-scatter is an
-all-reduce of a copy, and the order in which it sums depends on where it cuts. Here each rank sends every
-other rank its piece: half the bytes, and each element is added once. gloo's all-gather copies everything into
-a buffer and out of it again; here messages are received into the result.
+Tensor- and context-parallel ranks of one host use `Slots` (slots.py). In other groups, reductions and gathers
+are made of point-to-point messages of pieces (`Pieces`), which the rest of this text describes.
+
+gloo's reduce-scatter is an all-reduce of a copy, and the order in which it sums depends on where it cuts.
+Here each rank sends every other rank its piece: half the bytes, and each element is added once. gloo's
+all-gather copies everything into a buffer and out of it again; here messages are received into the result.
 
     reduce-scatter   piece i of each rank's tensor → rank i, which adds them
     all-gather       the tensor of each rank → all others, into the piece of their result that it is
@@ -17,8 +19,8 @@ Note: rank order. Pieces are added in the order of the ranks, p0 + p1 + …, in 
 tensors are cut. So the result has the same bits on all ranks, and a reduce-scatter has those of an
 all-reduce.
 
-Note: waiting. The additions, and the second round of an all-reduce, happen in `wait`. All ranks must wait for
-their operations in the order in which they start them, which must be the same on all.
+Note: waiting. The additions of `Pieces`, and the second round of their all-reduce, happen in `wait`. All ranks
+must wait for these operations in the order in which they start them, which must be the same on all.
 """
 
 import queue
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group import Work
-from .slots import Slots
+from .slots import Slots, open_slots
 from .transport import TorchTransport, TranslatedWork
 
 FIRST_TAG, NUM_TAGS = 1 << 16, 1 << 20      # above those of the channels; used in turn, two an operation
@@ -51,10 +53,12 @@ class GlooTransport(TorchTransport):
         self._slots: Slots | None = None
 
     def open_slots(self) -> None:
-        """Where the ranks are on one host, pass tensors through its memory from now on. Collective."""
+        """Where the ranks are on one host, and all have room for slots, pass tensors through its memory from
+        now on. Collective."""
         memory = self.share_memory()
         signals = memory and self.share_signals()
-        self._slots = signals and Slots(self.rank, self.size, memory, signals, self.failure)
+        self._slots = signals and open_slots(self.rank, self.ranks, memory, signals, self.failure,
+                                             self.all_gather_object)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """As in `Transport`. By messages, of two ranks, gloo's own: a + b = b + a, so it has the same bits,

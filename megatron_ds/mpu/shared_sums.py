@@ -22,7 +22,7 @@ for them in that order: the second round of an all-reduce starts in `wait`.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -50,16 +50,17 @@ class Signals(Protocol):
 class SharedSums:
     """The reductions of one rank in one group.
 
+    rank       the position of this one in `ranks`, the global ranks of the group
     memory     of the group, in which the tensors are
     translate  makes the error that is raised from (what failed, the cause)
     rounds     that have started
     """
 
-    def __init__(self, rank: int, size: int, memory: SharedPages, signals: Signals,
+    def __init__(self, rank: int, ranks: Sequence[int], memory: SharedPages, signals: Signals,
                  translate: Callable[[str, Exception], Exception]):
-        self._rank, self._size, self._memory = rank, size, memory
+        self._rank, self._ranks, self._size, self._memory = rank, ranks, len(ranks), memory
         self._signals, self._translate = signals, translate
-        self._others = [peer for peer in range(size) if peer != rank]
+        self._others = [peer for peer in range(self._size) if peer != rank]
         self._ready: dict[int, dict[int, tuple[int, int]]] = {}     # number of a round → rank → start, bytes
         self._waiting: dict[int, Round] = {}            # not complete here
         self._unread: dict[int, set[int]] = {}          # number of a round → ranks that have not read it
@@ -141,8 +142,8 @@ class SharedSums:
         for peer, (_, theirs) in places.items():
             if theirs != nbytes:
                 raise self._translate(_WHAT, ValueError(
-                    f"rank {peer} of the group adds {theirs} bytes where rank {self._rank} adds {nbytes}: "
-                    "the ranks reduce different tensors"))
+                    f"rank {self._ranks[peer]} adds {theirs} bytes where rank {self._ranks[self._rank]} adds "
+                    f"{nbytes}: the ranks reduce different tensors"))
         begun.read({peer: self._memory.view(peer, places[peer][0], nbytes) for peer in self._others})
         del self._waiting[number], self._ready[number]
         for peer in self._others:

@@ -17,146 +17,178 @@ Measured with one core a rank, two ranks, times as fast as by messages: 4 KB 3 t
 in bf16 9, other collectives of it 2.5 to 3; 19 MB 2.5 to 3.5.
 
 Note: waiting. The first round begins at once; its end and all others happen in `wait`, or when the next
-collective starts. All ranks must start their collectives in the same order, and wait for them in that order.
+collective starts. So all ranks must start their collectives in the same order, and may wait for them in any.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from ..host.memory_maps import SharedPages
+from ..host.memory_maps import SharedPages, warn_of_messages
 from .group import DONE, Work
 from .shared_sums import Signals, Translated
 
 SLOT_BYTES = 1 << 20
 WHOLE_BYTES = 1 << 14           # three ranks or more add larger tensors by pieces
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-
 _ALIGNED = 64                   # bytes; a multiple of any element's
+
+# What must be the same on all ranks, besides the round and its bytes. A signal has the number of an entry.
+Call = tuple[str, str, torch.dtype]         # kind, reduction or "", dtype
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+_CALLS: tuple[Call, ...] = tuple(product(_KINDS, ("", *_COMBINE), _DTYPES))
+_NUMBERS = {call: number for number, call in enumerate(_CALLS)}
 
 # read(which bytes of the parts, those of each other rank)
 Read = Callable[[slice, Mapping[int, Tensor]], None]
 
 
-class Slots:
-    """The slots of one rank in one group, and the collectives over them. Making it is collective.
+def open_slots(rank: int, ranks: Sequence[int], memory: SharedPages, signals: Signals,
+               translate: Callable[[str, Exception], Exception],
+               exchange: Callable[[object], list]) -> "Slots | None":
+    """The slots of one rank in one group; None on all ranks where one has no room for them. Collective.
 
-    memory     of the group; this allocates 2 * SLOT_BYTES of each rank's
+    rank       the position of this one in `ranks`, the global ranks of the group
     translate  makes the error that is raised from (what failed, the cause)
-    rounds     that have started
+    exchange   an all-gather of objects
     """
+    rounds, trouble = None, ""
+    try:
+        rounds = Rounds(rank, ranks, memory, signals, translate)
+    except OSError as error:
+        trouble = f"rank {ranks[rank]}: {error}"
+    why = next(filter(None, exchange(trouble)), "")         # after it, the slots of all ranks exist
+    if why:
+        if rank == 0:
+            warn_of_messages(why)
+        return None
+    rounds.map_pages()
+    return Slots(rounds)
 
-    def __init__(self, rank: int, size: int, memory: SharedPages, signals: Signals,
-                 translate: Callable[[str, Exception], Exception]):
-        self._rank, self._size, self._signals, self._translate = rank, size, signals, translate
-        self._others = [peer for peer in range(size) if peer != rank]
-        places = [memory.allocate(SLOT_BYTES) for _ in range(2)]        # at the same bytes on all ranks
-        self._mine = [slot for _, slot in places]
-        self._theirs = {peer: [memory.view(peer, start, SLOT_BYTES) for start, _ in places]
-                        for peer in self._others}
+
+class Slots:
+    """The collectives of one rank over the slots of its group."""
+
+    def __init__(self, rounds: "Rounds"):
+        self._rounds, self._rank, self._size = rounds, rounds.rank, len(rounds.ranks)
         self._last: Work = DONE
-        self.rounds = 0
-        # A round without bytes: then all slots exist. Their pages are mapped now, not within a step.
-        empty = [torch.empty(0, dtype=torch.uint8)]
-        self.publish("all-gather", empty, 0)
-        self.receive("all-gather", [0] * size)
-        for slot in (*self._mine, *(slot for slots in self._theirs.values() for slot in slots)):
-            slot.max()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that have started."""
+        return self._rounds.number
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
-        flat = tensor.view(-1)
+        flat, call = tensor.view(-1), ("all-reduce", op, tensor.dtype)
         if self._size == 2 or flat.nbytes <= WHOLE_BYTES:
-            return self._start("all-reduce", [flat], [flat] * self._size, self._combine(flat, flat, op))
+            return self._start(call, [flat], [flat] * self._size, _combine(flat, flat, op))
         pieces = flat.tensor_split(self._size)
-        mine = pieces[self._rank]
-        first = self._start("all-reduce", pieces, [mine] * self._size, self._combine(mine, mine, op))
-        return _Then(first, lambda: self._start("all-gather", [mine], pieces, _place(pieces)))
+        mine, rounds = pieces[self._rank], self._rounds
+        first = self._start(call, pieces, [mine] * self._size, _combine(mine, mine, op))
+        # The next collective must wait for both: it would take the number of the second's round.
+        self._last = _Then(first, lambda: Passage(rounds, call, [mine], pieces, _place(pieces)))
+        return self._last
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """As in `Transport`."""
         pieces = out.chunk(self._size)
         _copy(tensor, pieces[self._rank])
-        return self._start("all-gather", [tensor], pieces, _place(pieces))
+        return self._start(("all-gather", "", tensor.dtype), [tensor], pieces, _place(pieces))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
         pieces = tensor.chunk(self._size)
         mine = pieces[self._rank]
-        return self._start("reduce-scatter", pieces, [out] * self._size, self._combine(mine, out, op))
+        return self._start(("reduce-scatter", op, tensor.dtype), pieces, [out] * self._size,
+                           _combine(mine, out, op))
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Work:
         """As in `Transport`, of flat tensors in equal pieces."""
         sent, received = tensor.chunk(self._size), out.chunk(self._size)
         _copy(sent[self._rank], received[self._rank])
-        return self._start("all-to-all", sent, received, _place(received))
+        return self._start(("all-to-all", "", tensor.dtype), sent, received, _place(received))
 
-    def publish(self, kind: str, parts: Sequence[Tensor], width: int) -> None:
+    def _start(self, call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor],
+               read: Read) -> "Passage":
+        """outgoing: one tensor for all ranks, or one for each. incoming: as many bytes as each rank sends."""
+        self._last.wait()
+        self._last = passage = Passage(self._rounds, call, outgoing, incoming, read)
+        return passage
+
+
+class Rounds:
+    """The slots of all ranks as one of them sees them, and its rounds. Arguments are those of `open_slots`.
+
+    memory  of the group; this allocates 2 * SLOT_BYTES of each rank's. Raises OSError
+    number  of rounds that have started
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], memory: SharedPages, signals: Signals,
+                 translate: Callable[[str, Exception], Exception]):
+        self.rank, self.ranks, self._signals, self._translate = rank, ranks, signals, translate
+        self._others = [peer for peer in range(len(ranks)) if peer != rank]
+        places = [memory.allocate(SLOT_BYTES) for _ in range(2)]        # at the same bytes on all ranks
+        self._mine = [slot for _, slot in places]
+        self._theirs = {peer: [memory.view(peer, start, SLOT_BYTES) for start, _ in places]
+                        for peer in self._others}
+        self.number = 0
+
+    def map_pages(self) -> None:
+        """Map the pages of all slots now, not within a step. The slots of all ranks must exist."""
+        for slot in (*self._mine, *(slot for slots in self._theirs.values() for slot in slots)):
+            slot.max()
+
+    def publish(self, call: Call, parts: Sequence[Tensor], width: int) -> None:
         """Start a round. parts: bytes for all ranks, or for each, `width` at most."""
-        self.rounds += 1
-        slot = self._mine[self.rounds % 2]
+        self.number += 1
+        slot = self._mine[self.number % 2]
         for i, part in enumerate(parts):
-            if len(parts) == 1 or i != self._rank:
+            if len(parts) == 1 or i != self.rank:
                 slot[i * width:i * width + len(part)].copy_(part)
-        with Translated(self._translate, kind):
+        with Translated(self._translate, call[0]):
             for peer in self._others:
                 i = peer % len(parts)
-                self._signals.send(peer, (self.rounds, _KINDS.index(kind), i * width, len(parts[i])))
+                self._signals.send(peer, (self.number, _NUMBERS[call], i * width, len(parts[i])))
 
-    def receive(self, kind: str, expected: Sequence[int]) -> dict[int, Tensor]:
+    def receive(self, call: Call, expected: Sequence[int]) -> dict[int, Tensor]:
         """The bytes that each other rank has for this one in the round; waits for their signals.
 
         expected: numbers of bytes by rank. Raises the group's error where a rank has others.
         """
         theirs = {}
         for peer in self._others:
-            with Translated(self._translate, kind):
+            with Translated(self._translate, call[0]):
                 number, other, start, nbytes = self._signals.receive(peer)
-            if (number, _KINDS[other], nbytes) != (self.rounds, kind, expected[peer]):
-                raise self._translate(kind, ValueError(
-                    f"rank {peer} of the group has {nbytes} bytes for an {_KINDS[other]} (round {number}) "
-                    f"where rank {self._rank} expects {expected[peer]} for an {kind} (round {self.rounds}): "
-                    "the ranks took different paths"))
+            if (number, _CALLS[other], nbytes) != (self.number, call, expected[peer]):
+                raise self._translate(call[0], ValueError(
+                    f"rank {self.ranks[peer]} has {nbytes} bytes for {_in_words(_CALLS[other], number)}, "
+                    f"where rank {self.ranks[self.rank]} expects {expected[peer]} for "
+                    f"{_in_words(call, self.number)}: the ranks took different paths"))
             theirs[peer] = self._theirs[peer][number % 2][start:start + nbytes]
         return theirs
-
-    def _start(self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor],
-               read: Read) -> "Passage":
-        """outgoing: one tensor for all ranks, or one for each. incoming: as many bytes as each rank sends."""
-        self._last.wait()
-        self._last = Passage(self, kind, outgoing, incoming, read)
-        return self._last
-
-    def _combine(self, mine: Tensor, out: Tensor, op: str) -> Read:
-        """p0 + p1 + … into `out`, which may be `mine`."""
-        combine, dtype = _COMBINE[op], out.dtype
-        mine, out = _bytes(mine), _bytes(out)
-
-        def read(at: slice, theirs: Mapping[int, Tensor]) -> None:
-            parts = [theirs.get(peer, mine[at]).view(dtype) for peer in range(self._size)]
-            result = out[at].view(dtype)
-            total = combine(parts[0], parts[1], out=result if self._size == 2 else None)
-            for i, part in enumerate(parts[2:], start=2):
-                combine(total, part, out=result if i == self._size - 1 else total)
-        return read
 
 
 class Passage:
     """A `Work`: a collective of one round or several.
 
+    It refers to `Rounds`, not to `Slots`, which refers to the last `Passage`: without a cycle, pipes and
+    memory are released with the last reference to the slots.
+
     outgoing  parts for each rank, or one for all, which pass in pieces of `width` bytes
     """
 
-    __slots__ = ("_slots", "_kind", "_outgoing", "_incoming", "_read", "_width", "_rounds", "_begun")
+    __slots__ = ("_rounds", "_call", "_outgoing", "_incoming", "_read", "_width", "_needed", "_begun")
 
-    def __init__(self, slots: Slots, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor],
+    def __init__(self, rounds: Rounds, call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor],
                  read: Read):
-        self._slots, self._kind, self._outgoing, self._read = slots, kind, [*map(_bytes, outgoing)], read
+        self._rounds, self._call, self._outgoing, self._read = rounds, call, [*map(_bytes, outgoing)], read
         self._incoming = [part.nbytes for part in incoming]
         self._width = SLOT_BYTES // len(outgoing) // _ALIGNED * _ALIGNED
-        self._rounds = -(-max(*map(len, self._outgoing), *self._incoming) // self._width)
+        self._needed = -(-max(*map(len, self._outgoing), *self._incoming) // self._width)
         self._begun = 0
         self._publish()
 
@@ -165,7 +197,7 @@ class Passage:
         while self._begun:
             at = self._at(self._begun - 1)
             expected = [max(0, min(nbytes, at.stop) - at.start) for nbytes in self._incoming]
-            self._read(at, self._slots.receive(self._kind, expected))
+            self._read(at, self._rounds.receive(self._call, expected))
             self._publish()
 
     def is_completed(self) -> bool:
@@ -174,12 +206,12 @@ class Passage:
 
     def _publish(self) -> None:
         """Start the next round; after the last one, release the tensors."""
-        if self._begun == self._rounds:
-            self._outgoing = self._read = None
-            self._begun = self._rounds = 0
+        if self._begun == self._needed:
+            self._outgoing = self._read = self._rounds = None
+            self._begun = 0
             return
         at = self._at(self._begun)
-        self._slots.publish(self._kind, [part[at] for part in self._outgoing], self._width)
+        self._rounds.publish(self._call, [part[at] for part in self._outgoing], self._width)
         self._begun += 1
 
     def _at(self, i: int) -> slice:
@@ -189,19 +221,33 @@ class Passage:
 class _Then:
     """A `Work` of two, of which the second starts when the first is complete."""
 
-    __slots__ = ("_first", "_second")
+    __slots__ = ("_work", "_second")
 
     def __init__(self, first: Work, second: Callable[[], Work]):
-        self._first, self._second = first, second
+        self._work, self._second = first, second
 
     def wait(self) -> None:
+        self._work.wait()
         if self._second is not None:
-            self._first.wait()
-            second, self._second = self._second, None
-            second().wait()
+            self._work, self._second = self._second(), None
+            self._work.wait()
 
     def is_completed(self) -> bool:
-        return self._second is None
+        return self._second is None and self._work.is_completed()
+
+
+def _combine(mine: Tensor, out: Tensor, op: str) -> Read:
+    """p0 + p1 + … into `out`, which may be `mine`."""
+    combine, dtype = _COMBINE[op], out.dtype
+    mine, out = _bytes(mine), _bytes(out)
+
+    def read(at: slice, theirs: Mapping[int, Tensor]) -> None:
+        size, result = len(theirs) + 1, out[at].view(dtype)
+        parts = [theirs.get(peer, mine[at]).view(dtype) for peer in range(size)]
+        total = combine(parts[0], parts[1], out=result if size == 2 else None)
+        for i, part in enumerate(parts[2:], start=2):
+            combine(total, part, out=result if i == size - 1 else total)
+    return read
 
 
 def _place(pieces: Sequence[Tensor]) -> Read:
@@ -221,3 +267,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _copy(source: Tensor, destination: Tensor) -> None:
     if source.data_ptr() != destination.data_ptr():
         destination.copy_(source)
+
+
+def _in_words(call: Call, number: int) -> str:
+    kind, op, dtype = call
+    return f"{kind}{op and f' ({op})'} of {str(dtype).removeprefix('torch.')} in round {number}"

@@ -125,7 +125,8 @@ class TorchTransport:
     def share_signals(self) -> SignalPipes | None:
         """As in `Transport`. They wait as long as the group's collectives."""
         backend = self.process_group._get_backend(torch.device("cpu"))
-        return share_pipes(self.rank, self.all_gather_object, backend.options._timeout.total_seconds())
+        seconds = backend.options._timeout.total_seconds()
+        return share_pipes(self.rank, self.ranks, self.all_gather_object, seconds)
 
     def failure(self, what: str, error: Exception) -> CommunicationError:
         """As in `Transport`."""

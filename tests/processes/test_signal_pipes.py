@@ -46,12 +46,14 @@ def test_sums_of_processes_have_the_bits_of_messages(ranks):
 
 
 def sum_with_one_gone(rank, world, folder, ends):
-    ranks = (0, 1)
+    ranks = (1, 2)
     transport = connect_torch("dp", [ranks], rank, timeout=timedelta(seconds=TIMEOUT))
-    group = share_memory(Group("dp", ranks, rank, transport))
+    if rank == 0:
+        return
+    group = share_memory(Group("dp", ranks, ranks.index(rank), transport))
     tensor = group.memory.zeros(2000, torch.float32)
     all_reduce_(tensor, group)
-    if rank == 0:
+    if rank == 1:
         if ends:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.5 * TIMEOUT)
@@ -61,15 +63,17 @@ def sum_with_one_gone(rank, world, folder, ends):
     Path(folder, "error").write_text(str(raised.value))
 
 
-@pytest.mark.parametrize("ends, why", [(True, "A peer exited"), (False, "A peer did not arrive in time")])
-def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, why, tmp_path):
+@pytest.mark.parametrize("ends, why, cause", [
+    (True, "A peer exited", "connection closed by peer, rank 1"),
+    (False, "A peer did not arrive in time", "timed out after 4 s without a signal of rank 1")])
+def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, why, cause, tmp_path):
     try:
-        run_processes(2, sum_with_one_gone, str(tmp_path), ends)
+        run_processes(3, sum_with_one_gone, str(tmp_path), ends)
     except Exception:       # noqa: BLE001  the process that ended
         assert ends
     message = (tmp_path / "error").read_text()
-    assert message.startswith("rank 1: a reduction in shared memory failed in the dp group of ranks [0, 1]. ")
-    assert why in message
+    assert message.startswith("rank 2: a reduction in shared memory failed in the dp group of ranks [1, 2]. ")
+    assert why in message and message.endswith(cause)
 
 
 def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch, caplog):
@@ -83,7 +87,7 @@ def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch, caplo
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "open", refuse)
     exchange = lambda rank, world: world.group("dp", (0, 1), rank).transport.all_gather_object
-    share = lambda rank, world: share_pipes(rank, exchange(rank, world), TIMEOUT)
+    share = lambda rank, world: share_pipes(rank, (0, 1), exchange(rank, world), TIMEOUT)
     assert run_ranks(2, share) == [None, None]
     (line,) = caplog.messages
     assert "send tensors as messages" in line and "may not open a pipe of process" in line

@@ -1,5 +1,6 @@
 """Collectives of tensor- and context-parallel ranks of one host: through its memory, the bits of messages."""
 
+import gc
 import os
 import signal
 import time
@@ -51,10 +52,12 @@ def test_results_of_processes_have_the_bits_of_messages(ranks, axes):
 
 
 def reduce_with_one_gone(rank, world, folder, ends):
-    transport = connect_torch("tp", [(0, 1)], rank, timeout=timedelta(seconds=TIMEOUT))
+    transport = connect_torch("tp", [(1, 2)], rank, timeout=timedelta(seconds=TIMEOUT))
+    if rank == 0:
+        return
     tensor = torch.zeros(2000)
     transport.all_reduce(tensor, "sum").wait()
-    if rank == 0:
+    if rank == 1:
         if ends:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.5 * TIMEOUT)
@@ -65,26 +68,55 @@ def reduce_with_one_gone(rank, world, folder, ends):
     Path(folder, "error").write_text(str(raised.value))
 
 
-@pytest.mark.parametrize("ends, why", [(True, "A peer exited"), (False, "A peer did not arrive in time")])
-def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, why, tmp_path):
+@pytest.mark.parametrize("ends, why, cause", [
+    (True, "A peer exited", "connection closed by peer, rank 1"),
+    (False, "A peer did not arrive in time", "timed out after 4 s without a signal of rank 1")])
+def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, why, cause, tmp_path):
     try:
-        run_processes(2, reduce_with_one_gone, str(tmp_path), ends)
+        run_processes(3, reduce_with_one_gone, str(tmp_path), ends)
     except Exception:       # noqa: BLE001  the process that ended
         assert ends
     message = (tmp_path / "error").read_text()
-    assert message.startswith("rank 1: all-reduce failed in the tp group of ranks [0, 1]. ")
-    assert why in message
+    assert message.startswith("rank 2: all-reduce failed in the tp group of ranks [1, 2]. ")
+    assert why in message and message.endswith(cause)
 
 
 def differ(rank, world):
-    transport = connect_torch("cp", [(0, 1)], rank)
-    tensor = torch.zeros(1000 + 1000 * rank)
+    transport = connect_torch("cp", [(1, 2)], rank)
+    if rank == 0:
+        return None
+    tensor = torch.zeros(1000 * rank)
     with pytest.raises(CommunicationError) as raised:
         transport.all_reduce(tensor, "sum").wait()
     return str(raised.value)
 
 
 def test_ranks_with_different_tensors_are_an_error_of_the_group():
-    for rank, message in enumerate(run_processes(2, differ)):
-        assert message.startswith(f"rank {rank}: all-reduce failed in the cp group of ranks [0, 1]. ")
-        assert f"rank {rank} expects {4000 * (rank + 1)}" in message
+    _, *messages = run_processes(3, differ)
+    for rank, message in enumerate(messages, start=1):
+        assert message.startswith(f"rank {rank}: all-reduce failed in the cp group of ranks [1, 2]. ")
+        assert f"rank {3 - rank} has {4000 * (3 - rank)} bytes" in message
+        assert f"rank {rank} expects {4000 * rank}" in message
+
+
+def close_without_collector(rank, world):
+    """Open pipes and files in memory before slots, with them, and after their transport is closed."""
+    gc.disable()
+    opened = lambda: sum("pipe:" in link or "memfd:" in link for link in links())
+    before = opened()
+    transport = connect_torch("tp", [(0, 1)], rank)
+    transport.all_reduce(torch.zeros(2000), "sum").wait()
+    between = opened()
+    transport.barrier()
+    transport.close()
+    return before, between, opened()
+
+
+def links() -> list[str]:
+    paths = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return [os.readlink(path) for path in paths if os.path.lexists(path)]
+
+
+def test_closing_a_transport_closes_pipes_and_files_at_once():
+    for before, between, after in run_processes(2, close_without_collector):
+        assert between == before + 4 and after == before        # two pipe ends and two files

@@ -134,7 +134,7 @@ def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, mo
         monkeypatch.setattr(host_memory, "_make_file", lambda name: os.memfd_create("somebody-else"))
     else:
         monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
-    host_memory._warn_once.cache_clear()
+    host_memory.warn_of_messages.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert run_ranks(2, share) == [True, True]
     monkeypatch.undo()

@@ -86,14 +86,16 @@ def test_a_tensor_may_be_overwritten_when_no_other_rank_reads_it_any_more():
 
 def test_ranks_that_reduce_different_tensors_are_an_error():
     def main(rank, world):
-        group = share_memory(world.group("dp", (0, 1), rank))
-        tensor = group.memory.zeros(2000 - 1000 * rank, torch.float32)
+        if rank == 0:
+            return
+        group = share_memory(world.group("dp", (1, 2), rank))
+        tensor = group.memory.zeros(3000 - 1000 * rank, torch.float32)
         work = reduce_scatter_into_(torch.empty(tensor.numel() // 2), tensor, group, async_op=True)
-        theirs = 4000 if rank == 0 else 8000
-        with pytest.raises(ValueError, match=f"adds {theirs} bytes where rank {rank} adds"):
+        theirs = 4000 if rank == 1 else 8000
+        with pytest.raises(ValueError, match=f"rank {3 - rank} adds {theirs} bytes where rank {rank} adds"):
             work.wait()
 
-    run_ranks(2, main, shares_memory=True)
+    run_ranks(3, main, shares_memory=True)
 
 
 def test_pages_of_other_ranks_are_released_after_they_were_read():

@@ -1,14 +1,17 @@
 """Collectives through the memory of one host: the results of messages for every size, ranks whose collectives
 differ, and the memory that they take."""
 
+import gc
+import os
 import random
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_ds.mpu import slots
-from megatron_ds.mpu.slots import Slots
+from megatron_ds.mpu.slots import Slots, open_slots
 from tests.harness.threads import run_ranks
 
 SLOT = 1 << 12
@@ -16,8 +19,8 @@ SLOT = 1 << 12
 
 def slots_of(group) -> Slots:
     transport = group.transport
-    return Slots(group.rank, group.size, transport.share_memory(), transport.share_signals(),
-                 transport.failure)
+    return open_slots(group.rank, group.ranks, transport.share_memory(), transport.share_signals(),
+                      transport.failure, transport.all_gather_object)
 
 
 def given(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -99,25 +102,93 @@ def test_the_memory_is_the_same_for_any_size(ranks, numel, rounds):
             assert (grown, end, started) == (0, 2 * SLOT, rounds)
 
 
-@pytest.mark.parametrize("kind, numel, message", [
-    ("all-to-all", 100, "has 200 bytes for an all-to-all (round 2) where rank 0 expects 400 for an all-"),
-    ("all-reduce", 50, "has 200 bytes for an all-reduce (round 2) where rank 0 expects 400 for an all-")])
-def test_ranks_with_different_collectives_are_an_error(kind, numel, message):
+ALL_REDUCE = "all-reduce (sum) of float32 in round 1"
+
+
+@pytest.mark.parametrize("kind, numel, dtype, op, theirs", [
+    ("all-to-all", 100, torch.float32, "", "200 bytes for all-to-all of float32 in round 1"),
+    ("reduce-scatter", 200, torch.float32, "sum", "400 bytes for reduce-scatter (sum) of float32 in round 1"),
+    ("all-reduce", 50, torch.float32, "sum", "200 bytes for " + ALL_REDUCE),
+    ("all-reduce", 200, torch.float16, "sum", "400 bytes for all-reduce (sum) of float16 in round 1"),
+    ("all-reduce", 100, torch.float32, "max", "400 bytes for all-reduce (max) of float32 in round 1")])
+def test_ranks_with_different_collectives_are_an_error_with_their_global_numbers(kind, numel, dtype, op,
+                                                                                 theirs):
     def main(rank, world):
-        moves = slots_of(world.group("tp", (0, 1), rank))
-        mine = torch.ones(100 if rank == 0 else numel)
-        work, _ = start(moves, "all-reduce" if rank == 0 else kind, mine, 2, rank, "sum")
+        if rank == 0:
+            return None
+        moves = slots_of(world.group("tp", (1, 2), rank))
+        if rank == 1:
+            work = moves.all_reduce(torch.ones(100), "sum")
+        else:
+            work, _ = start(moves, kind, torch.ones(numel, dtype=dtype), 2, 1, op)
         with pytest.raises(ValueError) as raised:
             work.wait()
         return str(raised.value)
 
-    first, _ = run_ranks(2, main, shares_memory=True)
-    assert message in first and "the ranks took different paths" in first
+    _, first, second = run_ranks(3, main, shares_memory=True)
+    assert first == (f"rank 2 has {theirs}, where rank 1 expects 400 for {ALL_REDUCE}: the ranks took "
+                     "different paths")
+    assert second.startswith("rank 1 has 400 bytes for " + ALL_REDUCE)
+
+
+@pytest.mark.parametrize("order", ["as started", "reversed"])
+def test_ranks_may_wait_at_once_or_later_and_in_any_order(order):
+    """All-reduces of two phases: the second must have the same round on all ranks."""
+    def main(rank, world):
+        moves = slots_of(world.group("tp", (0, 1, 2), rank))
+        tensors = [torch.full((5000,), rank + i, dtype=torch.float32) for i in range(2)]
+        if rank == 0:
+            for tensor in tensors:
+                moves.all_reduce(tensor, "sum").wait()
+        else:
+            works = [moves.all_reduce(tensor, "sum") for tensor in tensors]
+            for work in works if order == "as started" else works[::-1]:
+                work.wait()
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    assert run_ranks(3, main, shares_memory=True) == [[[3.0], [6.0]]] * 3
+
+
+def test_without_room_on_one_rank_all_send_messages(monkeypatch, caplog):
+    truncate, calls = os.ftruncate, []
+
+    def full(file, nbytes):
+        calls.append(nbytes)
+        if len(calls) == 2:                     # of one rank, or the second of the first
+            raise OSError(28, "No space left on device")
+        truncate(file, nbytes)
+
+    monkeypatch.setattr(os, "ftruncate", full)
+    main = lambda rank, world: rank and slots_of(world.group("tp", (1, 2), rank))
+    assert run_ranks(3, main, shares_memory=True) == [0, None, None]
+    (line,) = caplog.messages
+    assert "send tensors as messages" in line and "rank 1: [Errno 28] No space left on device" in line
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_slots_are_released_with_their_last_reference(waits):
+    def main(rank, world):
+        group = world.group("tp", (0, 1, 2), rank)
+        memory, signals = group.transport.share_memory(), group.transport.share_signals()
+        moves = open_slots(rank, group.ranks, memory, signals, group.transport.failure,
+                           group.transport.all_gather_object)
+        gone = weakref.ref(moves), weakref.ref(memory), weakref.ref(signals)
+        work = moves.all_reduce(torch.ones(5000), "sum")
+        if waits:
+            work.wait()
+            del moves, memory, signals          # a completed work keeps nothing
+        else:
+            del moves, memory, signals, work    # as after an error of another rank
+        return [ref() is None for ref in gone]
+
+    gc.disable()
+    try:
+        assert run_ranks(3, main, shares_memory=True) == [[True] * 3] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_completed_collective_keeps_no_tensor():
-    import weakref
-
     def main(rank, world):
         moves = slots_of(world.group("tp", (0, 1), rank))
         tensor = torch.ones(10)
