@@ -8,12 +8,14 @@ for a GPU. The order is checked on the recording (tests/harness/stream_order.py)
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.context_parallel import block_exchange
 from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
@@ -82,7 +84,9 @@ CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,c
          ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
          ("zero=1,offload=cpu", "bf16", None), ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
          ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
-         ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1)]
+         ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1),
+         ("cp=3", "bf16", 1), ("cp=2,comm_type=all_gather", "fp32", 1), ("cp=2,comm_type=a2a", "fp32", 1),
+         ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1), ("cp=2,tp=2,sp=1", "fp32", 1)]
 
 
 @pytest.mark.parametrize("layout, dtype, waits", CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
@@ -110,7 +114,15 @@ def arrive_only(work):
     work._arrive, work.tensors = lambda: None, ()
 
 
+def exchange_without_order(*arguments, **options):
+    """`exchange` whose messages arrive, for which no stream waits."""
+    work = exchange(*arguments, **options)
+    return SimpleNamespace(wait=lambda: arrive_only(work))
+
+
+exchange = block_exchange.exchange
 FAULTS = {
+    "blocks of a ring": (block_exchange, "exchange", exchange_without_order),
     "collectives and messages": (FakeWork, "wait", arrive_only),
     "marks": (Mark, "wait", lambda mark: None),
     "side streams": (SideStream, "behind_current", SideStream.apart),
@@ -123,7 +135,8 @@ FAULTY = [("collectives and messages", "zero=1,dp=2", "bf16"), ("collectives and
           ("marks", "zero=1,dp=2,pp=2", "fp32"), ("marks", "zero=3,offload_param=cpu", "bf16"),
           ("side streams", "zero=1,dp=2", "fp32"), ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
           ("weights", "zero=1,dp=2", "bf16"), ("weights", "zero=2,dp=2,pp=2", "fp32"),
-          ("the host", "zero=1,offload=cpu", "bf16")]
+          ("the host", "zero=1,offload=cpu", "bf16"), ("blocks of a ring", "cp=3", "fp32"),
+          ("collectives and messages", "cp=2,comm_type=all_gather", "fp32")]
 
 
 @pytest.mark.parametrize("fault, layout, dtype", FAULTY)
