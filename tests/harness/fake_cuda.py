@@ -81,13 +81,12 @@ class DeviceTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, value)
         self.inner, self.memory = value.inner, value.memory
 
-    def to(self, *args, **kwargs):
+    def to(self, *args, copy=False, **kwargs):
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None and device.type == "cuda":
-            device = None
-        if device is None and dtype in (None, self.dtype) and memory_format is None:
+        device = None if device is not None and device.type == "cuda" else device
+        if not copy and device is None and dtype in (None, self.dtype) and memory_format is None:
             return self
-        named = {"dtype": dtype or self.dtype, "non_blocking": non_blocking}
+        named = {"dtype": dtype or self.dtype, "non_blocking": non_blocking, "copy": copy}
         return _tensor_to(self, **named) if device is None else _tensor_to(self, device, **named)
 
     def data_ptr(self):
@@ -114,6 +113,7 @@ class FakeStorage:
 
     def __init__(self, tensor: DeviceTensor):
         self._storage, self._memory = tensor.inner.untyped_storage(), tensor.memory
+        self._cdata = self._storage._cdata
 
     def nbytes(self):
         return self._storage.nbytes()

@@ -80,7 +80,7 @@ def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] =
 
 
 WINDOW, DOCUMENTS = ("--window-size", "5,0"), ("--reset-position-ids", "--reset-attention-mask")
-ALIBI = ("--position-embedding-type", "alibi")
+ALIBI, MUON = ("--position-embedding-type", "alibi"), ("--optimizer", "muon")
 CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,comm=fp16", "fp32", 1),
          ("zero=3,dp=2", "bf16", 1), ("zero=3,dp=4,hpz=2", "fp32", 1),
          ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
@@ -90,7 +90,8 @@ CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,c
          ("cp=3", "bf16", 1), ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
          ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS), ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
          ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS), ("cp=2", "fp32", 1, ALIBI),
-         ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS), ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW)]
+         ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS), ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
+         ("tp=2,sp=1,tiles=3", "bf16", 1), ("zero=2,dp=2,tp=2", "fp32", 1, MUON)]
 NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
 
 
