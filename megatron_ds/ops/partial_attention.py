@@ -30,6 +30,7 @@ from .cpu import compiled_attention
 from .cpu.compiled_attention import OfRows, Shown
 from .scoring import Scoring
 
+ALIGNED = 16                        # columns of a bias in memory are a multiple of it, as torch pads them
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GPU = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -135,12 +136,8 @@ class _Operands:
         keep = None if seen.keep is None else seen.keep(tile)
         triangle = seen.is_bare and not tile.is_whole and tile.queries == tile.keys and seen.is_causal_only
         hidden = None if triangle else seen.hidden(tile, q.device)
-        bias = None
-        if hidden is not None:
-            bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -math.inf)
-        if seen.alibi is not None:
-            falling = seen.alibi.bias(tile.queries, tile.keys).to(q.dtype)
-            bias = falling if bias is None else bias + falling
+        falling = None if seen.alibi is None else seen.alibi.bias(tile.queries, tile.keys)
+        bias = _bias(hidden, falling, q.dtype)
         return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, bias, triangle,
                    keep)
 
@@ -246,6 +243,23 @@ _ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensor
 _COMPILED = _Kernel(_compiled_forward, _compiled_backward)      # of a CPU with AVX-512 or AVX2
 _ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
 _ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
+
+
+def _bias(hidden: torch.Tensor | None, falling: torch.Tensor | None,
+          dtype: torch.dtype) -> torch.Tensor | None:
+    """[b or 1, n or 1, rows, columns]: -inf where hidden, else what falls with distance, or 0.
+
+    Memory has a multiple of ALIGNED columns, because torch's attention of GPUs refuses a bias whose rows are
+    not aligned to 16 bytes. scaled_dot_product_attention pads it; the operation called here does not.
+    """
+    parts = [t for t in (hidden, falling) if t is not None]
+    if not parts:
+        return None
+    *shape, columns = torch.broadcast_shapes(*(t.shape for t in parts))
+    bias = parts[0].new_zeros(*shape, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)[..., :columns]
+    if falling is not None:
+        bias.copy_(falling)
+    return bias if hidden is None else bias.masked_fill_(hidden, -math.inf)
 
 
 def _scores(t: _Operands) -> torch.Tensor:

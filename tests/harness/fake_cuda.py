@@ -22,11 +22,12 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_ds.host.side_streams import side_stream
 from megatron_ds.ops.cpu import compiled_adam
 
+from . import cuda_attention
+from .nested import leaves, mapped
 from .stream_order import HOST, Memory, StreamOrder
 
 aten = torch.ops.aten
@@ -80,13 +81,12 @@ class DeviceTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, value)
         self.inner, self.memory = value.inner, value.memory
 
-    def to(self, *args, **kwargs):
+    def to(self, *args, copy=False, **kwargs):
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None and device.type == "cuda":
-            device = None
-        if device is None and dtype in (None, self.dtype) and memory_format is None:
+        device = None if device is not None and device.type == "cuda" else device
+        if not copy and device is None and dtype in (None, self.dtype) and memory_format is None:
             return self
-        named = {"dtype": dtype or self.dtype, "non_blocking": non_blocking}
+        named = {"dtype": dtype or self.dtype, "non_blocking": non_blocking, "copy": copy}
         return _tensor_to(self, **named) if device is None else _tensor_to(self, device, **named)
 
     def data_ptr(self):
@@ -113,6 +113,7 @@ class FakeStorage:
 
     def __init__(self, tensor: DeviceTensor):
         self._storage, self._memory = tensor.inner.untyped_storage(), tensor.memory
+        self._cdata = self._storage._cdata
 
     def nbytes(self):
         return self._storage.nbytes()
@@ -236,7 +237,7 @@ class FakeGpu(TorchDispatchMode):
     def run(self, func, args, kwargs):
         """An operation, on the host or on the device."""
         device, pins = kwargs.get("device"), kwargs.pop("pin_memory", False)
-        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        flat = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         on_device = [x for x in flat if isinstance(x, DeviceTensor)]
         to_device = device is not None and torch.device(device).type in ("cuda", "lazy")
         if not on_device and not to_device:
@@ -244,9 +245,9 @@ class FakeGpu(TorchDispatchMode):
                 self._use(func, HOST, args, kwargs)
             out = func(*args, **kwargs)
             return self.pin(out) if pins else out
-        inner_args, inner_kwargs = tree_map(inner_of, (args, kwargs))
-        out = func(*inner_args, **inner_kwargs)
+        inner_args, inner_kwargs = mapped(inner_of, (args, kwargs))
         packet = func.overloadpacket
+        out = cuda_attention.IN_PLACE_OF.get(packet, func)(*inner_args, **inner_kwargs)
         if packet in COPIES:
             return self._copied(func, args, kwargs, out)
         if packet in WAITS or _index_is_mask(packet, args) or (
@@ -255,7 +256,7 @@ class FakeGpu(TorchDispatchMode):
             self.order.host_wait(self.order.event(self.current), str(packet))
         elif not func.is_view:
             self._use(func, self.current, args, kwargs)
-        made = tree_map(lambda x: self.wrap(x, packet) if isinstance(x, torch.Tensor) else x, out)
+        made = mapped(lambda x: self.wrap(x, packet) if isinstance(x, torch.Tensor) else x, out)
         return return_and_correct_aliasing(func, args, kwargs, made)
 
     def wrap(self, inner: torch.Tensor, packet=None) -> DeviceTensor:
@@ -296,7 +297,7 @@ class FakeGpu(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             value = kwargs.get(argument.name) if i >= len(args) else args[i]
             into = writes if argument.alias_info is not None and argument.alias_info.is_write else reads
-            for t in tree_flatten(value)[0]:
+            for t in leaves(value):
                 if isinstance(t, torch.Tensor) and func.overloadpacket not in MAKES:
                     into += self.range_of(t)
         if reads or writes:

@@ -28,8 +28,9 @@ class FakeWork:
 
 
 class FakeNccl(ThreadTransport):
-    """A transport among threads, of which each has a `FakeGpu`: collectives run on a stream of the group,
-    messages on one of each direction; they begin after what is queued on the current stream."""
+    """A transport among threads, of which each has a `FakeGpu`: collectives and exchanges run on a
+    stream of the group, messages on one of each direction; they begin after what is queued on the current
+    stream."""
 
     def __init__(self, transport: ThreadTransport, axes: str):
         self.__dict__.update(transport.__dict__)
@@ -73,6 +74,14 @@ class FakeNccl(ThreadTransport):
     def irecv(self, tensor, source, tag):
         return self._queue("receive", f"nccl {self.axes} from {source}, {_lane(tag)}", [], [tensor],
                            lambda _, writes: ThreadTransport.irecv(self, writes[0], source, tag))
+
+    def exchange(self, sends, receives):
+        """One batch on the stream of the collectives, as in torch: it ends when all of it has ended."""
+        def do(reads, writes):
+            return ThreadTransport.exchange(self, [(t, to) for t, (_, to) in zip(reads, sends)],
+                                            [(t, of) for t, (_, of) in zip(writes, receives)])
+        return self._queue("exchange", f"nccl {self.axes}", [t for t, _ in sends], [t for t, _ in receives],
+                           do)
 
 
 def _lane(tag) -> str:

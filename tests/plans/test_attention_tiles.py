@@ -172,6 +172,22 @@ def test_alibi_is_added_tile_by_tile(pattern, hides, dropout):
         torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)                # fp32
 
 
+@pytest.mark.parametrize("columns", [1, 15, 16, 639])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_bias_are_aligned_and_its_values_are_those_of_the_mask(columns, dtype):
+    """torch's attention of GPUs refuses rows that do not begin at a multiple of 16 bytes."""
+    draw = torch.Generator().manual_seed(columns)
+    hidden = torch.rand(SAMPLES, 1, 7, columns, generator=draw) < 0.5
+    falling = -torch.rand(1, HEADS, 7, columns, generator=draw)
+    for parts in ((hidden, None), (None, falling), (hidden, falling)):
+        right = sum(torch.zeros_like(part, dtype=dtype).masked_fill(part, -math.inf)
+                    if part.dtype == torch.bool else part.to(dtype) for part in parts if part is not None)
+        bias = partial_attention._bias(*parts, dtype)
+        assert torch.equal(bias, right) and bias.dtype == dtype
+        assert bias.stride(3) == 1 and all(step * bias.itemsize % 16 == 0 for step in bias.stride()[:3])
+    assert partial_attention._bias(None, None, dtype) is None
+
+
 def test_dropout_keeps_the_probabilities_that_its_mask_keeps():
     kept = torch.rand(SAMPLES, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.7
     cut = lambda tile: (kept[:, :, tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop], 1.5)

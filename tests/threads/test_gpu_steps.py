@@ -8,12 +8,14 @@ for a GPU. The order is checked on the recording (tests/harness/stream_order.py)
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.context_parallel import block_exchange
 from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
@@ -77,17 +79,25 @@ def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] =
     return Run(merged, config.model, [orders[rank] for rank in sorted(orders)])
 
 
+WINDOW, DOCUMENTS = ("--window-size", "5,0"), ("--reset-position-ids", "--reset-attention-mask")
+ALIBI, MUON = ("--position-embedding-type", "alibi"), ("--optimizer", "muon")
 CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,comm=fp16", "fp32", 1),
          ("zero=3,dp=2", "bf16", 1), ("zero=3,dp=4,hpz=2", "fp32", 1),
          ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
          ("zero=1,offload=cpu", "bf16", None), ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
          ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
-         ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1)]
+         ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1),
+         ("cp=3", "bf16", 1), ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
+         ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS), ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
+         ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS), ("cp=2", "fp32", 1, ALIBI),
+         ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS), ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
+         ("tp=2,sp=1,tiles=3", "bf16", 1), ("zero=2,dp=2,tp=2", "fp32", 1, MUON)]
+NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
 
 
-@pytest.mark.parametrize("layout, dtype, waits", CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(layout, dtype, waits):
-    on_gpu, on_cpu = train(layout, "cuda", dtype), train(layout, "cpu", dtype)
+@pytest.mark.parametrize("layout, dtype, waits, more", [(*case, ())[:4] for case in CASES], ids=NAMES)
+def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(layout, dtype, waits, more):
+    on_gpu, on_cpu = train(layout, "cuda", dtype, more), train(layout, "cpu", dtype, more)
     assert not on_gpu.problems
     found, limit = difference(on_gpu.merged, on_cpu.merged, on_cpu.model), TOLERANCE[dtype]
     assert found.loss <= limit.loss and found.grad_norm <= limit.grad_norm, found
@@ -110,7 +120,15 @@ def arrive_only(work):
     work._arrive, work.tensors = lambda: None, ()
 
 
+def exchange_without_order(*arguments, **options):
+    """`exchange` whose messages arrive, for which no stream waits."""
+    work = exchange(*arguments, **options)
+    return SimpleNamespace(wait=lambda: arrive_only(work))
+
+
+exchange = block_exchange.exchange
 FAULTS = {
+    "blocks of a ring": (block_exchange, "exchange", exchange_without_order),
     "collectives and messages": (FakeWork, "wait", arrive_only),
     "marks": (Mark, "wait", lambda mark: None),
     "side streams": (SideStream, "behind_current", SideStream.apart),
@@ -123,7 +141,8 @@ FAULTY = [("collectives and messages", "zero=1,dp=2", "bf16"), ("collectives and
           ("marks", "zero=1,dp=2,pp=2", "fp32"), ("marks", "zero=3,offload_param=cpu", "bf16"),
           ("side streams", "zero=1,dp=2", "fp32"), ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
           ("weights", "zero=1,dp=2", "bf16"), ("weights", "zero=2,dp=2,pp=2", "fp32"),
-          ("the host", "zero=1,offload=cpu", "bf16")]
+          ("the host", "zero=1,offload=cpu", "bf16"), ("blocks of a ring", "cp=3", "fp32"),
+          ("collectives and messages", "cp=2,comm_type=all_gather", "fp32")]
 
 
 @pytest.mark.parametrize("fault, layout, dtype", FAULTY)
