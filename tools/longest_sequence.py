@@ -20,10 +20,11 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config import RunConfig, parse
-from megatron_ds.config.flags import read_flags
+from megatron_ds.config.parse import read
 from megatron_ds.planning.dry_run import in_bytes
 from megatron_ds.planning.longest_sequence import (
     bytes_of,
+    length_range,
     length_unit,
     longest,
     peak_by_plan,
@@ -40,19 +41,19 @@ TOKENS, MOST_CHANNELS, MOST_WORDS = 256, 512, 16384
 def main() -> int:
     args, flags = _parser().parse_known_args()
     flags = without_length(flags)
-    given = {setting.path: setting.value for setting in read_flags(flags).settings}
-    ranks = given.get("plan.world_size", 1)
-    dry = [] if "plan.dry_run" in given else ["--dry-run"]
+    given = read(flags)                                                 # without rules, which need a length
+    dry = ["--dry-run"] if given.is_default("plan.dry_run") else []
 
     def parse_length(length: int) -> RunConfig:
-        return parse([*flags, *dry, "--seq-length", str(length)], world_size=ranks)
+        return parse([*flags, *dry, "--seq-length", str(length)], world_size=given.plan.world_size or 1)
 
-    first = parse_length(128 * ranks)                                   # any layout of these ranks divides it
-    unit = length_unit(first, args.multiple_of)
-    libraries = _libraries(args, first)
-    found = longest(peak_by_plan(parse_length, args.device), bytes_of(args.memory) - libraries, unit)
+    unit = length_unit(given, args.multiple_of)
+    least, most = length_range(given, unit)
+    libraries = _libraries(args, parse_length(least))
+    found = longest(peak_by_plan(parse_length, args.device), bytes_of(args.memory) - libraries, unit, most,
+                    least)
     if found is None:
-        print(f"not even {unit:,} tokens fit in {args.memory}")
+        print(f"not even {least:,} tokens fit in {args.memory}")
         return 1
     print(f"longest sequence: {found.length:,} tokens, a multiple of {unit:,}")
     print(f"  peak of the worst rank {in_bytes(found.peak + libraries)} of {args.memory}, of which libraries "
@@ -64,10 +65,11 @@ def main() -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(description=__doc__)
-    parser.add_argument("--memory", required=True, help="of a rank, such as 4GiB")
+    parser.add_argument("--memory", required=True, help="of a rank, such as 4GiB or 4GB")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--multiple-of", type=int, default=128, metavar="N",
-                        help="lengths are multiples of N tokens and of what the layout divides")
+                        help="lengths are multiples of N tokens and of what the layout and blocks of "
+                             "sparse attention divide")
     parser.add_argument("--libraries", metavar="SIZE",
                         help="memory of a process beside the plan, such as 300MiB")
     return parser

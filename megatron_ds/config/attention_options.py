@@ -13,7 +13,8 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class AttentionOptions:
     """Windows and the softmax. Names are Megatron's."""
 
-    window_size: tuple[int, ...] | None = option(None, at_least=-1, count=2, separators="(,)", unit="tokens",
+    window_size: tuple[int, ...] | None = option(None, at_least=-1, least="which is no limit", count=2,
+        example="127,0", separators="(,)", unit="tokens",
         help="Sliding window: a token attends to LEFT tokens before and RIGHT tokens after it, such as "
              "127,0; -1 is all of them. Default: no window.",
         avoid="Models that generate text (GPT) need 0 on the right.")

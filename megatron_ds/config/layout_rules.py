@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from .messages import divisors, either, given, neighbours
+from .messages import divisors, either, flag, given, neighbours
 from .position_rules import POSITION_RULES
 from .run import RunConfig
 from .uneven_stages import ACCOUNTS, COUNTS, given_of, uneven_layout
@@ -73,9 +73,7 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
         yield from given(config, ["parallel.hierarchical_context_parallel_sizes"],
                          "belongs to --cp-comm-type a2a+p2p. Remove it, or use a2a+p2p.")
     elif len(sizes) != 2 or sizes[0] * sizes[1] != c:
-        yield ("[hierarchical_context_parallel_sizes] are not two numbers whose product is "
-               "[context_parallel_size]: ranks that exchange tokens for heads × ranks that pass keys on. "
-               f"Use --hierarchical-context-parallel-sizes {either([f'{d} {c // d}' for d in divisors(c)])}.")
+        yield _two_levels(config)
     heads = model.num_attention_heads
     if not heads or heads % t:
         return
@@ -87,6 +85,18 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
             yield (f"[cp_comm_type] divides heads among {ranks} ranks ([{name}]), but each tensor-parallel "
                    f"rank has {heads // t} heads in {groups} groups. Use {either(fits)} ranks, or "
                    "--cp-comm-type p2p.")
+
+
+def _two_levels(config: RunConfig) -> str:
+    c, path = config.parallel.context_parallel_size, "parallel.hierarchical_context_parallel_sizes"
+    inner = [d for d in divisors(c) if 1 < d < c] or divisors(c)                 # 1 is p2p alone, c is a2a
+    use = f"{flag(path)} {either([f'{d} {c // d}' for d in inner])}"
+    if config.is_default(path):
+        return ("[cp_comm_type] needs the numbers of ranks that exchange tokens for heads and of ranks that "
+                f"pass keys on, whose product is [context_parallel_size]. Add {use}.")
+    return ("[hierarchical_context_parallel_sizes] are not two numbers whose product is "
+            "[context_parallel_size]: ranks that exchange tokens for heads × ranks that pass keys on. Use "
+            f"{use}.")
 
 
 def _parts(config: RunConfig) -> str:

@@ -47,6 +47,8 @@ def written(config: RunConfig, path: str) -> str:
     name = source.name if source is not None and source.kind == "flag" else option.flag
     if option.kind is bool:
         text = option.flag if value else option.negative
+    elif source is not None and source.kind == "flag" and option.alone is not None and value == option.alone:
+        text = name                                                   # --tiled-mlp, without a number
     else:
         text = f"{name} {value_text(value)}"
     if source is None:

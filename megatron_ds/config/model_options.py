@@ -46,12 +46,14 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
                     "(rope, yarn).",
         avoid="On GPUs several operations in place of one kernel.")
     rotary_seq_len_interpolation_factor: float | None = option(
-        None, above=0, help="Positions are divided by it before they rotate: linear scaling (rope only).")
+        None, at_least=1, least="which scales nothing",
+        help="Positions are divided by it before they rotate: linear scaling (rope only).")
     use_rope_scaling: bool = option(
         False, help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens, "
                     "or --original-max-position-embeddings (rope only).")
     rope_scaling_factor: float = option(
-        8.0, above=0, help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
+        8.0, at_least=1, least="which scales nothing",
+        help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
     rotary_ntk_factor: float | None = option(
         None, at_least=1, help="Dynamic NTK scaling: the rotary base grows with the ratio of "
                                "--max-position-embeddings to --original-max-position-embeddings, from which "

@@ -36,6 +36,7 @@ class Option:
 
     kind       type of one value: int, float, bool or str;  is_list: the field is a tuple of them
     count      number of values of a list, where it is fixed
+    example    such a list, for messages
     flag       the main spelling, `--name-with-hyphens` unless it differs
     flags      more spellings that take a value
     switches   spellings that take no value → the value that each sets
@@ -48,6 +49,7 @@ class Option:
     json       its key in a DeepSpeed JSON
     unit       of its values, for help and placeholders
     at_least, above, at_most, below   the range of valid values
+    least      what the value `at_least` means, for messages: "which is no limit"
     """
 
     default: Any
@@ -66,7 +68,9 @@ class Option:
     unit: str = ""
     required: bool = False
     count: int | None = None
+    example: str = ""
     at_least: float | None = None
+    least: str = ""
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
@@ -87,7 +91,8 @@ class Option:
             return f"one of {', '.join(map(str, self.choices))}"
         if self.is_list:
             many = {int: "whole numbers", float: "numbers", str: "words"}[self.kind]
-            return f"{self.count} {many}" if self.count else f"one or more {many}"
+            example = f", such as {self.example}" if self.example else ""
+            return f"{self.count} {many}{example}" if self.count else f"one or more {many}"
         return NOUNS[self.kind]
 
     @property
@@ -159,12 +164,17 @@ def _one(option: Option, raw: Any, where: str) -> Any:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
         raise ConfigError(f"{where}: {shown(raw)} is not "
                           f"{option.noun}{near.replace(';', ':')}" + ("" if near else "."))
-    bounds = (("at least", option.at_least, operator.lt), ("above", option.above, operator.le),
-              ("at most", option.at_most, operator.gt), ("below", option.below, operator.ge))
-    for relation, bound, fails in bounds:
-        if bound is not None and fails(value, bound):
-            raise ConfigError(f"{where}: {raw} is out of range; it must be {relation} {bound}.")
+    _check_range(option, value, raw, where)
     return value
+
+
+def _check_range(option: Option, value: Any, raw: Any, where: str) -> None:
+    least = f", {option.least}" if option.least else ""
+    bounds = (("at least", option.at_least, operator.lt, least), ("above", option.above, operator.le, ""),
+              ("at most", option.at_most, operator.gt, ""), ("below", option.below, operator.ge, ""))
+    for relation, bound, fails, meaning in bounds:
+        if bound is not None and fails(value, bound):
+            raise ConfigError(f"{where}: {raw} is out of range; it must be {relation} {bound}{meaning}.")
 
 
 def shown(raw: Any) -> str:

@@ -22,7 +22,7 @@ class ParallelConfig:
         help="Number of ranks that split each sequence, for long ones; --ds-sequence-parallel-size also sets "
              "--cp-comm-type a2a.",
         avoid="The sequence length must be a multiple of twice this number, of this number with a2a.")
-    cp_comm_type: tuple[str, ...] = option(("p2p",), choices=COMM_TYPES,
+    cp_comm_type: tuple[str, ...] = option(("p2p",), choices=COMM_TYPES, values={"allgather": "all_gather"},
         help="How ranks that split a sequence share attention: p2p passes keys and values around a ring, "
              "all_gather gathers them, a2a (Ulysses) exchanges tokens for heads, a2a+p2p does both on two "
              "levels. One, or one for each layer.",

@@ -15,6 +15,7 @@ class SparseOptions:
     """A mode and its numbers, in blocks of tokens. Without a mode attention is not sparse."""
 
     sparse_attention: str | None = option(None, choices=MODES, json=f"{BLOCK}mode",
+        values={"local_sliding_window": "local"},
         help="Blocks of tokens attend to some of the blocks. fixed: windows that do not overlap, and the "
              "last blocks of each window (Child et al. 2019); variable: windows of several sizes, and given "
              "blocks; bigbird: a sliding window, the first blocks, and random ones (Zaheer et al. 2020); "

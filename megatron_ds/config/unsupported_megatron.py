@@ -44,6 +44,9 @@ MEGATRON_FLAGS = table(
         "rank 0 logs progress, other ranks warnings": "--logging-level",
         "no feature needs it": "--enable-experimental",
         "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
+        "--ds-sequence-parallel-size sets how many ranks exchange tokens for heads; a single one has nothing "
+        "to exchange":
+            "--force-ds-sequence-parallel",
     },
     refused={
         "attention is not divided into chunks of a sequence. Remove it.":
@@ -72,7 +75,14 @@ MEGATRON_FLAGS = table(
             "--disable-bf16-reduced-precision-matmul",
         "activations that are not recomputed stay on the device. Write --recompute-granularity full if they "
         "do not fit, with --checkpoint-in-cpu if inputs of layers do not fit either.":
-            "--cpu-offloading-num-layers --fine-grained-activation-offloading --offload-modules",
+            "--cpu-offloading --cpu-offloading-activations --cpu-offloading-double-buffering "
+            "--cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers "
+            "--fine-grained-activation-offloading --offload-modules",
+        "write --zero-stage 3 --offload-param cpu, which keeps weights in host memory.":
+            "--cpu-offloading-weights",
+        "all sequences have one length and are split over --context-parallel-size ranks. Set that, and "
+        "remove this.":
+            "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
         "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.":
             "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
         "write --finetune, which loads weights only and starts at the first step.":

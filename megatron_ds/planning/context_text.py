@@ -109,7 +109,7 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
     config, cp = plan.config, plan.grid.cp
     if cp == 1:
         return
-    length, chosen = config.model.seq_length, " and ".join(dict.fromkeys(config.parallel.cp_comm_type))
+    length, chosen = config.model.seq_length, _in_words(config.parallel.cp_comm_type)
     held = "two chunks" if config.is_zigzag else "one run"
     yield (f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
            f"{held}")
@@ -126,16 +126,27 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
     yield f"  {_least(chosen, sent)}"
 
 
+def _in_words(kinds: Sequence[str]) -> str:
+    """The type of all layers, or the layers of each: "p2p in 1 layer, a2a in 2"."""
+    counts = Counter(kinds)
+    if len(counts) == 1:
+        return kinds[0]
+    (first, count), *rest = counts.items()
+    words = [f"{first} in {count} layer{'s' * (count > 1)}", *(f"{kind} in {n}" for kind, n in rest)]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
 def _least(chosen: str, sent: dict[str, float]) -> str:
     """Which way sends the fewest bytes, and by how much."""
+    name = chosen if chosen in COMM_TYPES else "the chosen types"
     least, most = (of(sent.values()) for of in (min, max))
     if sent[chosen] > least:
         cheaper = min(sent, key=sent.__getitem__)
         kind, _, sizes = cheaper.replace(" × ", " ").partition(" ")
         how = f"{kind} --hierarchical-context-parallel-sizes {sizes}" if sizes else kind
-        return (f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {chosen}, "
+        return (f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {name}, "
                 f"{1 - least / sent[chosen]:.1%}")
     others = [count for count in sent.values() if count > least]
     if not others:
         return "all of them send the same"
-    return f"least by {chosen}: {in_bytes(most - least)} less than the most, {1 - least / most:.1%}"
+    return f"least by {name}: {in_bytes(most - least)} less than the most, {1 - least / most:.1%}"

@@ -11,12 +11,14 @@ from functools import cache
 from math import lcm
 
 from ..config import RunConfig
-from ..errors import ConfigError, LayoutError
-from ..mpu.context import SequenceSlice
-from .run_model import sequence_slice
+from ..config.sparse_options import OF_MODE
+from ..errors import ConfigError
 from .world_plan import plan_world, with_vocabulary
 
 FIRST_TOKENS, MOST_TOKENS = 1024, 1 << 30
+GLOBAL_INDICES = "global_block_indices"
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 1,
+         "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,16 @@ class Fit:
     beyond: int | None
 
 
-def longest(peak_of: Callable[[int], int], memory: int, unit: int = 1, most: int = MOST_TOKENS) -> Fit | None:
-    """The largest multiple of `unit`, at most `most`, with peak_of(length) <= memory; None if there is none.
+def longest(peak_of: Callable[[int], int], memory: int, unit: int = 1, most: int = MOST_TOKENS,
+            least: int = 1) -> Fit | None:
+    """The largest multiple of `unit` from `least` to `most` with peak_of(length) <= memory; None without one.
 
     peak_of: not decreasing; called about ten times
     """
     peak = cache(lambda count: peak_of(count * unit))
-    low, high, last = 0, max(1, FIRST_TOKENS // unit), max(1, most // unit)
+    first = -(-least // unit)
+    below, last = first - 1, max(first, most // unit)
+    low, high = below, min(max(first, FIRST_TOKENS // unit), last)
     while peak(high) <= memory:
         if high == last:
             return Fit(high * unit, peak(high), None)
@@ -44,28 +49,30 @@ def longest(peak_of: Callable[[int], int], memory: int, unit: int = 1, most: int
     while high - low > 1:
         turn += 1
         middle = (low + high) // 2
-        if low and turn % 3 and peak(high) > peak(low):
+        if low > below and turn % 3 and peak(high) > peak(low):
             aim = low + (memory - peak(low)) * (high - low) // (peak(high) - peak(low))
             middle = min(max(aim + turn % 2, low + 1), high - 1)         # from both sides in turns
         low, high = (middle, high) if peak(middle) <= memory else (low, middle)
-    return Fit(low * unit, peak(low), peak(high)) if low else None
+    return Fit(low * unit, peak(low), peak(high)) if low > below else None
 
 
 def length_unit(config: RunConfig, multiple_of: int = 1) -> int:
-    """The smallest length that the layout divides, and its multiples are those that it divides; the common
-    multiple with `multiple_of`."""
-    part, size = sequence_slice(config), 1
-    while not _divides(part, size):
-        size += 1
-    return lcm(size, multiple_of)
+    """The smallest length that the layout and the blocks of sparse attention divide, and its multiples are
+    those that they divide; the common multiple with `multiple_of`. `config` needs no length."""
+    block = config.model.sparse_block if config.model.sparse_attention else 1
+    return lcm(config.sequence_parts, block, multiple_of)
 
 
-def _divides(part: SequenceSlice, length: int) -> bool:
-    try:
-        part.rows(part.batch_length(length))
-    except LayoutError:
-        return False
-    return True
+def length_range(config: RunConfig, unit: int) -> tuple[int, int]:
+    """(the shortest, the longest) length that the other options allow, the first a multiple of `unit`.
+    `config` needs no length."""
+    model, ltd, curriculum = config.model, config.random_ltd, config.curriculum
+    given = model.max_position_embeddings
+    lengths = [1, ltd.random_ltd_min_tokens, ltd.random_ltd_max_tokens, curriculum.curriculum_min_length,
+               curriculum.curriculum_max_length, None if given else model.original_max_position_embeddings]
+    if GLOBAL_INDICES in OF_MODE.get(model.sparse_attention, ()):
+        lengths.append((max(model.sparse_global_block_indices) + 1) * model.sparse_block)
+    return -(-max(length or 0 for length in lengths) // unit) * unit, given or MOST_TOKENS
 
 
 def peak_by_plan(parse_length: Callable[[int], RunConfig], device: str) -> Callable[[int], int]:
@@ -78,15 +85,14 @@ def peak_by_plan(parse_length: Callable[[int], RunConfig], device: str) -> Calla
 
 
 def bytes_of(text: str) -> int:
-    """A number of bytes such as 4GiB, 512MiB or 80e9. Raises ConfigError."""
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 1}
-    number = text.strip().rstrip("KMGTiB").strip()
+    """A number of bytes such as 4GiB, 512MiB, 4GB (10⁹ bytes each) or 80e9. Raises ConfigError."""
+    number = text.strip().rstrip("kKMGTiB").strip()
     unit = text.strip()[len(number):].strip()
     try:
-        return int(float(number) * units[unit])
+        return int(float(number) * UNITS[unit])
     except (KeyError, ValueError):
-        raise ConfigError(f"{text!r} is not a size. Write a number with KiB, MiB, GiB or TiB, such as 4GiB."
-                          ) from None
+        raise ConfigError(f"{text!r} is not a size. Write a number with KiB, MiB, GiB or TiB, such as 4GiB, "
+                          "or with kB, MB, GB or TB.") from None
 
 
 def without_length(flags: Sequence[str]) -> list[str]:

@@ -282,6 +282,7 @@ def test_sparse_attention_reaches_the_model(read):
     assert (model.sparse_local_window_blocks, model.sparse_global_block_indices) == ((2, 3), (0, 4))
     assert (model.sparse_num_random_blocks, model.sparse_global_block_end_indices) == (1, None)
     assert configured({"block": 64}).sparse_attention == "fixed"
+    assert configured({"mode": "local_sliding_window"}).sparse_attention == "local"
     assert read(batch, "--lr", "1e-3").model.sparse_attention is None
 
 

@@ -163,9 +163,17 @@ def test_blocks_for_a_feature_that_is_off_are_no_problem(tmp_path):
     assert "nothing is offloaded to a disk" in report_without_effect(config)
 
 
+def test_spellings_of_megatrons_help_and_of_deepspeeds_classes_are_accepted():
+    kinds = parsed("--num-layers 2 --context-parallel-size 2 --cp-comm-type allgather p2p", 2).parallel
+    assert kinds.cp_comm_type == ("all_gather", "p2p")
+    assert parsed("--sparse-attention local_sliding_window").model.sparse_attention == "local"
+
+
 def test_ulysses_of_megatron_deepspeed_is_a_way_of_context_parallelism():
     assert parsed("--ds-sequence-parallel-size 2", 2).parallel.cp_comm_type == ("a2a",)
     assert parsed("--ds-sequence-parallel-size 2", 2).parallel.context_parallel_size == 2
     assert parsed("--ds-sequence-parallel-size 2 --cp-comm-type p2p", 2).parallel.cp_comm_type == ("p2p",)
     assert parsed("--context-parallel-size 2", 2).parallel.cp_comm_type == ("p2p",)
+    both = parsed("--ds-sequence-parallel-size 2 --force-ds-sequence-parallel", 2)
+    assert both.parallel.cp_comm_type == ("a2a",) and "--force-ds-sequence-parallel" in both.without_effect
     assert "one rank holds each sequence" in report_without_effect(parsed("--cp-comm-type a2a"))

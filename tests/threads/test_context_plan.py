@@ -111,6 +111,9 @@ def test_a_dry_run_says_which_way_is_cheaper_and_which_are_not_possible():
     assert indivisible[2] == ("  least by --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 2: "
                               "231.0 KiB less than p2p, 85.6%")
     assert says(ranks=2)[1].endswith(" by a2a") and says(ranks=1) == []
+    layers = says(ranks=2, kinds="a2a all_gather a2a", layers=3)
+    assert "KiB by a2a in 2 layers and all_gather in 1 (chosen), " in layers[1]
+    assert " less than the chosen types, " in layers[2]
 
 
 @pytest.mark.parametrize("inner, outer", [(2, 2), *[(4, 2)] * ALL])
