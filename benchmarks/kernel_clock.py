@@ -23,6 +23,7 @@ class Clock:
 
     def __init__(self, device: torch.device, repeats: int, seconds: float = SECONDS):
         self.device, self.repeats, self.seconds = device, repeats, seconds
+        self.warm_up = min(WARM_UP, repeats)
         nbytes = CACHE_BYTES if device.type == "cuda" else 1
         self._cache = torch.empty(nbytes, dtype=torch.int8, device=device)
 
@@ -33,12 +34,12 @@ class Clock:
         """
         taken: list[list[float]] = [[] for _ in calls]
         start = time.monotonic()
-        for i in range(WARM_UP + self.repeats):
+        for i in range(self.warm_up + self.repeats):
             is_late = i > 0 and time.monotonic() - start > self.seconds
             if is_late and taken[0]:
                 break
             passed = self._once(calls)
-            if i >= WARM_UP or is_late:
+            if i >= self.warm_up or is_late:
                 for of_call, us in zip(taken, passed):
                     of_call.append(us)
         return [statistics.median(of_call) for of_call in taken]
