@@ -9,14 +9,18 @@ each part its exit code, seconds, last lines and figures. Exit code 1 if a part 
 """
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -44,11 +48,12 @@ PARTS = (
     Part("training", "PYTHON benchmarks/gpu_train.py --json FILE", 150, figures=True),
     Part("training-torch-kernels", "PYTHON benchmarks/gpu_train.py --only gpt-1.3b --steps 8 --json FILE -- "
                                    "--kernels torch", 50, figures=True),
-    Part("kernels", "PYTHON benchmarks/kernels.py --json FILE", 150, figures=True))
+    Part("kernels", "PYTHON benchmarks/kernels.py --budget 120 --json FILE", 150, figures=True))
 REHEARSED = (
     Part("tests", "PYTHON -m pytest -q -p no:cacheprovider tests/gpu", 120),
     Part("training", "PYTHON benchmarks/gpu_train.py --rehearse --steps 2 --json FILE", 120, figures=True),
-    Part("kernels", "PYTHON benchmarks/kernels.py --rehearse --no-compile --json FILE", 120, figures=True))
+    Part("kernels", "PYTHON benchmarks/kernels.py --rehearse --no-compile --budget 100 --json FILE",
+         120, figures=True))
 
 
 def run(part: Part, folder: Path) -> dict:
@@ -59,19 +64,29 @@ def run(part: Part, folder: Path) -> dict:
     words = [sys.executable if word == "PYTHON" else str(file) if word == "FILE" else word
              for word in part.command.split()]
     start = time.monotonic()
-    try:
-        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              errors="replace", timeout=part.seconds)
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout or b""
-        output = output.decode(errors="replace") if isinstance(output, bytes) else output
-        code = f"stopped after {part.seconds} s"
-    entry = {"code": code, "seconds": round(time.monotonic() - start, 1),
-             "output": output.splitlines()[-LINES:]}
+    with tempfile.TemporaryFile() as output:
+        code = exit_code(words, part.seconds, output)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    entry = {"code": code, "seconds": round(time.monotonic() - start, 1), "output": lines[-LINES:]}
     if part.figures and file.exists():
         entry["figures"] = json.loads(file.read_text())
     return entry
+
+
+def exit_code(words: list[str], seconds: int, output: IO[bytes]) -> int | str:
+    """Run a command with all that it starts, for at most so long. Its output goes to a file: a pipe would be
+    waited for until the compilers that torch.compile has started close it, too."""
+    process = subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds} s"
+    finally:                                                    # also after Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def machine() -> dict:

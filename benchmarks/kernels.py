@@ -2,23 +2,28 @@
 
     python benchmarks/kernels.py                                   # on a GPU: bf16 and fp32, real sizes
     python benchmarks/kernels.py --only norm softmax --dtypes bf16
+    python benchmarks/kernels.py --budget 120 --json rows.json     # what is measured in two minutes
     python benchmarks/kernels.py --rehearse                        # tiny sizes on any machine
 
-The operations, and arguments for them, come from ops/kernel_table.py: a new operation with an example needs
-no edit here. Each row is one operation, dtype and shape. Bytes are the least that the operation must move:
-each tensor that it is given read once, each result and each tensor that it changes written once; in
-gradients of the results and the arguments read once, gradients of the arguments written once. The percentage
-is that of these bytes to
-what a copy of 1 GiB moves in the same time on the same device, so a backward that must read less than all
-arguments can exceed 100 %. Times are medians; before each the caches are overwritten.
+The operations, arguments for them and their sizes come from ops/kernel_table.py: a new operation with an
+example needs no edit here. Each row is one operation, dtype, size and contestant (kernel_contestants.py).
+Operations with a goal are first, those without a kernel of ours last; torch.compile, whose compilations take
+most of the time, comes after all other rows. The example is made once for all contestants. After each row the
+file is written again, with the rows to come as "not run": so figures remain if the program is stopped, and
+after --budget it names what is missing and ends.
+
+The percentage is that of the bytes which the operation moves (kernel_clock.py) to what a copy of 1 GiB moves
+in the same time on the same device. Softmax need not read the half of the scores that causality hides, so it
+can exceed 100 %. Times are medians; before each the caches are overwritten.
 """
 
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
+import os
 import pkgutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,19 +31,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megatron_ds
-from megatron_ds.ops.kernel_table import OPERATIONS, Operation, selected
+from benchmarks.kernel_clock import Clock, copy_bandwidth, tensors_of, traffic
+from benchmarks.kernel_contestants import TINY, contestant, has_own, names_of, written
+from megatron_ds.ops.kernel_table import OPERATIONS, Operation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SIZES, WIDE = ((8192, 4096), (8192, 8192)), ((8192, 50304), (8192, 131072))     # rows, width
-WIDE_ONES = ("cross_entropy", "vocab")                   # names of operations over a vocabulary contain one
-LIGER = {"rms_norm": ("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
-         "layer_norm": ("liger_kernel.ops.layer_norm", "LigerLayerNormFunction")}
-WARM_UP, REPEATS, COPY_BYTES, CACHE_BYTES = 5, 30, 1 << 30, 1 << 28
+REPEATS, COPY_BYTES = 30, 1 << 30
+MOST_ON_CPU = 1 << 29                                    # numbers of a size; larger ones are for GPUs
+COMPILED, NOT_RUN = "torch.compile", "not run"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Of ours on a GPU. forward, backward: percent of the copy bandwidth, 0 for none; us: forward at most."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    us: float = float("inf")
+
+
+GOALS = {"residual_norm": Goal(90, 75), "masked_softmax": Goal(90), "cross_entropy_facts": Goal(90),
+         "cross_entropy_gradient_": Goal(90), "adamw": Goal()}
+GOALS_OF_SIZES = {("adamw", "bf16", 317_383, 4096): Goal(us=10_300)}      # 1.3 billion parameters
 
 
 @dataclass
@@ -56,48 +74,18 @@ class Row:
     backward_percent: float | None = None
     why: str = ""
 
+    @property
+    def case(self) -> tuple[str, str, int, int]:
+        """What an example is made for."""
+        return self.operation, self.dtype, self.rows, self.width
 
-class Clock:
-    """Microseconds of calls on a device."""
-
-    def __init__(self, device: torch.device, repeats: int):
-        self.device, self.repeats = device, repeats
-        nbytes = CACHE_BYTES if device.type == "cuda" else 1
-        self._cache = torch.empty(nbytes, dtype=torch.int8, device=device)
-
-    def microseconds(self, *calls: Callable[[], object], warm_up: int = WARM_UP) -> list[float]:
-        """The median time of each of the calls, which run one after the other."""
-        taken: list[list[float]] = [[] for _ in calls]
-        for i in range(warm_up + self.repeats):
-            self._cache.zero_()
-            stamps = [self._now()]
-            for call in calls:
-                call()
-                stamps.append(self._now())
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            if i >= warm_up:
-                for of_call, start, end in zip(taken, stamps, stamps[1:]):
-                    of_call.append(start.elapsed_time(end) * 1e3 if self.device.type == "cuda"
-                                   else (end - start) * 1e6)
-        return [statistics.median(of_call) for of_call in taken]
-
-    def _now(self):
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    @property
+    def name(self) -> str:
+        """With one blank between the parts."""
+        return f"{self.operation} {self.dtype} {self.rows}×{self.width} {self.contestant}"
 
 
-def copy_bandwidth(clock: Clock, nbytes: int) -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.zeros(nbytes // 4, device=clock.device)
-    target = torch.empty_like(source)
-    [us] = clock.microseconds(lambda: target.copy_(source))
-    return 2 * nbytes / us * 1e6
-
-
+# --------------------------------------------------------------------------------------- which rows
 def load_operations() -> dict[str, Operation]:
     """The table after all modules with operations have been imported."""
     for room in ("ops", "tensor_parallel", "moe"):
@@ -108,93 +96,128 @@ def load_operations() -> dict[str, Operation]:
     return dict(sorted(OPERATIONS.items()))
 
 
-def contestants(operation: Operation, compiled: bool) -> Iterator[tuple[str, Callable]]:
-    """(name, function of the operation's arguments)"""
-    yield "ours", operation
-
-    def eager(*arguments):
-        with selected("torch"):
-            return operation.in_torch(*arguments)
-
-    yield "torch", eager
-    if compiled:
-        yield "torch.compile", torch.compile(operation.in_torch, dynamic=False)
-    if operation.name in LIGER:
-        module, name = LIGER[operation.name]
-        with contextlib.suppress(ImportError):
-            yield "liger", getattr(importlib.import_module(module), name).apply
-
-
-def measure(operation: Operation, function: Callable, example: tuple, clock: Clock,
-            row: Row, bandwidth: float) -> None:
-    """Fill in the row's times."""
-    given = [x for x in tree_leaves(example) if isinstance(x, torch.Tensor)]
-    trained = [x for x in given if x.requires_grad]
-    kept: dict[str, list[torch.Tensor]] = {}
-
-    def forward() -> None:
-        out = function(*example)
-        kept["out"] = [t for t in (out if isinstance(out, tuple | list) else [out])
-                       if isinstance(t, torch.Tensor)]
-
-    forward()
-    differentiable = [t for t in kept["out"] if t.requires_grad]
-    gradients = [torch.ones_like(t) for t in differentiable]
-    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
-    row_bytes = size(given) + size(kept["out"]) + size([given[i] for i in written(operation, example)])
-    if not trained or not differentiable:
-        [row.forward_us] = clock.microseconds(forward)
-    else:
-        def backward() -> None:
-            out = [t for t in kept.pop("out") if t.requires_grad]
-            torch.autograd.grad(out, trained, [g.clone() for g in gradients], allow_unused=True)
-
-        # The copies of the gradients are for kernels that overwrite them; their time is taken off.
-        row.forward_us, both = clock.microseconds(forward, backward)
-        [copies] = clock.microseconds(lambda: [g.clone() for g in gradients])
-        row.backward_us = max(both - copies, 0.0)
-        moved = size(gradients) + size(given) + size(trained)
-        row.backward_percent = 100 * moved / max(row.backward_us, 1e-3) * 1e6 / bandwidth
-    row.forward_percent = 100 * row_bytes / row.forward_us * 1e6 / bandwidth
-
-
-def written(operation: Operation, example: tuple) -> list[int]:
-    """Which of the given tensors the operation writes into, by torch's count of changes."""
-    given = [x for x in tree_leaves(example) if isinstance(x, torch.Tensor)]
-    before = [x._version for x in given]
-    with selected("torch"):
-        operation.in_torch(*example)
-    return [i for i, (x, version) in enumerate(zip(given, before)) if x._version != version]
-
-
-def run(args: argparse.Namespace) -> dict:
-    """All rows, and what they were measured on."""
+def planned_rows(args: argparse.Namespace) -> list[Row]:
+    """In the order in which they are measured; none has run."""
     device = torch.device(args.device)
-    clock = Clock(device, args.repeats)
-    bandwidth = copy_bandwidth(clock, args.copy_bytes)
-    rows: list[Row] = []
+    cases = sorted(_cases(args, device), key=lambda case: case[0])
+    rows = [Row(operation.name, *where, name, why=NOT_RUN)
+            for _, operation, where in cases for name in names_of(operation, device)]
+    if not args.no_compile:
+        rows += [Row(operation.name, *where, COMPILED, why=NOT_RUN) for _, operation, where in cases]
+    return rows
+
+
+def _cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[tuple, Operation, tuple]]:
+    """(what it is sorted by, the operation, (dtype, rows, width))"""
     for name, operation in load_operations().items():
         if operation.make_example is None or args.only and not any(word in name for word in args.only):
             continue
-        sizes = WIDE if any(word in name for word in WIDE_ONES) else SIZES
-        for dtype in args.dtypes:
-            for at in [(8, 64)] if args.rehearse else sizes:
-                for contestant, function in contestants(operation, not args.no_compile):
-                    row = Row(name, dtype, *at, contestant)
-                    try:
-                        torch.manual_seed(0)
-                        example = operation.make_example(*at, DTYPES[dtype], device)
-                        measure(operation, function, example, clock, row, bandwidth)
-                    except Exception as error:  # noqa: BLE001  one failure must not cost the other rows
-                        row.why = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" \
-                            if str(error) else type(error).__name__
-                    rows.append(row)
-                    print(text_of(row), flush=True)
+        for number, at in enumerate([TINY] if args.rehearse else operation.benchmark_sizes):
+            if device.type == "cpu" and at[0] * at[1] > MOST_ON_CPU:
+                continue
+            for dtype in args.dtypes:
+                order = (name not in GOALS, not has_own(operation, device), args.dtypes.index(dtype), number)
+                yield order, operation, (dtype, *at)
+
+
+# --------------------------------------------------------------------------------------- measurements
+@dataclass(frozen=True)
+class Copies:
+    """What the bytes of rows are divided by. bandwidth: bytes a second that a copy moves."""
+
+    clock: Clock
+    bandwidth: float
+
+    def percent(self, nbytes: int, us: float) -> float:
+        """Of the bandwidth."""
+        return 100 * nbytes / max(us, 1e-3) * 1e6 / self.bandwidth
+
+
+def measure(row: Row, function: Callable, arguments: tuple, moved: tuple[int, int], copies: Copies) -> None:
+    """Fill in the row's times. moved: bytes of forward and backward."""
+    trained = [x for x in tensors_of(arguments) if x.requires_grad]
+    kept: dict[str, list[torch.Tensor]] = {}
+
+    def forward() -> None:
+        kept["out"] = tensors_of(function(*arguments))
+
+    def backward() -> None:
+        out = [t for t in kept.pop("out") if t.requires_grad]
+        torch.autograd.grad(out, trained, [g.clone() for g in gradients], allow_unused=True)
+
+    forward()
+    gradients = [torch.ones_like(t) for t in kept["out"] if t.requires_grad]
+    if trained and gradients:
+        backward()                                      # torch.compile compiles it in its first call
+        # The copies of the gradients are for kernels that overwrite them; their time is taken off.
+        row.forward_us, both = copies.clock.microseconds(forward, backward)
+        [cloned] = copies.clock.microseconds(lambda: [g.clone() for g in gradients])
+        row.backward_us = max(both - cloned, 0.0)
+        row.backward_percent = copies.percent(moved[1], row.backward_us)
+    else:
+        [row.forward_us] = copies.clock.microseconds(forward)
+    row.forward_percent = copies.percent(moved[0], row.forward_us)
+
+
+def measure_case(rows: list[Row], copies: Copies, deadline: float, done: Callable[[Row], None]) -> None:
+    """All contestants of one example. done: called after each."""
+    operation, first = OPERATIONS[rows[0].operation], rows[0]
+    dtype, made = DTYPES[first.dtype], []
+    for row in rows:
+        if time.monotonic() > deadline:
+            return
+        try:
+            if not made:
+                example = operation.make_example(first.rows, first.width, dtype, copies.clock.device)
+                made = [example, _traffic(operation, dtype, example, copies.clock.device)]
+            entrant = contestant(operation, row.contestant, dtype)
+            measure(row, entrant.function, entrant.arguments(made[0]), made[1], copies)
+            row.why = ""
+        except Exception as error:  # noqa: BLE001  one failure must not cost the other rows
+            text = str(error).splitlines() or [""]
+            row.why = f"{type(error).__name__}: {text[0][:160]}".removesuffix(": ")
+        done(row)
+    torch.compiler.reset()                              # compiled code keeps examples
+
+
+def _traffic(operation: Operation, dtype: torch.dtype, example: tuple, device: torch.device
+             ) -> tuple[int, int]:
+    entrant = contestant(operation, "ours" if has_own(operation, device) else "torch", dtype)
+    return traffic(entrant.function, entrant.arguments(example), written(operation, dtype))
+
+
+def run(args: argparse.Namespace) -> dict:
+    """All rows, and what they were measured on. Written to args.json after each row."""
+    start, device = time.monotonic(), torch.device(args.device)
+    clock = Clock(device, args.repeats)
+    rows, copies = planned_rows(args), Copies(clock, copy_bandwidth(clock, args.copy_bytes))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"device": name, "torch": torch.__version__, "version": megatron_ds.__version__,
-            "copy_gb_per_s": bandwidth / 1e9, "rows": [asdict(row) for row in rows]}
+    head = {"device": name, "torch": torch.__version__, "version": megatron_ds.__version__,
+            "copy_gb_per_s": copies.bandwidth / 1e9}
+    results = lambda: head | {"rows": [asdict(row) for row in rows]}
+
+    def done(row: Row) -> None:
+        print(text_of(row), flush=True)
+        write(results(), args.json)
+
+    write(results(), args.json)
+    for _, of_case in itertools.groupby(rows, key=lambda row: (row.case, row.contestant == COMPILED)):
+        measure_case(list(of_case), copies, start + args.budget, done)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(*summary(rows, device.type == "cuda"), sep="\n", flush=True)
+    return results()
 
 
+def write(results: dict, file: Path | None) -> None:
+    """The file is always whole: it is replaced, as the program may be stopped at any time."""
+    if file:
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(results, indent=1))
+        os.replace(part, file)
+
+
+# --------------------------------------------------------------------------------------- text
 def text_of(row: Row) -> str:
     """A line for the terminal."""
     head = f"{row.operation:28} {row.dtype:5} {row.rows:6} × {row.width:<7} {row.contestant:14}"
@@ -202,6 +225,33 @@ def text_of(row: Row) -> str:
         return f"{head} failed: {row.why}"
     half = lambda us, percent: "" if us is None else f"{us:10.1f} µs {percent:5.1f} %"
     return f"{head} {half(row.forward_us, row.forward_percent)} {half(row.backward_us, row.backward_percent)}"
+
+
+def summary(rows: list[Row], has_goals: bool) -> list[str]:
+    """The last lines: goals, rows that failed, rows that were not run."""
+    failed = [row.name for row in rows if row.why not in ("", NOT_RUN)]
+    left = [row.name for row in rows if row.why == NOT_RUN]
+    lines = [*goal_lines(rows)] if has_goals else []
+    lines += [f"failed, {len(failed)} of {len(rows)} rows: {'; '.join(failed)}"] * bool(failed)
+    lines += [f"not run within the budget, {len(left)} of {len(rows)} rows: {'; '.join(left)}"] * bool(left)
+    return lines or [f"all {len(rows)} rows were measured"]
+
+
+def goal_lines(rows: list[Row]) -> Iterator[str]:
+    """What of each goal was reached."""
+    for row in rows:
+        goal = GOALS_OF_SIZES.get(row.case, GOALS.get(row.operation, Goal()))
+        if row.contestant != "ours" or goal == Goal():
+            continue
+        if row.why:
+            yield f"goal of {row.name}: {row.why}"
+            continue
+        pairs = ((row.forward_percent, goal.forward, "forward"), (row.backward_percent, goal.backward,
+                                                                 "backward"))
+        parts = [f"{half} {got:.1f} % of {least:.0f}" for got, least, half in pairs if least]
+        parts += [f"{row.forward_us:.0f} µs of {goal.us:.0f}"] if goal.us < float("inf") else []
+        is_met = all(got >= least for got, least, _ in pairs if least) and row.forward_us <= goal.us
+        yield f"goal of {row.name}: {'met' if is_met else 'missed'}, {', '.join(parts)}"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -214,7 +264,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--rehearse", action="store_true", help="one tiny size: does every row run?")
-    parser.add_argument("--json", type=Path, help="write the results to a file")
+    parser.add_argument("--budget", type=float, default=float("inf"),
+                        help="seconds after which no other row begins; the rest is named as not run")
+    parser.add_argument("--json", type=Path, help="the file of results, written after each row")
     args = parser.parse_args(argv)
     if args.rehearse:
         args.repeats, args.copy_bytes = 2, 1 << 20
@@ -222,7 +274,4 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    options = parse_arguments()
-    results = run(options)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    run(parse_arguments())

@@ -19,8 +19,8 @@ Note: rank order. Pieces are added in the order of the ranks, p0 + p1 + …, in 
 tensors are cut. So the result has the same bits on all ranks, and a reduce-scatter has those of an
 all-reduce.
 
-Note: waiting. The additions of `Pieces`, and the second round of their all-reduce, happen in `wait`. All ranks
-must wait for these operations in the order in which they start them, which must be the same on all.
+Note: waiting. The additions of `Pieces`, and the second round of their all-reduce, happen in `wait`. All
+ranks must wait for these operations in the order in which they start them, which must be the same on all.
 """
 
 import queue

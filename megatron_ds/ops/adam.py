@@ -15,7 +15,7 @@ import torch
 from ..errors import ConfigError
 from .cpu import compiled_adam
 from .gpu import adam_kernels
-from .kernel_table import CPU, GPU, Operation
+from .kernel_table import CPU, GPU, Operation, random_generator
 
 # Number of updates after which every beta**step is 0, and the correction of the moments 1.
 UNCORRECTED = 1 << 62
@@ -85,10 +85,13 @@ def _compiled(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> Non
 adamw.implementation("cuda", devices=GPU)(adam_kernels.adamw)
 
 
+adamw.benchmark_sizes = ((8192, 4096), (317_383, 4096))         # 34 million parameters, 1.3 billion
+
+
 @adamw.example
 def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    draw = torch.Generator().manual_seed(0)
-    made = [AdamRow(*(torch.rand(n, generator=draw).to(device) for _ in range(4)), step,
+    draw = random_generator(device, 4 * rows * width)
+    made = [AdamRow(*(torch.rand(n, generator=draw, device=draw.device).to(device) for _ in range(4)), step,
                     None if dtype == torch.float32 else torch.zeros(n, dtype=dtype, device=device))
             for step, n in ((1, rows * width), (5, width))]
     return made[0].grad, made, AdamStep(0.1, (0.9, 0.95), 1e-8, 0.1, divisor=1.5)

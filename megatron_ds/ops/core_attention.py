@@ -67,6 +67,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Att
     return _merge_heads(out)
 
 
+attention.benchmark_sizes = ((4096, 128),)          # heads of 128 channels
+
+
 @attention.example
 def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     rows = max(rows, 2)         # with one key, gradients of queries and keys are 0, and roundings are left

@@ -154,6 +154,9 @@ def fill_attention_mask_(out: torch.Tensor, p: float, keys: Sequence[Key], rows:
     torch.gather(masks, 3, picked[:, None, None, :].expand(-1, heads, picked.shape[1], -1), out=out)
 
 
+fill_attention_mask_.benchmark_sizes = ((4096, 4096),)              # queries, keys
+
+
 @fill_attention_mask_.example
 def _attention_mask_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     keep = KeepMask(0.3, sample_keys(1, "here", (4, 7)), range(2, 5), range(6, 6 + rows), width)

@@ -13,7 +13,7 @@ import torch
 
 from .adam import fp32
 from .cpu import compiled_adam
-from .kernel_table import CPU, Operation
+from .kernel_table import CPU, Operation, random_generator
 
 AT_A_TIME = 1 << 26         # elements whose temporaries exist at once, about
 
@@ -161,7 +161,7 @@ def _compiled(rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: f
 
 
 def _example_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[UpdateRow]:
-    draw = torch.Generator().manual_seed(0)
-    return [UpdateRow(*(torch.rand(n, generator=draw).to(device) for _ in range(3)),
+    draw = random_generator(device, 3 * rows * width)
+    return [UpdateRow(*(torch.rand(n, generator=draw, device=draw.device).to(device) for _ in range(3)),
                       None if dtype == torch.float32 else torch.zeros(n, dtype=dtype, device=device))
             for n in (rows * width, width)]

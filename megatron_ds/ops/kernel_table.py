@@ -20,6 +20,7 @@ therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` la
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 CPU, GPU = ("cpu",), ("cuda", "meta")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MODES = ("auto", "torch")
+MOST_DRAWN_BY_CPU = 1 << 22         # random numbers of an example; a core draws fifty million in a second
+
+BENCHMARK_SIZES = ((8192, 4096), (8192, 8192))      # (rows, width): tokens and hidden sizes of 7B and 70B
+VOCABULARY_SIZES = ((8192, 50304), (8192, 131072))
 
 OPERATIONS: dict[str, "Operation"] = {}
 
@@ -71,13 +76,15 @@ class Operation:
         self.name, self.in_torch = in_torch.__name__, in_torch
         self.implementations = [Implementation("torch", in_torch)]
         self.examples: list[Callable[..., tuple]] = []
+        self.benchmark_sizes: tuple[tuple[int, int], ...] = BENCHMARK_SIZES
         OPERATIONS[self.name] = self
 
     def example(self, make: Callable[..., tuple]) -> Callable[..., tuple]:
         """Registers the decorated function make(rows, width, dtype, device) → arguments of the operation.
 
         Tensors whose gradients are defined require them. Checks of implementations use all examples
-        (`kernel_check.py`), benchmarks the first.
+        (`kernel_check.py`), benchmarks the first, in the sizes (rows, width) of `benchmark_sizes`: an
+        operation assigns its own where the default ones are not those of a model.
         """
         self.examples.append(make)
         return make
@@ -119,9 +126,17 @@ class Operation:
 
 
 def random_tensors(dtype: torch.dtype, device: torch.device, *shapes: Sequence[int]) -> list[torch.Tensor]:
-    """Normally distributed leaves that require gradients, the same values on every device."""
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+    """Normally distributed leaves that require gradients; the values as those of `random_generator`."""
+    draw = random_generator(device, sum(math.prod(shape) for shape in shapes))
+    return [torch.randn(shape, generator=draw, device=draw.device).to(device, dtype).requires_grad_()
+            for shape in shapes]
+
+
+def random_generator(device: torch.device, numbers: int) -> torch.Generator:
+    """Seeded, for so many numbers of an example. Few have the same values on every device: a check on a GPU
+    computes what tests have computed without one. Many, as in benchmarks, are drawn where they are used."""
+    where = "cpu" if numbers <= MOST_DRAWN_BY_CPU else device
+    return torch.Generator(where).manual_seed(0)
 
 
 _MODE = ["auto"]      # of the process, as torch.backends: all ranks of a run have the same option

@@ -17,7 +17,7 @@ import torch
 
 from .cpu.kept_probabilities import CPU_BLOCK, ProbabilitiesKept, row_blocks
 from .gpu import cross_entropy_kernels
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .kernel_table import FLOATS, GPU, VOCABULARY_SIZES, Operation, random_tensors
 
 GPU_BLOCK = 2**24                   # elements processed at once in torch's operations, to keep a GPU busy
 
@@ -68,6 +68,9 @@ def cross_entropy_gradient_(logits: torch.Tensor, labels: torch.Tensor, lse: tor
         if wide is not part:
             part.copy_(wide)
     return logits
+
+
+cross_entropy_facts.benchmark_sizes = cross_entropy_gradient_.benchmark_sizes = VOCABULARY_SIZES
 
 
 @cross_entropy_facts.example

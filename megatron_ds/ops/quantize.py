@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .cpu import compiled_quantize
 from .gpu import quantize_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_generator, random_tensors
 from .product import has_memory
 
 EXAMPLE_BLOCK = 64
@@ -83,7 +83,8 @@ def _quantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, devi
 
 
 def _dequantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    x, *how = _quantize_example(bits, rows, width, torch.float32, torch.device("cpu"))
+    where = random_generator(device, rows * width).device
+    x, *how = _quantize_example(bits, rows, width, torch.float32, where)
     codes, scales = (t.to(device) for t in quantize.in_torch(x, *how))
     return scales, codes, x.numel(), *how, dtype
 

@@ -56,6 +56,9 @@ apply_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
                             fits=rotary_kernels.fits)(rotary_kernels.rotary)
 
 
+apply_rotary.benchmark_sizes = ((65536, 128),)      # six heads: so many positions that no cache has them
+
+
 @apply_rotary.example
 def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     positions = torch.arange(3, 3 + rows, device=device)
@@ -79,6 +82,9 @@ def split_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
 
 split_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
                             fits=rotary_kernels.fits)(rotary_kernels.split_rotary)
+
+
+split_rotary.benchmark_sizes = ((16384, 128),)      # 24 heads
 
 
 @split_rotary.example

@@ -2,19 +2,25 @@
 exist."""
 
 import json
+import math
+import time
 
 import pytest
 import torch
 
-from benchmarks import gpu_day, gpu_train, kernels
+from benchmarks import gpu_day, gpu_train, kernel_clock, kernel_contestants, kernels
 from megatron_ds.ops import kernel_table
+from tests.harness.emulated import emulated_gpu
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 
 
+def arguments(*more):
+    return kernels.parse_arguments(["--device", "cpu", "--rehearse", "--no-compile", "--repeats", "1",
+                                    "--dtypes", "fp32", *more])
+
+
 def test_every_operation_with_an_example_is_measured():
-    args = kernels.parse_arguments(["--device", "cpu", "--rehearse", "--no-compile", "--repeats", "1",
-                                    "--dtypes", "fp32"])
-    found = kernels.run(args)
+    found = kernels.run(arguments())
     with_examples = {name for name, op in kernels.load_operations().items() if op.make_example is not None}
     assert {row["operation"] for row in found["rows"]} == with_examples >= {"rms_norm", "gelu", "swiglu"}
     assert [row for row in found["rows"] if row["why"]] == []
@@ -22,12 +28,147 @@ def test_every_operation_with_an_example_is_measured():
     assert norm["forward_us"] > 0 and norm["backward_us"] > 0 and norm["forward_percent"] > 0
 
 
-def test_tensors_that_an_operation_changes_are_counted_as_written():
+def test_an_example_is_made_once_and_shared_by_contestants_but_for_what_they_change(monkeypatch):
+    adamw, made, got = kernels.load_operations()["adamw"], [], []
+    make = adamw.examples[0]
+    monkeypatch.setattr(adamw, "examples", [lambda *size: made.append(make(*size)) or made[-1]])
+    monkeypatch.setattr(kernels, "measure", lambda row, function, arguments, *_: got.append(arguments))
+    kernel_contestants.written.cache_clear()
+    kernels.run(arguments("--only", "adamw"))
+    example, small = made                           # the second is for the question what adamw changes
+    [ours, torchs] = got
+    assert ours[0] is torchs[0] is example[0]
+    assert len({rows[0].p.data_ptr() for _, rows, _ in (example, ours, torchs)}) == 3
+    assert torch.equal(ours[1][0].p, torchs[1][0].p) and torch.equal(ours[1][0].p, example[1][0].p)
+
+
+def test_tensors_that_an_operation_changes_are_copied_for_each_contestant():
     adamw = kernels.load_operations()["adamw"]
-    example = adamw.make_example(2, 8, torch.bfloat16, torch.device("cpu"))
     grad, first_row = 0, {1, 3, 4, 5}                 # weight, both moments and the 16-bit weight of a row
-    changed = set(kernels.written(adamw, example))
+    changed = set(kernel_contestants.written(adamw, torch.bfloat16))
     assert grad not in changed and 2 not in changed and first_row <= changed
+
+
+@pytest.mark.parametrize("name, dtype, per_number", [
+    ("adamw", "bf16", (30, 0)), ("adamw", "fp32", (28, 0)), ("cross_entropy_gradient_", "bf16", (4, 0)),
+    ("cross_entropy_facts", "bf16", (2, 0)), ("swiglu", "bf16", (2 * 3, 2 * 5)),
+    ("residual_norm", "bf16", (2 * 4, 2 * 4))])       # dy, the gradient of the sum, the sum; one result
+def test_bytes_are_the_least_that_an_operation_moves(name, dtype, per_number):
+    """Of the kernels for GPUs, in the emulator."""
+    rows, width = (4, 4096) if "norm" in name else (64, 256)
+    operation, dtype = kernels.load_operations()[name], kernels.DTYPES[dtype]
+    kernel = next(entry.function for entry in operation.implementations if entry.name == "cuda")
+    with emulated_gpu():
+        moved = kernel_clock.traffic(kernel, operation.make_example(rows, width, dtype, torch.device("cpu")),
+                                     kernel_contestants.written(operation, dtype))
+    small = 0.35 if "norm" in name else 0.1            # rows of weights and their gradients, scalars of rows
+    for got, expected in zip(moved, per_number):
+        assert expected <= got / (rows * width) <= expected * (1 + small)
+
+
+def test_no_benchmark_draws_many_numbers_with_the_cpu(monkeypatch):
+    drawn, permutation = {"cpu": 0, "meta": 0}, torch.randperm
+
+    class Draw:
+        def __init__(self, device="cpu"):
+            self.device = torch.device(device)
+
+        def manual_seed(self, seed):
+            return self
+
+    def draw(*shape, generator, device="cpu"):
+        shape = shape if isinstance(shape[0], int) else shape[0]
+        drawn[torch.device(device).type] += math.prod(shape)
+        return torch.empty(shape, device="meta")
+
+    monkeypatch.setattr(torch, "Generator", Draw)
+    monkeypatch.setattr(torch, "randn", draw)
+    monkeypatch.setattr(torch, "rand", draw)
+    monkeypatch.setattr(torch, "randperm", lambda n, generator: permutation(n))
+    for operation in kernels.load_operations().values():
+        for size in operation.benchmark_sizes if operation.make_example else ():
+            operation.make_example(*size, torch.bfloat16, torch.device("meta"))
+    assert drawn["meta"] > 1e9 and drawn["cpu"] < 1e7
+
+
+def test_operations_with_goals_are_first_and_compilations_last():
+    rows = kernels.planned_rows(kernels.parse_arguments(["--device", "cuda:0"]))
+    names = list(dict.fromkeys(row.operation for row in rows))
+    assert set(names[:len(kernels.GOALS)]) == set(kernels.GOALS)
+    compiled = [row.contestant == "torch.compile" for row in rows]
+    assert sum(compiled) > 50 and compiled == sorted(compiled)
+    by_torch = [row.operation for row in rows if row.contestant != "torch.compile"][-1]
+    assert [row.contestant for row in rows if row.operation == by_torch][0] == "torch"
+    heads = {row.width for row in rows if row.operation in ("attention", "apply_rotary", "split_rotary")}
+    assert heads == {128}
+    assert {row.rows * row.width for row in rows if row.operation == "adamw"} >= {317_383 * 4096}
+    on_cpu = kernels.planned_rows(kernels.parse_arguments(["--device", "cpu"]))
+    assert max(row.rows * row.width for row in on_cpu) < 1e9
+
+
+def test_rows_beyond_the_budget_are_named_and_the_others_kept(tmp_path, capsys, monkeypatch):
+    class Time:
+        seconds = 0.0
+
+        @classmethod
+        def monotonic(cls):
+            cls.seconds += 0.001
+            return cls.seconds
+
+    def slow(row, *_):
+        Time.seconds += 10
+        row.forward_us = row.forward_percent = 1.0
+
+    monkeypatch.setattr(kernels, "time", Time)
+    monkeypatch.setattr(kernels, "measure", slow)
+    file = tmp_path / "rows.json"
+    kernels.run(arguments("--only", "swiglu", "residual_norm", "--budget", "15", "--json", str(file)))
+    rows = json.loads(file.read_text())["rows"]
+    ran = [row for row in rows if not row["why"]]
+    assert [row["operation"] for row in ran] == ["residual_norm"] * 2
+    left = [row for row in rows if row["why"] == "not run"]
+    assert len(left) == len(rows) - 2 >= 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"not run within the budget, {len(left)} of {len(rows)} rows: swiglu fp32 8×64 ")
+
+
+def test_figures_remain_if_the_program_is_stopped(tmp_path, monkeypatch):
+    def stopped(row, *_):
+        if row.contestant == "torch":
+            raise KeyboardInterrupt
+        row.forward_us = row.forward_percent = 1.0
+
+    monkeypatch.setattr(kernels, "measure", stopped)
+    file = tmp_path / "rows.json"
+    with pytest.raises(KeyboardInterrupt):
+        kernels.run(arguments("--only", "gelu", "--json", str(file)))
+    ours, torchs = json.loads(file.read_text())["rows"]
+    assert ours["forward_us"] == 1 and not ours["why"] and torchs["why"] == "not run"
+
+
+def test_goals_that_are_met_and_missed_are_named():
+    rows = [kernels.Row("residual_norm", "bf16", 8192, 4096, "ours", 40.0, 91.0, 60.0, 70.0),
+            kernels.Row("residual_norm", "bf16", 8192, 4096, "torch", 90.0, 50.0, 60.0, 30.0),
+            kernels.Row("cross_entropy_facts", "bf16", 8192, 50304, "ours", why="not run"),
+            kernels.Row("adamw", "bf16", 317_383, 4096, "ours", 10_200.0, 95.0),
+            kernels.Row("adamw", "bf16", 8192, 4096, "ours", 400.0, 95.0)]
+    assert list(kernels.goal_lines(rows)) == [
+        "goal of residual_norm bf16 8192×4096 ours: missed, forward 91.0 % of 90, backward 70.0 % of 75",
+        "goal of cross_entropy_facts bf16 8192×50304 ours: not run",
+        "goal of adamw bf16 317383×4096 ours: met, 10200 µs of 10300"]
+
+
+def test_slow_calls_are_repeated_less_often():
+    count = [0]
+
+    def call():
+        count[0] += 1
+        time.sleep(0.02)
+
+    [us] = kernel_clock.Clock(torch.device("cpu"), repeats=30, seconds=0.01).microseconds(call)
+    assert count[0] == 2 and us > 15_000
+    [us] = kernel_clock.Clock(torch.device("cpu"), repeats=3).microseconds(lambda: None)
+    assert us < 15_000
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -58,6 +199,16 @@ def test_a_part_that_fails_or_hangs_costs_its_own_results_only(tmp_path):
     fails, hangs, missing = (gpu_day.run(part, tmp_path) for part in parts)
     assert fails["code"] == 3 and hangs["code"] == "stopped after 1 s"
     assert missing == {"skipped": "no-such-tool is not installed"}
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path):
+    """A child that keeps the output open, as a compiler of torch.compile does, is not waited for."""
+    code = "import_=__import__;import_('subprocess').Popen(['sleep','30']);print('seen',flush=True);%s"
+    for rest, seconds, expected in (("0", 20, 0), ("import_('time').sleep(30)", 2, "stopped after 2 s")):
+        start = time.monotonic()
+        entry = gpu_day.run(gpu_day.Part("one", f"PYTHON -c {code % rest}", seconds), tmp_path)
+        assert entry["code"] == expected and entry["output"] == ["seen"]
+        assert time.monotonic() - start < 15
 
 
 def test_all_commands_name_files_and_flags_that_exist(tmp_path, monkeypatch):

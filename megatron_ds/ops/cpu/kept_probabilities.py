@@ -89,6 +89,9 @@ def _compiled_gradient_(p: torch.Tensor, column: torch.Tensor, elsewhere: torch.
     return p
 
 
+probabilities_.benchmark_sizes = probability_gradient_.benchmark_sizes = ((2048, 50304),)
+
+
 @probabilities_.example
 def _probabilities_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     (logits,) = random_tensors(dtype, device, (rows, width))
