@@ -23,7 +23,8 @@ class SparseOptions:
              "window; dense: all.",
         avoid="Below some thousand tokens it saves little; dropout of attention excludes its kernels.")
     sparse_block: int = option(16, at_least=1, json=f"{BLOCK}block", unit="tokens",
-        help="Tokens of a block.", avoid="Kernels for GPUs work on blocks of 128.")
+        help="Tokens of a block.",
+        avoid="On GPUs blocks are computed in tiles of 128, so smaller ones save less. Not measured yet.")
     sparse_direction: str | None = option(None, choices=(UNI, BI), json=f"{BLOCK}attention",
         help="Whether tokens attend to later ones. Default: as the model does.")
     sparse_layout_per_head: bool = option(False, json=f"{BLOCK}different_layout_per_head",

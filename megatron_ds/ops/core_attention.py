@@ -8,7 +8,8 @@ Implementations: torch's fused attention; `reference_attention` with dropout, si
 probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AVX-512 BF16,
 but with AMX only for block layouts. Elsewhere cpu/blocked_attention.py for causal attention of medium length
 and for narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks;
-and fp32 where the processor has no matrix products of the dtype.
+and fp32 where the processor has no matrix products of the dtype. On a GPU with Triton, what torch's fused
+attention needs a mask of all scores for, or cannot do: gpu/flex_attention.py.
 """
 
 from typing import Any, Protocol
@@ -23,7 +24,9 @@ from .cpu.compiled_attention import Shown
 from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
-from .kernel_table import CPU, Operation, random_tensors
+from .gpu import flex_attention, flex_check
+from .gpu.score_tiles import TILE
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 from .product import LOW, has_memory
 from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
@@ -153,6 +156,36 @@ def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Attent
 @attention.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q))
 def _in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
     return attention(q.float(), k.float(), v.float(), **settings).to(q.dtype)
+
+
+def _suits_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+                documents: Any = None, scoring: Scoring = PLAIN, **_: Any) -> bool:
+    if q.shape[0] != k.shape[0] or q.shape[0] <= TILE:              # one tile: nothing can be skipped
+        return False
+    others = (documents, scoring.sink, scoring.alibi)
+    return not pattern.is_plain or any(other is not None for other in others)
+
+
+def _fits_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None,
+               keep: KeepMask | None = None, scoring: Scoring = PLAIN, **_: Any) -> str:
+    if keep is not None:
+        return "dropout of probabilities"
+    if not _is_padding(mask):
+        return "a mask that differs between queries or heads"
+    if scoring.alibi is not None and scoring.alibi.places is not None:
+        return "ALiBi of tokens that are no neighbours"
+    reason = flex_attention.fits(q, k, v)
+    if reason or not q.is_cuda:                                     # a plan assumes that the check succeeds
+        return reason
+    return flex_check.reason_against(_flex, reference_attention, q.dtype, q.device)
+
+
+@attention.implementation("flex", devices=GPU, dtypes=FLOATS, suits=_suits_flex, fits=_fits_flex,
+                          available=flex_attention.reason_against)
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern = CAUSAL,
+          mask: torch.Tensor | None = None, documents: Any = None, scoring: Scoring = PLAIN,
+          **_: None) -> torch.Tensor:
+    return flex_attention.flex_attention(q, k, v, pattern, documents, mask, scoring)
 
 
 class OutputExchange(Protocol):

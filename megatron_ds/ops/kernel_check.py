@@ -22,15 +22,18 @@ def largest_error(operation: Operation, implementation: Implementation, rows: in
     Over the operation's examples of this size; the implementation is right if it is at most 1. NaN counts as
     infinite. Shapes and dtypes must be equal, too.
     """
-    return max(_largest_error(operation, implementation, partial(make, rows, width, dtype, device))
-               for make in operation.examples)
+    return max(error_between(implementation.function, operation.in_torch,
+                             partial(make, rows, width, dtype, device)) for make in operation.examples)
 
 
-def _largest_error(operation: Operation, implementation: Implementation, make: Callable[[], tuple]) -> float:
+def error_between(function: Callable[..., Any], in_torch: Callable[..., Any],
+                  make: Callable[[], tuple]) -> float:
+    """`largest_error` of a function for the arguments that `make` returns, which `in_torch` has in double
+    precision."""
     example = [make() for _ in range(2)]                                                # one may be changed
-    got = _values(implementation.function, example[0])
-    expected = _values(operation.in_torch, tree_map(_wide, example[1]))
-    assert len(got) == len(expected), (operation.name, implementation.name)
+    got = _values(function, example[0])
+    expected = _values(in_torch, tree_map(_wide, example[1]))
+    assert len(got) == len(expected), (function, in_torch)
     return max((_error(g, e) for g, e in zip(got, expected)), default=0.0)
 
 

@@ -8,7 +8,8 @@ fails as in a launch.
     CPU              FakeTensors that report a CPU     torch chooses the kernels that it chooses on a CPU
     CUDA             on the meta device                the layers run their code for GPUs; torch's fused
                                                        attention keeps what its documentation lists
-                                                       (`ops.core_attention`)
+                                                       (`ops.core_attention`), FlexAttention what its
+                                                       compiled code does (`ops.gpu.flex_attention`)
 
     kept      bytes of storages that a forward creates and that are alive after it: what autograd saved, what
               functions keep on `ctx`, what a stage keeps of its input. Measured on a second micro-batch, so
