@@ -50,9 +50,42 @@ class Liger:
         return lambda *arguments: self.result(call(*arguments))
 
 
+def leaf(t: torch.Tensor) -> torch.Tensor:
+    """A copy with contiguous memory of its own, which requires gradients."""
+    return t.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+
+
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments of Liger's SwiGLU: gate and up are two tensors, which its backward overwrites."""
+    gate, up = x.chunk(2, dim=-1)
+    return leaf(gate), leaf(up)
+
+
+def heads_apart(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
+    """Arguments of Liger's rotary embedding: the last head of x [s, b, n, d] as keys, the others as queries
+    [b, n, s, d] in memory [b, s, n, d], which it overwrites. It rotates whole heads, also where the example
+    rotates a part of each: the bytes are the same."""
+    queries, keys = (leaf(t.transpose(0, 1)).transpose(1, 2)
+                     for t in x.split((x.shape[2] - 1, 1), dim=2))
+    tables = x.new_ones(2, 1, len(x), x.shape[-1])
+    return queries, keys, *tables
+
+
+def whole_loss(logits: torch.Tensor, labels: torch.Tensor, *others: Any) -> tuple:
+    """Arguments of Liger's cross entropy. Its forward computes the loss and writes the gradient over the
+    logits: as much as our two operations together. Labels of other ranks are ignored."""
+    valid = (labels >= 0) & (labels < logits.shape[1])
+    return leaf(logits), torch.where(valid, labels, -100), None, None, -100, None, "sum", 0.1
+
+
 LIGER = {
     "rms_norm": Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
-    "layer_norm": Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction")}
+    "layer_norm": Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction"),
+    "swiglu": Liger("liger_kernel.ops.swiglu", "LigerSiLUMulFunction", halves),
+    "apply_rotary": Liger("liger_kernel.ops.rope", "LigerRopeFunction", heads_apart,
+                          lambda result: result[:2]),
+    "cross_entropy_gradient_": Liger("liger_kernel.transformers.functional", "liger_cross_entropy",
+                                     whole_loss, lambda loss: loss.detach())}       # backward: none is left
 
 
 def has_own(operation: Operation, device: torch.device) -> bool:

@@ -68,7 +68,8 @@ class Operation:
     """A function with several implementations; calling it runs the first that takes the arguments.
 
     in_torch: the implementation in torch's operations; the operation has its name and its docstring. The
-    first argument is a tensor, whose device and dtype count.
+    first argument is a tensor, whose device and dtype count. dtype: that tensor's, assigned where it is not
+    that of a run's weights.
     """
 
     def __init__(self, in_torch: Callable[..., Any]):
@@ -76,6 +77,7 @@ class Operation:
         self.name, self.in_torch = in_torch.__name__, in_torch
         self.implementations = [Implementation("torch", in_torch)]
         self.examples: list[Callable[..., tuple]] = []
+        self.dtype: torch.dtype | None = None
         self.benchmark_sizes: tuple[tuple[int, int], ...] = BENCHMARK_SIZES
         OPERATIONS[self.name] = self
 
@@ -187,7 +189,7 @@ def _log_once(operation: str, name: str, reason: str) -> None:
 
 
 def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] | None = None) -> str:
-    """The implementations that a device has for a dtype, one line for the start of a run.
+    """The implementations that a device has for weights of a dtype, one line for the start of a run.
 
     kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
 
@@ -195,6 +197,8 @@ def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] |
     """
     own, by_torch = [], []
     for name in sorted(OPERATIONS if used is None else used):
-        entries = _candidates(OPERATIONS[name], device.type, dtype, _MODE[0])[:-1]
+        operation = OPERATIONS[name]
+        entries = _candidates(operation, device.type, operation.dtype or dtype, _MODE[0])[:-1]
         (own if entries else by_torch).append(f"{name} {' or '.join(e.name for e in entries)}".strip())
-    return "kernels: " + "; ".join(filter(None, (", ".join(own), f"{', '.join(by_torch)} by torch")))
+    parts = [", ".join(own)] * bool(own) + [f"{', '.join(by_torch)} by torch"] * bool(by_torch)
+    return f"kernels: {'; '.join(parts)}"

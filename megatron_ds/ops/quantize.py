@@ -64,6 +64,9 @@ def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     return (x.detach().float() * scale.detach().float()).clamp(-most, most).to(dtype).view(torch.uint8)
 
 
+dequantize.dtype = torch.float32                # of the scales
+
+
 for _operation, _kernel, _dtypes, _fits in (
         (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
         (dequantize, quantize_kernels.dequantize, (torch.float32,), quantize_kernels.fits_codes),

@@ -77,6 +77,12 @@ def _has_wider_gradients(config: RunConfig, device: str) -> bool:
     return config.optimizer.gradient_dtype != dtype and not is_added_up
 
 
+def _quantizes(config: RunConfig, device: str) -> bool:
+    zero = config.zero                  # one rank neither splits weights nor sends gradients
+    ranks = config.data_parallel_size * config.parallel.context_parallel_size
+    return ranks > 1 and (zero.zero_quantized_weights or zero.zero_quantized_gradients)
+
+
 def _normalizes(by: str) -> Condition:
     return lambda config, device: config.model.normalization == by
 
@@ -86,7 +92,7 @@ def _optimizes(by: str) -> Condition:
 
 
 CONDITIONS: dict[str, Condition] = {
-    "quantize": _never, "dequantize": _never, "cast_fp8": _never,
+    "quantize": _quantizes, "dequantize": _quantizes, "cast_fp8": _never,
     "permute": _is_not_padded, "combine": _is_not_padded, "reorder": _exchanges_rows,
     "permute_padded": _is_padded, "combine_padded": _is_padded,
     "dropout": _drops_hidden, "dropout_add": _drops_hidden, "draw_keep_masks_": _drops,

@@ -3,7 +3,10 @@ exist."""
 
 import json
 import math
+import sys
 import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -220,3 +223,108 @@ def test_all_commands_name_files_and_flags_that_exist(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_day, "REHEARSED", (gpu_day.Part("one", "PYTHON -c print('seen')", 20),))
     assert gpu_day.main(["--rehearse", "--output", str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["parts"]["one"]["output"] == ["seen"]
+
+
+# ------------------------------------------------------------------------------- Liger, a stand-in
+class SwiGLU(torch.autograd.Function):
+    """Two contiguous tensors, which its backward overwrites."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        assert gate.is_contiguous() and up.is_contiguous() and gate.shape == up.shape
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        return gate.copy_(dy), up.copy_(dy)
+
+
+class Rope(torch.autograd.Function):
+    """q [b, n, s, d] and k [b, g, s, d] in memory [b, s, n, d], which are overwritten; cos, sin [1, s, d]."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
+        assert q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
+        assert cos.shape == sin.shape == (1, *q.shape[2:]) and cos.dtype == q.dtype
+        return q * 1, k * 1, cos.view_as(cos), sin.view_as(sin)
+
+    @staticmethod
+    def backward(ctx, dq, dk, *_):
+        return dq, dk, None, None, None, None
+
+
+def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None,  # noqa: A002
+                  reduction="mean", label_smoothing=0.0):
+    assert input.requires_grad and reduction == "sum" and label_smoothing == 0.1
+    assert ((target == ignore_index) | (target >= 0) & (target < input.shape[1])).all()
+    return torch.nn.functional.cross_entropy(input.float(), target, ignore_index=ignore_index,
+                                             reduction=reduction, label_smoothing=label_smoothing)
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """`liger_kernel` with the signatures of its releases."""
+    names = {"ops.swiglu": ("LigerSiLUMulFunction", SwiGLU), "ops.rope": ("LigerRopeFunction", Rope),
+             "ops.rms_norm": ("LigerRMSNormFunction", RMSNorm),
+             "transformers.functional": ("liger_cross_entropy", cross_entropy)}
+    for name in ("", "ops", "transformers", *names):
+        module = ModuleType(f"liger_kernel.{name}".rstrip("."))
+        module.__spec__, module.__path__ = ModuleSpec(module.__name__, None), []
+        if name in names:
+            setattr(module, *names[name])
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+LIGERS = ("rms_norm", "swiglu", "apply_rotary", "cross_entropy_gradient_")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_liger_is_measured_where_it_is_installed(liger, dtype):
+    rows = kernels.run(arguments("--only", *LIGERS, "--dtypes", dtype))["rows"]
+    of_liger = {row["operation"]: row for row in rows if row["contestant"] == "liger"}
+    assert set(LIGERS) == {name for name, row in of_liger.items() if not row["why"]}
+    for name, row in of_liger.items():
+        if name in LIGERS:
+            assert row["forward_us"] > 0 and (row["backward_us"] is None) == name.startswith("cross_entropy")
+    # The stand-in has no module for this one, as a release under another name would not.
+    assert of_liger.keys() - set(LIGERS) <= {"layer_norm"}
+
+
+def test_a_liger_with_other_names_costs_its_own_rows_only(liger, monkeypatch):
+    monkeypatch.delattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction")
+    rows = kernels.run(arguments("--only", "swiglu"))["rows"]
+    assert {row["contestant"]: row["why"] for row in rows}["liger"].startswith("AttributeError: ")
+    assert [row["why"] for row in rows if row["contestant"] != "liger"] == [""]
+
+
+def test_liger_has_arguments_of_its_own_and_leaves_those_of_the_others_alone(liger):
+    for name in LIGERS[1:]:
+        operation = kernels.load_operations()[name]
+        example = operation.make_example(6, 16, torch.float32, torch.device("cpu"))
+        before = [t.detach().clone() for t in kernel_clock.tensors_of(example)]
+        entrant = kernel_contestants.contestant(operation, "liger", torch.float32)
+        given = entrant.arguments(example)
+        made = entrant.function(*given)
+        if name != "cross_entropy_gradient_":
+            trained = [t for t in kernel_clock.tensors_of(given) if t.requires_grad]
+            made = kernel_clock.tensors_of(made)
+            torch.autograd.grad(made, trained, [torch.ones_like(t) for t in made])
+        assert all(torch.equal(t, b) for t, b in zip(kernel_clock.tensors_of(example), before, strict=True))
+
+
+def test_without_liger_there_are_no_rows_of_it(monkeypatch):
+    monkeypatch.setattr(kernel_contestants, "has_liger", lambda: False)
+    assert "liger" not in {row.contestant for row in kernels.planned_rows(arguments())}
