@@ -15,6 +15,8 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import make_format_1, reseal, reseal_chunks
+from tests.harness.pretraining import same_bits, saved_state
+from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
 from tests.harness.states import (
     KINDS,
     Layout,
@@ -26,6 +28,7 @@ from tests.harness.states import (
     world_group,
 )
 from tests.harness.threads import run_ranks
+from tools.compare_layouts import TOLERANCE, tiny_job
 
 LAYOUTS = [
     Layout(),
@@ -64,6 +67,26 @@ def test_what_one_layout_saves_every_other_loads_bit_for_bit(there, tmp_path):
         for rank, pieces in enumerate(load_state(tmp_path, here)):
             for piece, right in zip(pieces, pieces_of(here, rank, seed=3), strict=True):
                 assert torch.equal(piece.tensor, right.tensor), f"{key(piece)} on rank {rank} of {here}"
+
+
+@pytest.mark.parametrize("there, here", [
+    ("zero=1", "cp=4,zero=1"), ("cp=4,comm_type=a2a,zero=1", "zero=0"), ("cp=2,zero=2", "cp=2,zero=2"),
+    ("cp=2,dp=2,zero=3", "cp=2,zero=3")])
+def test_ranks_that_share_sequences_load_each_others_state_and_go_on_as_if_nothing_had_stopped(there, here,
+                                                                                               tmp_path):
+    """Sequences of another number of ranks; the loss of the last step depends on loaded moments."""
+    job = tiny_job("llama", "fp32", True, 0.1, 2, BATCH, STEPS)
+    folders = whole, half, again = [tmp_path / name for name in ("whole", "half", "again")]
+    for folder in folders:
+        folder.mkdir()
+    losses, _ = run(job, there, whole, STEPS)
+    run(job, there, half, HALF)
+    assert same_bits(resaved(half, again, job, here), saved_state(half, HALF))
+    rest, _ = run(job, here, half, STEPS, begin=HALF)
+    if there == here:
+        assert rest == losses[HALF:] and same_bits(saved_state(half, STEPS), saved_state(whole, STEPS))
+    # sums over the tokens of a sequence have another order
+    assert rest == pytest.approx(losses[HALF:], rel=TOLERANCE["fp32"].loss)
 
 
 @pytest.mark.parametrize("format_1", [False, True])

@@ -1,33 +1,25 @@
 """Checkpoints of models with experts: of any layout for any other, complete, and enough to go on."""
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.checkpoint.index import read_index
-from megatron_ds.checkpoint.load import read_run
 from megatron_ds.checkpoint.pieces import key, views, written_here
 from megatron_ds.config import parse
-from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.errors import CheckpointError
-from megatron_ds.models.model_identity import model_identity
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.run_checkpoint import Start, all_pieces, load_run, save_run
-from megatron_ds.training.step import train_step
+from megatron_ds.training.run_checkpoint import all_pieces
 from megatron_ds.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.pretraining import same_bits, saved_state
+from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
 from tests.harness.threads import run_ranks
 from tests.threads import test_engine_experts as engine_experts
 from tools import checkpoint_to_safetensors, generate_text, verify_checkpoint
 from tools.compare_layouts import tiny_job
-from tools.layout_comparison import mock_samples, open_loader, parse_layout
 
-HALF, STEPS, BATCH = 2, 4, 4
 # The first layer is dense. Routers remember a bias and the last shares.
 REMEMBERING = ["--moe-layer-freq", "[0]*1+[1]*2", "--moe-router-score-function", "sigmoid",
                "--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "global_aux_loss",
@@ -39,32 +31,6 @@ KINDS = {"weight", "exp_avg", "exp_avg_sq"}
 
 def job(dtype="fp32", experts=("4",), flags=REMEMBERING):
     return [*tiny_job("llama", dtype, True, 0.0, 3, BATCH, STEPS), "--num-experts", *experts, *flags]
-
-
-def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
-    """Train from step `begin` (of the checkpoint in `folder`) to step `steps`, and save there. Returns the
-    losses of rank 0, and what `visit` makes of each rank's engine."""
-    request = parse_layout(layout, mbs="1")
-    config = parse([*job, *request.flags, "--load", str(folder), "--save", str(folder)],
-                   world_size=request.world_size)
-    samples, rate = mock_samples(config, 4 * BATCH, seed=1), make_learning_rate(config)
-
-    def main(rank, world):
-        mesh = Mesh(config.grid(request.world_size), rank, world.connect, torch.device("cpu"))
-        engine, progress, losses = build_engine(config, mesh), Progress(), []
-        if begin:
-            progress = load_run(engine, Start(begin, read_run(folder, begin), "id"))
-        with closing(open_loader(config, samples, mesh)) as loader:
-            while progress.step < steps:
-                outcome = train_step(engine, engine.batches.training(loader, progress, BATCH), progress,
-                                     learning_rate=rate(progress), weight_decay=0.1)
-                progress = progress.after(BATCH, BATCH * config.model.seq_length)
-                losses.append(outcome.loss)
-        save_run(engine, progress, {"identity": {"model": model_identity(config.model)}})
-        return losses, visit(engine)
-
-    results = run_ranks(request.world_size, main)
-    return results[0][0], [visited for _, visited in results]
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +46,6 @@ def halfway(tmp_path_factory):
         return made[name]
 
     return folder
-
-
-def resaved(folder, tmp_path, job, layout):
-    """All logical tensors after a load by another layout, and a save by it."""
-    step = f"iter_{HALF:07d}"
-    (tmp_path / step).symlink_to(folder / step)
-    path = tmp_path / "again"
-    path.mkdir()
-    (path / step).symlink_to(folder / step)
-    run(job, layout, path, HALF, begin=HALF)
-    assert not (path / step).is_symlink()
-    return saved_state(path, HALF)
 
 
 @pytest.mark.parametrize("dtype, there, here", [
