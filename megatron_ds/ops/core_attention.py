@@ -177,7 +177,7 @@ def _fits_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch
     reason = flex_attention.fits(q, k, v)
     if reason or not q.is_cuda:                                     # a plan assumes that the check succeeds
         return reason
-    return flex_check.reason_against(_flex, reference_attention, q.dtype, q.device)
+    return flex_check.reason_against(flex_attention.compiled_apart, reference_attention, q.dtype, q.device)
 
 
 @attention.implementation("flex", devices=GPU, dtypes=FLOATS, suits=_suits_flex, fits=_fits_flex,

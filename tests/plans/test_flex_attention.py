@@ -165,7 +165,8 @@ def without_refusal(monkeypatch):
 def written_out(without_refusal, monkeypatch):
     """flex_attention without compilation."""
     monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex_attention, "compiled", lambda: of_torch.flex_attention)
+    for name in ("compiled", "_compiled_for_check"):
+        monkeypatch.setattr(flex_attention, name, lambda: of_torch.flex_attention)
 
 
 def closed(documents, padding):
@@ -231,6 +232,21 @@ def test_layers_micro_batches_and_lengths_are_not_compiled_anew(counter):
     slopes = [Scoring(alibi=Alibi(alibi_slopes(HEADS) * factor)) for factor in (1, 2)]
     assert [step(300, 0, scoring=scoring) for scoring in slopes] == [3, 3]
     assert len({step(300, 0, documents=documents_of(2, 300, share)) for share in (0.01, 0.02, 0.03)}) == 1
+
+
+def test_the_check_leaves_the_first_length_of_a_run_to_code_of_its_own(counter, monkeypatch):
+    flex_attention._compiled_for_check.cache_clear()
+    with monkeypatch.context() as patch:
+        compile_ = torch.compile
+        patch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend=counter))
+        flex_attention._compiled_for_check()
+    counts, in_run = [], core_attention._flex
+    for s, function in ((300, flex_attention.compiled_apart), (400, in_run), (520, in_run), (700, in_run)):
+        q, k, v = (draw(s, 2, heads, 16).requires_grad_() for heads in (HEADS, 2, 2))
+        function(q, k, v, pattern=AttentionPattern(left=20), scoring=PLAIN).sum().backward()
+        counts.append(counter.frame_count)
+    flex_attention._compiled_for_check.cache_clear()
+    assert counts == [1, 2, 3, 3]                   # the check's; that of 400 tokens; that of all lengths
 
 
 def bytes_of(tensors):
@@ -331,7 +347,7 @@ def test_arguments_that_it_does_not_take_are_logged_with_the_reason(with_triton,
 # --------------------------------------------------------------------------------------- the check
 @pytest.mark.parametrize("dtype", flex_check.LIMITS)
 def test_right_results_pass_the_check(written_out, forgetting, caplog, dtype):
-    assert flex_check.reason_against(core_attention._flex, reference_attention, dtype, CPU) == ""
+    assert flex_check.reason_against(flex_attention.compiled_apart, reference_attention, dtype, CPU) == ""
     assert caplog.text == ""
 
 
@@ -344,7 +360,7 @@ def test_wrong_results_and_failing_compilers_are_found(written_out, forgetting, 
         if wrong == "pattern":
             pattern = AttentionPattern(layout=BlockLayout(32, pattern.layout.seen[:1]))     # of one head
         k = k if wrong == "pattern" else k + 0.1 * (k - k.detach())
-        return core_attention._flex(q, k, v, pattern=pattern, scoring=scoring)
+        return flex_attention.compiled_apart(q, k, v, pattern=pattern, scoring=scoring)
 
     reasons = {flex_check.reason_against(spoiled, reference_attention, dtype, CPU) for _ in range(2)}
     assert len(reasons) == 1 and len(caplog.records) == 1

@@ -56,10 +56,12 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern,
-                   documents: Any, padding: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
+                   documents: Any, padding: torch.Tensor | None, scoring: Scoring,
+                   run: Callable[..., Any] | None = None) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d].
 
     documents: as of `core_attention.attention`; padding: bool [b or 1, 1, 1, s], keys that no query sees
+    run: `compiled` unless given
     """
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
     if q.is_meta:
@@ -67,15 +69,22 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: A
     else:
         ids = None if documents is None else documents.ids
         mask = block_mask(pattern, q.shape[0], q.device, ids, padding)
-        out, lse = _attend(queries, keys, values, mask, scoring)
+        out, lse = _attend(run or compiled(), queries, keys, values, mask, scoring)
     if scoring.sink is not None:
         # The product is computed in fp32, but only `out` itself is kept for it.
         out = (out * torch.sigmoid(lse - scoring.sink.float()[:, None])[..., None]).to(out.dtype)
     return out.permute(2, 0, 1, 3).flatten(2)               # a view: the output has the queries' memory order
 
 
-def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, scoring: Scoring
-            ) -> tuple[torch.Tensor, torch.Tensor | None]:
+def compiled_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern,
+                   scoring: Scoring) -> torch.Tensor:
+    """`flex_attention` for a check before a run: compiled by itself, because torch compiles the second length
+    of a function for all lengths, which is slower, and that of the run should be the first."""
+    return flex_attention(q, k, v, pattern, None, None, scoring, run=_compiled_for_check())
+
+
+def _attend(run: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+            mask: Any, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(output [b, n, s, d], lse fp32 [b, n, s] where the sink needs it)"""
     # Imported here: it takes a while, and runs without patterns should not wait for it.
     from torch.nn.attention.flex_attention import AuxRequest
@@ -84,8 +93,8 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mas
     arguments = dict(score_mod=score_mod, block_mask=mask, scale=scoring.scale_of(queries.shape[-1]),
                      enable_gqa=queries.shape[1] != keys.shape[1])
     if scoring.sink is None:
-        return compiled()(queries, keys, values, **arguments), None
-    out, aux = compiled()(queries, keys, values, return_aux=AuxRequest(lse=True), **arguments)
+        return run(queries, keys, values, **arguments), None
+    out, aux = run(queries, keys, values, return_aux=AuxRequest(lse=True), **arguments)
     return out, aux.lse
 
 
@@ -94,6 +103,16 @@ def compiled() -> Callable[..., Any]:
     """torch's flex_attention, compiled; one for the process, so that layers share what was compiled."""
     from torch.nn.attention.flex_attention import flex_attention as of_torch
     return torch.compile(of_torch, fullgraph=True)
+
+
+@lru_cache
+def _compiled_for_check() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention as of_torch
+
+    def checked(*arguments: Any, **named: Any) -> Any:          # torch counts lengths by function
+        return of_torch(*arguments, **named)
+
+    return torch.compile(checked, fullgraph=True)
 
 
 # ------------------------------------------------------------------------------------------ masks
