@@ -31,6 +31,7 @@ from megatron_ds.planning.keep_gathered import free_memory
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
+from megatron_ds.training.prepared_kernels import prepare_kernels
 from megatron_ds.training.step import train_step
 from tools.layout_comparison import open_loader, random_samples
 
@@ -77,6 +78,7 @@ def measure(name: str, flags: str, layers: tuple[int, ...], args: argparse.Names
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
     engine, seconds, launched, losses = build_engine(config, mesh), [], [], []
+    prepared = prepare_kernels(engine)
     size, length = config.train.global_batch_size, config.model.seq_length
     samples = random_samples(4 * size, length, config.model.vocab_size, seed=1)
     progress = Progress()
@@ -97,7 +99,7 @@ def measure(name: str, flags: str, layers: tuple[int, ...], args: argparse.Names
     flops = model_flops(config.model, size, length, config.padded_vocab_size) / measured
     parameters = sum(p.numel() for p in engine.parameters)
     result = {
-        "model": name, "layers": count, "parameters": parameters, "step_s": measured,
+        "model": name, "layers": count, "kernels": prepared, "parameters": parameters, "step_s": measured,
         "first_step_s": seconds[0],
         "launched_s": statistics.median(launched[len(launched) // 3:]),
         "tokens_per_s": size * length / measured, "tflops": flops / 1e12,

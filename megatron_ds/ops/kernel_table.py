@@ -42,6 +42,9 @@ VOCABULARY_SIZES = ((8192, 50304), (8192, 131072))
 
 OPERATIONS: dict[str, "Operation"] = {}
 
+Calls = dict[tuple["Operation", torch.dtype, int], None]
+"""(operation, dtype of the first tensor, its last size), in the order of the calls."""
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -111,6 +114,11 @@ class Operation:
         """Whether a type of device has an implementation, with the kernels that are selected."""
         return any(entry.name == name for entry in _candidates(self, device, dtype, _MODE[0]))
 
+    def remove(self, name: str, device: str, dtype: torch.dtype) -> None:
+        """No longer run an implementation in this process, on a type of device, for a dtype."""
+        entries = _candidates(self, device, dtype, "auto")            # the list that all calls read
+        entries[:] = [entry for entry in entries if entry.name != name]
+
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         return self.choice(x, *arguments, **named)(x, *arguments, **named)
 
@@ -118,6 +126,8 @@ class Operation:
         """The function that a call of these arguments runs."""
         if torch.compiler.is_compiling():
             return self.in_torch
+        for calls in _RECORDS if x.dim() > 1 else ():
+            calls[self, x.dtype, x.shape[-1]] = None
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
             if entry.suits(x, *arguments, **named):
                 reason = entry.fits(x, *arguments, **named)
@@ -139,6 +149,21 @@ def random_generator(device: torch.device, numbers: int) -> torch.Generator:
     computes what tests have computed without one. Many, as in benchmarks, are drawn where they are used."""
     where = "cpu" if numbers <= MOST_DRAWN_BY_CPU else device
     return torch.Generator(where).manual_seed(0)
+
+
+_RECORDS: list[Calls] = []
+
+
+@contextmanager
+def calls_recorded() -> Iterator[Calls]:
+    """Collects the calls of operations within the context, also those of tensors without memory. Matrices and
+    larger tensors only: flat ones have no width, on which a kernel could depend."""
+    calls: Calls = {}
+    _RECORDS.append(calls)
+    try:
+        yield calls
+    finally:
+        _RECORDS[:] = [other for other in _RECORDS if other is not calls]
 
 
 _MODE = ["auto"]      # of the process, as torch.backends: all ranks of a run have the same option

@@ -102,6 +102,11 @@ def _residual_norm_example(rows: int, width: int, dtype: torch.dtype, device: to
     return (*random_tensors(dtype, device, (rows, width), (rows, width), (width,), (width,)), 1e-5)
 
 
+@residual_norm.example
+def _residual_rms_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return (*random_tensors(dtype, device, (rows, width), (rows, width), (width,)), None, 1e-5)
+
+
 @layer_norm.example
 def _layer_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     return (*random_tensors(dtype, device, (rows, width), (width,), (width,)), 1e-5)
@@ -112,7 +117,7 @@ def _rms_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.d
     return (*random_tensors(dtype, device, (rows, width), (width,)), 1e-5)
 
 
-@rms_norm.implementation("four passes", devices=CPU)
+@rms_norm.implementation("four passes", devices=CPU, dtypes=FLOATS)
 def _rms_norm_on_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _RMSNorm.apply(x, weight, eps)
 

@@ -92,6 +92,11 @@ def _dequantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, de
     return scales, codes, x.numel(), *how, dtype
 
 
+def _narrow_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    """Into 16 bits, whatever the dtype of the scales."""
+    return _dequantize_example(bits, rows, width, torch.bfloat16, device)
+
+
 def _cast_example(fp8: torch.dtype, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     (x,) = random_tensors(dtype, device, (rows, width))
     return x.detach(), torch.full((1,), 150.0, device=device), fp8
@@ -100,6 +105,7 @@ def _cast_example(fp8: torch.dtype, rows: int, width: int, dtype: torch.dtype, d
 for _bits in (4, 8):
     quantize.example(partial(_quantize_example, _bits))
     dequantize.example(partial(_dequantize_example, _bits))
+    dequantize.example(partial(_narrow_example, _bits))
 for _fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
     cast_fp8.example(partial(_cast_example, _fp8))
 

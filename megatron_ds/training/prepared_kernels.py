@@ -4,14 +4,20 @@ A step that runs on tensors without memory launches nothing but names its kernel
 They are compiled together, so that no step waits for the compiler, and loaded, which may wait for the GPU:
 between collectives of several ranks that is better done once, before the first. Planning that step imports
 torch._dynamo, in 2 to 3 s, which rank 0 does for the start-up text anyway.
+
+They are then compared with torch's operations in the widths that the step has, on few rows: the check of an
+operation, when it is chosen, launches the kernels of another width.
 """
 
 import logging
 
+import torch
+
 from ..errors import KernelError
 from ..ops.gpu.cuda_backend import reason_against
-from ..ops.gpu.gpu_kernel import compile_kernels, launches_recorded
-from ..ops.kernel_table import kernels_text
+from ..ops.gpu.gpu_kernel import Launches, compile_kernels, launches_recorded
+from ..ops.gpu.self_check import check_widths
+from ..ops.kernel_table import calls_recorded, kernels_text
 from ..planning.fake_stages import run_own_stages
 from ..planning.run_model import DTYPES
 from ..planning.run_plan import microbatches_of, plan_schedule
@@ -25,7 +31,8 @@ def prepare_kernels(engine: Engine) -> str:
     """Check the kernels of this rank and compile what its forward and backward launch.
 
     Returns a line for the log, "" without GPU kernels. Waits for no other rank. A kernel that does not
-    compile is a warning: the step may not need it.
+    compile is a warning: the step may not need it. One that is wrong is a warning, too: torch's operations
+    compute the operation in this process.
     """
     config, mesh = engine.config, engine.mesh
     if mesh.device.type != "cuda" or config.train.kernels == "torch" or reason_against(mesh.device):
@@ -34,10 +41,16 @@ def prepare_kernels(engine: Engine) -> str:
     kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype], used)      # chooses them, after checks
     plan = engine.plan
     schedule = plan_schedule(config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs())
-    with launches_recorded() as launches:
+    with launches_recorded() as launches, calls_recorded() as calls:
         run_own_stages(config, mesh, plan, schedule[mesh.coordinate("pp")])
+    compiled = _compiled(launches, mesh.device)
+    check_widths(calls, mesh.device)
+    return compiled
+
+
+def _compiled(launches: Launches, device: torch.device) -> str:
     try:
-        return compile_kernels(launches, mesh.device)
+        return compile_kernels(launches, device)
     except KernelError as error:
         logger.warning("not all kernels were compiled before the first step: %s", error)
         return ""

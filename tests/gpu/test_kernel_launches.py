@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from megatron_ds.errors import KernelError
 from megatron_ds.ops.gpu import norm_kernels
 from megatron_ds.ops.gpu.cuda_backend import cuda_backend, reason_against
-from megatron_ds.ops.gpu.self_check import failure
+from megatron_ds.ops.gpu.self_check import ROWS, failure
 from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
 from tests.kernels.test_contract import OPERATIONS, SIZES
+from tests.kernels.test_self_check import WIDTHS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(),
                                 reason="needs a GPU: torch.cuda.is_available() is False")
@@ -47,6 +48,15 @@ def test_a_kernel_equals_torchs_operations_in_double_precision(operation, entry,
         arguments = operation.make_example(rows, width, dtype, DEVICE)
         if entry.suits(*arguments) and not entry.fits(*arguments):
             assert largest_error(operation, entry, rows, width, dtype, DEVICE) <= 1, (rows, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_kernel_is_right_in_the_widths_of_models(name, dtype):
+    operation = OPERATIONS[name]
+    entry = next(entry for entry in operation.implementations if entry.name == "cuda")
+    for width in WIDTHS[name]:
+        assert failure(operation, entry, dtype, DEVICE, [(ROWS, width)]) == ""
 
 
 def test_a_launch_is_on_the_current_stream():

@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_ds.errors import KernelError
 from megatron_ds.ops.gpu import gpu_kernel, kernel_sources
 from megatron_ds.ops.gpu.cuda_backend import CudaBackend, GpuDevice
-from megatron_ds.ops.gpu.driver import Driver
+from megatron_ds.ops.gpu.driver import CUDA, Driver, DriverNames
 from megatron_ds.ops.gpu.kernel_cache import KernelCache
 from megatron_ds.ops.gpu.nvrtc import Program
 
@@ -75,13 +75,17 @@ class StandInCompiler:
 
 
 class StandInGpu:
-    """A backend on the stand-in driver. cache: folder of compiled kernels, or None."""
+    """A backend on the stand-in driver.
 
-    def __init__(self, cache: Path | None, ordinal: int = 0, hollow: bool = False):
+    cache: folder of compiled kernels, or None. names: of the driver's functions, CUDA's or HIP's
+    """
+
+    def __init__(self, cache: Path | None, ordinal: int = 0, hollow: bool = False,
+                 names: DriverNames = CUDA):
         self.compiler, self.capturing, self.current_stream = StandInCompiler(hollow), False, 0x5000
         self._driver = ctypes.CDLL(libcuda())
         device = GpuDevice(ordinal, "sm_90", 3, lambda: self.current_stream, lambda: self.capturing)
-        self.backend = CudaBackend(device, Driver(libcuda()), self.compiler, KernelCache(cache))
+        self.backend = CudaBackend(device, Driver(libcuda(), names), self.compiler, KernelCache(cache))
 
     def driver_counts(self) -> tuple[int, int]:
         """(modules loaded, kernels launched) in this process."""
@@ -98,9 +102,10 @@ class StandInGpu:
 
 
 @contextmanager
-def stand_in_gpu(cache: Path | None, ordinal: int = 0, hollow: bool = False) -> Iterator[StandInGpu]:
+def stand_in_gpu(cache: Path | None, ordinal: int = 0, hollow: bool = False,
+                 names: DriverNames = CUDA) -> Iterator[StandInGpu]:
     """CPU tensors are launched by the stand-in driver within the context."""
-    gpu, before = StandInGpu(cache, ordinal, hollow), dict(gpu_kernel.BACKENDS)
+    gpu, before = StandInGpu(cache, ordinal, hollow, names), dict(gpu_kernel.BACKENDS)
     gpu_kernel.BACKENDS["cpu"] = lambda device: gpu.backend
     try:
         yield gpu

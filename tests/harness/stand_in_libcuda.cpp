@@ -1,6 +1,7 @@
 // Stands in for libcuda.so.1: a "module" is an emulated library (a whole ELF file in memory), so that the Python which packs
 // arguments, caches, loads and launches is tested without a GPU. It has the driver's rules: a thread begins without a context,
 // a module belongs to the context in which it was loaded, a launch elsewhere fails, and limits of grids and blocks are checked.
+// The functions of HIP's library are the same under other names, but for contexts: a thread begins with device 0.
 #include <dlfcn.h>
 #include <elf.h>
 #include <sys/mman.h>
@@ -84,5 +85,28 @@ int cuGetErrorName(int error, const char** name) {
 int cuGetErrorString(int error, const char** text) {
     *text = error == ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : nullptr;
     return *text ? OK : INVALID_VALUE;
+}
+
+int hipGetDevice(int* device) { *device = current ? current->device : 0; return OK; }
+int hipSetDevice(int device) {
+    if (device < 0 || device > 3) return 101;
+    current = &contexts[device];
+    return OK;
+}
+int hipModuleLoadData(Module** module, const void* image) {
+    if (!current) current = &contexts[0];
+    return cuModuleLoadData(module, image);
+}
+int hipModuleGetFunction(Function** function, Module* module, const char* symbol) {
+    return cuModuleGetFunction(function, module, symbol);
+}
+int hipModuleLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                          unsigned shared, void* stream, void** arguments, void** extra) {
+    if (!current) current = &contexts[0];
+    return cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, arguments, extra);
+}
+const char* hipGetErrorName(int error) { return error == ILLEGAL_ADDRESS ? "hipErrorIllegalAddress" : nullptr; }
+const char* hipGetErrorString(int error) {
+    return error == ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : nullptr;
 }
 }

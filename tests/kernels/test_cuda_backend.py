@@ -11,6 +11,7 @@ import torch
 
 from megatron_ds.errors import KernelError
 from megatron_ds.ops.gpu import cuda_backend, gpu_kernel, kernel_sources, norm_kernels
+from megatron_ds.ops.gpu.driver import CUDA, HIP
 from megatron_ds.ops.gpu.gpu_kernel import (
     BACKENDS,
     PLANNED_PROCESSORS,
@@ -82,9 +83,10 @@ def test_arguments_lie_as_in_a_c_struct():
         assert struct.calcsize(form) == offsets[-1] + ctypes.sizeof(fields[-1][1])
 
 
-def test_an_operation_runs_forward_and_backward_on_the_current_stream(tmp_path):
+@pytest.mark.parametrize("names", [CUDA, HIP], ids=["cuda", "hip"])
+def test_an_operation_runs_forward_and_backward_on_the_current_stream(tmp_path, names):
     x, weight = torch.randn(7, 264, requires_grad=True), torch.randn(264, requires_grad=True)
-    with stand_in_gpu(tmp_path) as gpu:
+    with stand_in_gpu(tmp_path, names=names) as gpu:
         loaded, launched = gpu.driver_counts()
         for stream in (0x5000, 0, 0x7fff_0000_0000):
             gpu.current_stream = stream
@@ -102,7 +104,8 @@ def test_an_operation_runs_forward_and_backward_on_the_current_stream(tmp_path):
     assert (x.grad - wide.grad).abs().max() <= 4e-6 * wide.grad.abs().max()
 
 
-def test_a_thread_without_context_and_one_with_another_devices_launch_all_the_same(sources, tmp_path):
+@pytest.mark.parametrize("names", [CUDA, HIP], ids=["cuda", "hip"])
+def test_a_thread_without_context_and_one_with_another_devices_launch_all_the_same(sources, tmp_path, names):
     """Autograd and loaders have threads that never used the GPU; another device may be current."""
     results, contexts = [], []
 
@@ -114,7 +117,8 @@ def test_a_thread_without_context_and_one_with_another_devices_launch_all_the_sa
         results.append(pack(add=1)[1][0].item())
         contexts.append(driver.current_context() == before)
 
-    with stand_in_gpu(tmp_path, ordinal=1) as second, stand_in_gpu(tmp_path, ordinal=0) as first:
+    with (stand_in_gpu(tmp_path, ordinal=1, names=names) as second,
+          stand_in_gpu(tmp_path, ordinal=0, names=names) as first):
         assert second.backend._context != first.backend._context
         for other in (False, True, False):
             thread = threading.Thread(target=in_thread, args=(other,))
@@ -240,6 +244,13 @@ def test_the_number_of_processors_is_the_devices_or_a_fixed_one_in_plans(tmp_pat
         assert processors(torch.empty(1, device="meta")) == PLANNED_PROCESSORS
 
 
+def test_an_error_of_hip_has_the_name_and_meaning_of_its_library(sources, tmp_path):
+    with stand_in_gpu(tmp_path, names=HIP) as gpu:
+        gpu.fail_next_launch(700)
+        with pytest.raises(KernelError, match=r"hipErrorIllegalAddress \(700\), an illegal memory access"):
+            pack()
+
+
 def test_cuda_tensors_have_the_backend_of_the_driver():
     assert BACKENDS["cuda"] is cuda_backend.cuda_backend
 
@@ -298,7 +309,9 @@ def test_without_nvrtc_the_reason_lists_where_it_was_looked_for(monkeypatch, cap
 
 def test_amd_gpus_are_off_until_they_are_asked_for(monkeypatch, caplog, forgetting):
     monkeypatch.setattr(torch.version, "hip", "7.0", raising=False)
-    assert "MEGATRON_DS_HIP_KERNELS=1" in reason_of(monkeypatch, caplog, FakeCuda())
+    reason = reason_of(monkeypatch, caplog, FakeCuda())
+    assert reason == ("they have been neither compiled for an AMD GPU nor run on one; "
+                      "MEGATRON_DS_HIP_KERNELS=1 turns them on")
 
 
 def test_amd_gpus_that_are_asked_for_need_hiprtc(monkeypatch, caplog, forgetting):

@@ -1,6 +1,7 @@
 """The kernels that a run launches are known, and compiled, before its first step."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +11,19 @@ from megatron_ds.config import parse
 from megatron_ds.errors import KernelError
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.ops.gpu import gpu_kernel, norm_kernels
+from megatron_ds.ops import kernel_table
+from megatron_ds.ops.activation import gelu, swiglu
+from megatron_ds.ops.gpu import gpu_kernel, norm_kernels, self_check
 from megatron_ds.ops.kernel_table import GPU, Operation
 from megatron_ds.ops.norms import rms_norm
 from megatron_ds.planning.run_model import describe_layers
 from megatron_ds.planning.run_plan import plan_run
 from megatron_ds.training import prepared_kernels
 from megatron_ds.training.prepared_kernels import prepare_kernels
+from tests.harness.emulated import emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 
+CPU = torch.device("cpu")
 JOB = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "130",
        "--lr", "1", "--train-iters", "1", "--mock-data", "--normalization", "RMSNorm", "--bf16",
        "--seq-length", "16", "--micro-batch-size", "2"]
@@ -37,6 +42,7 @@ def gpu(tmp_path, monkeypatch):
     """A GPU whose RMSNorm is ours; its kernels are hollow."""
     monkeypatch.setattr(prepared_kernels, "reason_against", lambda device: "")
     monkeypatch.setattr(prepared_kernels, "kernels_text", lambda device, dtype, used: "")
+    monkeypatch.setattr(prepared_kernels, "check_widths", lambda calls, device: None)
     before = list(rms_norm.implementations)
     if "cuda" not in [entry.name for entry in before]:
         rms_norm.implementation("cuda", devices=GPU, fits=norm_kernels.fits)(norm_kernels.rms_norm)
@@ -69,3 +75,97 @@ def test_a_kernel_that_does_not_compile_is_a_warning_before_the_first_step(gpu, 
     with caplog.at_level(logging.WARNING):
         assert prepare_kernels(engine()) == ""
     assert "not all kernels were compiled before the first step: norm_forward<bf16>" in caplog.text
+
+
+# ------------------------------------------------------------------ the widths of a model
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """Kernels of the current CUDA device are used without a check; its tensors are those of the CPU."""
+    monkeypatch.setattr(prepared_kernels, "reason_against", lambda device: "")
+    monkeypatch.setattr(self_check, "reason_against_implementation", lambda *_: "")
+    check = self_check.check_widths
+    monkeypatch.setattr(prepared_kernels, "check_widths", lambda calls, device: check(calls, CPU))
+    kernel_table._candidates.cache_clear()
+    yield
+    kernel_table._candidates.cache_clear()
+
+
+LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu",
+         "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
+DROPS = ["--normalization", "LayerNorm", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+KEPT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+
+
+def expressions(launches):
+    return {kernel.expression(template) for kernel, template in launches}
+
+
+@pytest.mark.parametrize("flags", [
+    [*LLAMA, *KEPT, "--hidden-size", "2048", "--vocab-size", "32000", "--num-query-groups", "2",
+     "--group-query-attention"],
+    [*LLAMA, *KEPT, "--hidden-size", "40960", "--ffn-hidden-size", "65536"],            # norms in loops
+    [*DROPS, "--hidden-size", "64", "--squared-relu"],
+    [*DROPS, "--hidden-size", "20000", "--seq-length", "16384"],                     # softmax of whole blocks
+    [*LLAMA, *KEPT, "--hidden-size", "1024", "--num-experts", "4", "--moe-router-topk", "2"]],
+    ids=["llama", "wide norms", "dropout", "long sequence", "experts"])
+def test_every_kernel_of_a_step_is_checked_before_it(tmp_path, monkeypatch, as_if_on_a_gpu, flags):
+    """Instantiations that the step launches are among those that the checks launch."""
+    launched, wanted, failure = [], {}, self_check.failure
+
+    def recorded(*those):
+        with gpu_kernel.launches_recorded() as launches:
+            failure(*those)
+        launched.extend(launches)
+        return ""
+
+    monkeypatch.setattr(self_check, "failure", recorded)
+    monkeypatch.setattr(prepared_kernels, "compile_kernels", lambda launches, _: wanted.update(launches))
+    with stand_in_gpu(tmp_path, hollow=True):
+        prepare_kernels(engine("cuda", *flags))
+    assert len(wanted) >= 6
+    assert expressions(wanted) <= expressions(launched)
+
+
+def wrong_in(width):
+    """RMSNorm by the kernels, wrong in rows of one length."""
+    def function(x, weight, eps):
+        y = norm_kernels.rms_norm(x, weight, eps)
+        return y * 1.1 if x.shape[-1] == width else y
+    return function
+
+
+@pytest.mark.parametrize("width, chosen", [(64, "torch"), (72, "cuda")], ids=["wrong", "right"])
+def test_kernels_that_are_wrong_in_a_width_of_the_model_do_not_run(monkeypatch, as_if_on_a_gpu, caplog,
+                                                                   width, chosen):
+    entry = replace(next(e for e in rms_norm.implementations if e.name == "cuda"), function=wrong_in(width))
+    monkeypatch.setattr(rms_norm, "implementations", [entry, rms_norm.implementations[-1]])
+    monkeypatch.setattr(prepared_kernels, "compile_kernels", lambda launches, device: "compiled")
+    compared, difference = [], self_check._difference
+
+    def of_norms(operation, *those):                    # the others would be compiled for the emulator, too
+        compared.append(operation.name)
+        return difference(operation, *those) if operation is rms_norm else ""
+
+    monkeypatch.setattr(self_check, "_difference", of_norms)
+    with emulated_gpu(), caplog.at_level(logging.WARNING):
+        assert prepare_kernels(engine()) == "compiled"
+    assert {"rms_norm", "dropout_add", "cross_entropy_facts"} <= set(compared)
+    assert rms_norm.first_choice("cuda", torch.bfloat16) == chosen
+    assert rms_norm.first_choice("cuda", torch.float32) == "cuda"               # which was not compared
+    assert ("3 rows of 64 elements of torch.bfloat16 are wrong by " in caplog.text) == (chosen == "torch")
+
+
+def test_kernels_that_do_not_take_a_width_are_left_alone(as_if_on_a_gpu, caplog):
+    calls = {(rms_norm, torch.bfloat16, 1 << 17): None}
+    with caplog.at_level(logging.WARNING):
+        self_check.check_widths(calls, CPU)
+    assert rms_norm.has("cuda", "cuda", torch.bfloat16) and not caplog.records
+
+
+def test_widths_are_those_of_calls_with_rows():
+    with kernel_table.calls_recorded() as calls:
+        swiglu(torch.ones(2, 3, 16))
+        rms_norm(torch.ones(5, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16), 1e-5)
+        gelu(torch.ones(7))
+    swiglu(torch.ones(2, 24))
+    assert list(calls) == [(swiglu, torch.float32, 16), (rms_norm, torch.bfloat16, 8)]

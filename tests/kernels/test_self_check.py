@@ -10,6 +10,7 @@ from megatron_ds.ops import kernel_table
 from megatron_ds.ops.gpu import norm_kernels, self_check
 from megatron_ds.ops.gpu.self_check import failure, reason_against_implementation
 from megatron_ds.ops.kernel_table import GPU, OPERATIONS, Operation, kernels_text, random_tensors
+from tests.harness.emulated import compile_together, emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 from tests.kernels import test_contract
 
@@ -67,6 +68,25 @@ def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
 
 def test_each_size_of_the_check_is_compared_without_a_gpu_for_all_operations():
     assert set(self_check.SIZES) <= set(test_contract.SIZES)
+
+
+NORM_WIDTHS, VOCABULARIES = (4096, 12288, 65536), (32000, 50304, 151936)
+WIDTHS = {"residual_norm": NORM_WIDTHS, "layer_norm": NORM_WIDTHS, "rms_norm": NORM_WIDTHS,
+          "cross_entropy_facts": VOCABULARIES, "cross_entropy_gradient_": VOCABULARIES,
+          "masked_softmax": (4096, 16384), "swiglu": (11008, 28672)}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_right_kernels_pass_in_the_widths_of_models(name, dtype):
+    """As `check_widths` compares them, so that no right kernel is disabled."""
+    operation = OPERATIONS[name]
+    entry = next(entry for entry in operation.implementations if entry.name == "cuda")
+    compare = lambda: [failure(operation, entry, dtype, CPU, [(self_check.ROWS, width)])
+                       for width in WIDTHS[name]]
+    compile_together(compare)
+    with emulated_gpu():
+        assert compare() == [""] * len(WIDTHS[name])
 
 
 def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):

@@ -1,8 +1,8 @@
 """The backend of GPUs: compiles with NVRTC, keeps machine code on disk, launches with the driver.
 
 One backend for each device of the process; a module belongs to the primary context of its device, which is
-torch's. With torch's ROCm build: hipRTC and HIP, off unless MEGATRON_DS_HIP_KERNELS=1, because they compile
-the sources but have not run them.
+torch's. With torch's ROCm build: hipRTC and HIP, off unless MEGATRON_DS_HIP_KERNELS=1. The calls of HIP are
+tested with a stand-in; the sources have been neither compiled by hipRTC in a test nor run on an AMD GPU.
 
 Kernels are loaded before their first launch, which must not fall into the capture of a CUDA graph: loading
 allocates memory, which a capture forbids. `CudaBackend.function` raises KernelError there.
@@ -170,8 +170,8 @@ def _backend(ordinal: int) -> CudaBackend:
     capability = torch.cuda.get_device_capability(ordinal)
     is_hip = torch.version.hip is not None
     if is_hip and os.environ.get("MEGATRON_DS_HIP_KERNELS") != "1":
-        raise KernelError("they were compiled for AMD GPUs but not run on one; MEGATRON_DS_HIP_KERNELS=1 "
-                          "turns them on")
+        raise KernelError("they have been neither compiled for an AMD GPU nor run on one; "
+                          "MEGATRON_DS_HIP_KERNELS=1 turns them on")
     if not is_hip and capability < LEAST_CAPABILITY:
         raise KernelError(f"the GPU is sm_{capability[0]}{capability[1]}, they need "
                           f"sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} or later")

@@ -3,15 +3,19 @@
 The table of kernels asks `reason_against_implementation` when a process first needs an operation on a GPU for
 a dtype, which compiles its kernels. The operation's example is the input, with its backward. Where a result
 differs, or a kernel does not compile or run, a warning names the kernels, and torch's operations run.
+
+Row lengths are template arguments, so the instantiations of a model are others than those of that input:
+`check_widths` compares these, before the first step of a run.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from ...errors import KernelError
 from ..kernel_check import largest_error
-from ..kernel_table import Implementation, Operation
+from ..kernel_table import Calls, Implementation, Operation
 from .cuda_backend import reason_against
 from .gpu_kernel import Launches, launches_recorded
 
@@ -21,6 +25,7 @@ KERNELS_OF_THIS_PACKAGE = "cuda"                    # name of implementations by
 # (rows, width), of which the first is used that the implementation takes. Tests compare all of them without a
 # GPU, so that no right kernel is disabled.
 SIZES = ((3, 1000), (7, 24), (130, 40), (1, 8))
+ROWS = 3                                            # of the widths of a model
 
 
 def reason_against_implementation(operation: Operation, entry: Implementation, dtype: torch.dtype) -> str:
@@ -38,16 +43,42 @@ def reason_against_implementation(operation: Operation, entry: Implementation, d
     return failure(operation, entry, dtype, torch.device("cuda", torch.cuda.current_device()))
 
 
-def failure(operation: Operation, entry: Implementation, dtype: torch.dtype, device: torch.device) -> str:
+def check_widths(calls: Calls, device: torch.device) -> None:
+    """Compare the kernels of this package in the widths of these calls; those that are wrong run no more in
+    this process, for the dtype of the call."""
+    for operation, dtype, last in calls:
+        entry = next((e for e in operation.implementations if e.name == KERNELS_OF_THIS_PACKAGE), None)
+        if entry is None or not operation.has(entry.name, "cuda", dtype):
+            continue
+        size = ROWS, _width(operation, dtype, last)
+        if _takes(entry, operation.make_example(*size, dtype, device)) and failure(operation, entry, dtype,
+                                                                                   device, [size]):
+            operation.remove(entry.name, "cuda", dtype)
+
+
+def _width(operation: Operation, dtype: torch.dtype, last: int) -> int:
+    """Of the example whose first tensor has this last size: it has half where that tensor is two halves."""
+    return last * 8 // operation.make_example(1, 8, dtype, torch.device("cpu"))[0].shape[-1]
+
+
+def _takes(entry: Implementation, arguments: tuple) -> bool:
+    return entry.suits(*arguments) and not entry.fits(*arguments)
+
+
+def failure(operation: Operation, entry: Implementation, dtype: torch.dtype, device: torch.device,
+            sizes: Sequence[tuple[int, int]] = SIZES) -> str:
     """Compare an implementation with torch's operations: "" if it is right, else what is wrong, which is also
-    logged with the kernels' names. Leaves the random numbers of the process as they are."""
+    logged with the kernels' names. Leaves the random numbers of the process as they are.
+
+    sizes: (rows, width), of which the first is used that the implementation takes
+    """
     launches: Launches = {}
     try:
         # inference_mode(False) turns gradients on, too.
         with (launches_recorded() as launches, torch.inference_mode(False),
               torch.autocast(device.type, enabled=False),
               torch.random.fork_rng([device] if device.type == "cuda" else [])):
-            reason = _difference(operation, entry, dtype, device)
+            reason = _difference(operation, entry, dtype, device, sizes)
     except Exception as error:              # whatever it is: the run goes on without the kernels
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -56,12 +87,12 @@ def failure(operation: Operation, entry: Implementation, dtype: torch.dtype, dev
     return reason
 
 
-def _difference(operation: Operation, entry: Implementation, dtype: torch.dtype, device: torch.device) -> str:
+def _difference(operation: Operation, entry: Implementation, dtype: torch.dtype, device: torch.device,
+                sizes: Sequence[tuple[int, int]]) -> str:
     if operation.make_example is None:
         return "the operation has no example"
-    for rows, width in SIZES:
-        arguments = operation.make_example(rows, width, dtype, device)
-        if entry.suits(*arguments) and not entry.fits(*arguments):
+    for rows, width in sizes:
+        if _takes(entry, operation.make_example(rows, width, dtype, device)):
             error = largest_error(operation, entry, rows, width, dtype, device)
             return "" if error <= 1 else (f"{rows} rows of {width} elements of {dtype} are wrong by "
                                           f"{error:.3g} times the tolerance")
