@@ -8,7 +8,8 @@ The ideal of a layout is the time of attention to all tokens, in the same dtype,
 the share of the scores of all tokens that it sees. That time is the shorter one of two: of the dense layout,
 by the kernel of layouts, and of attention without a layout, by the kernel that a run without sparse attention
 takes. Turns alternate between the layouts; the time is the CPU time of the process (with OMP_NUM_THREADS=1
-that of a core), the shortest and the median of all turns. Freed memory is kept, as in training.
+that of a core), the shortest and the median of all turns. Gradients are returned, not added to those of an
+earlier turn. Freed memory is kept, as in training.
 """
 
 import argparse
@@ -78,10 +79,11 @@ def measure(args: argparse.Namespace, block: int) -> None:
     turns: dict[str, Callable[[], torch.Tensor]] = {
         name: lambda pattern=pattern: attention(*tensors, pattern=pattern)
         for name, pattern in (patterns | {PLAIN: AttentionPattern(causal)}).items()}
+    dout = torch.ones(s, 1, args.heads * args.channels, dtype=DTYPES[args.dtype])
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(args.repeats):
         for name, turn in turns.items():
-            times[name].append(seconds(turn))
+            times[name].append(seconds(turn, tensors, dout))
     best = {name: min(of_turns) for name, of_turns in times.items()}
     whole = min(best["dense"], best[PLAIN])
     print(f"{s} tokens, {args.dtype}, blocks of {block}, {args.heads} heads of {args.channels}, "
@@ -100,11 +102,10 @@ def pattern_of(chosen: SparseOptions, s: int, heads: int, causal: bool) -> Atten
     return AttentionPattern(causal, layout=block_layout(chosen, s, heads, causal, 1))
 
 
-def seconds(turn: Callable[[], torch.Tensor]) -> float:
+def seconds(turn: Callable[[], torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor) -> float:
     """CPU time of one forward and backward."""
     start = time.process_time()
-    out = turn()
-    out.backward(torch.ones_like(out))
+    torch.autograd.grad(turn(), tensors, dout)
     return time.process_time() - start
 
 

@@ -140,6 +140,7 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query), d = call.d;
         float* dq = w.dq + tile * w.next_dq;
         if (wanted.dq && run.is_first) std::memset(dq, 0, sizeof(float) * size_t(d * ROWS));
+        if (wanted.dq && run.is_last) fetch_to_write(t.dq, query, query + count, d);
         const Sight sight{call, plan, tile};
         RowSums sums;
         bool is_taken = false;

@@ -99,6 +99,7 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
     for (int64_t tile = from; tile < to; ++tile) {
         const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query);
         fetch(t.q, query + ROWS, std::min(query + 2 * ROWS, call.queries), d);
+        fetch_to_write(t.out, query, query + count, d);
         take_columns<N>(t.q.from(query), count, d, w.queries);
         std::memset(w.out, 0, sizeof(float) * size_t(d * ROWS));
         Softmax rows;

@@ -67,6 +67,7 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std:
         attend(call, w, shown.plan(sizes, sample, head), shown.sink(head), t, cut.at(at), cut.at(at + 1));
     };
     py::gil_scoped_release released;
+    const FlushedSubnormals flushed;
     share<ForwardWork<N>>(all * cut.parts, threads, memory, sizes, part);
 }
 
@@ -111,6 +112,7 @@ void backward(const Sizes& sizes, const std::array<Place, 7>& tensors, const std
         }
     };
     py::gil_scoped_release released;
+    const FlushedSubnormals flushed;
     share<BackwardWork<N>>(all * of_head, threads, memory, sizes, part);
 }
 

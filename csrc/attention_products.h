@@ -110,11 +110,23 @@ INLINE void fetch(Rows<const Number> x, int64_t first, int64_t end, int64_t d) {
         for (int64_t j = 0; j < d; j += LINE) _mm_prefetch(reinterpret_cast<const char*>(x[i] + j), _MM_HINT_T1);
 }
 
+// Rows that will be written soon.
+template <typename Number>
+INLINE void fetch_to_write(Rows<Number> x, int64_t first, int64_t end, int64_t d) {
+    constexpr int64_t LINE = 64 / sizeof(Number);
+    for (int64_t i = first; i < end; ++i)
+        for (int64_t j = 0; j < d; j += LINE) PREFETCH(x[i] + j);
+}
+
 // [count, d] → rows.
 template <typename Number>
 void put_rows(const float* x, int64_t count, int64_t d, Rows<Number> y) {
-    for (int64_t i = 0; i < count; ++i)
+    constexpr int64_t AHEAD = 16;
+    fetch_to_write(y, 0, std::min(AHEAD, count), d);
+    for (int64_t i = 0; i < count; ++i) {
+        fetch_to_write(y, i + AHEAD, std::min(i + AHEAD + 1, count), d);
         for (int64_t j = 0; j < d; j += WIDE) put_row(y[i] + j, register_of(x + i * d + j));
+    }
 }
 
 // [d, ROWS] times a factor of each column → `count` rows.

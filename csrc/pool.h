@@ -39,6 +39,20 @@ inline void set_control_word([[maybe_unused]] uint32_t word) {
 #endif
 }
 
+// While an object exists, results below 2^-126 are zero in this thread and in the helpers of its jobs. An operation with such a
+// result, which is subnormal, takes 140 cycles otherwise.
+class FlushedSubnormals {
+public:
+    FlushedSubnormals() { set_control_word(own_ | FLUSH_TO_ZERO); }
+    ~FlushedSubnormals() { set_control_word(own_); }
+    FlushedSubnormals(const FlushedSubnormals&) = delete;
+    FlushedSubnormals& operator=(const FlushedSubnormals&) = delete;
+
+private:
+    static constexpr uint32_t FLUSH_TO_ZERO = 0x8000;
+    uint32_t own_ = control_word();
+};
+
 // GOMP_parallel(function, argument, threads, flags): the entry of GNU's OpenMP runtime that the compiler calls for a parallel
 // region. Null without such a runtime in the process, and in a forked child, where a team of the parent has no threads.
 using ParallelRegion = void (*)(void (*)(void*), void*, unsigned, unsigned);

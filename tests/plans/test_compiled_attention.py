@@ -67,6 +67,19 @@ def assert_near(ours, expected):
 
 
 @both_dtypes
+def test_probabilities_below_the_normal_numbers_are_zero_in_the_kernel_alone(dtype):
+    """An operation with a subnormal result takes fifty times as long on many processors."""
+    q, k, v = (torch.zeros(32, 1, 1, 32, dtype=dtype) for _ in range(3))
+    q[..., 0], k[1, ..., 0] = 1, -90                         # the second key has exp(-90) = 8e-40 of a row
+    v.requires_grad_()
+    out = attention(q.requires_grad_(), k.requires_grad_(), v, pattern=FULL, scoring=Scoring(scale=1.0))
+    assert out.grad_fn.name() == RUNS
+    (dv,) = torch.autograd.grad(out, [v], torch.ones_like(out))
+    assert dv[0].min() > 0 and dv[1].count_nonzero() == 0
+    assert torch.full((64,), 1e-30).mul(1e-9).min() > 0      # the caller's setting is back
+
+
+@both_dtypes
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL])
 @pytest.mark.parametrize("s, n, g, d", [(2, 2, 2, 64), (63, 3, 3, 64), (65, 4, 2, 32), (130, 6, 1, 128),
                                         (257, 2, 2, 96)])

@@ -22,6 +22,7 @@ import numpy as np
 from ..attention_pattern import AttentionPattern
 
 UNIT, REGISTERS = 16, 4
+AHEAD = 4               # the kernel prefetches this many units before it computes with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class KeySpans:
     first           int32 [layouts, tiles + 1]: the first span of each tile, and the end of the last
     spans           int32 [spans, 4]: first unit in `units`, the one past its last, first register, the one
                     past its last
-    units           int32: numbers of units of keys
+    units           int32: numbers of units of keys; after those of the last span, `AHEAD` more
     """
 
     layout_of_head: np.ndarray
@@ -49,7 +50,7 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
     layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
     layout_of_head = np.empty(heads, dtype=np.int32)
-    firsts, spans, units, total = [], [], [np.empty(0)], 0
+    firsts, spans, units, total = [], [], [], 0
     for number, (of_heads, alike) in enumerate(groups):
         layout_of_head[of_heads] = number
         firsts.append([len(spans)])
@@ -60,7 +61,8 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
                 total += len(seen)
             firsts[-1].append(len(spans))
     return KeySpans(layout_of_head, np.array(firsts, dtype=np.int32),
-                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.concatenate(units).astype(np.int32))
+                    np.array(spans, dtype=np.int32).reshape(-1, 4),
+                    np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32))
 
 
 def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
@@ -78,7 +80,7 @@ def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: in
         firsts.append(len(spans))
     units = -(-len(keys) // UNIT)
     return KeySpans(np.zeros(heads, dtype=np.int32), np.array([firsts], dtype=np.int32),
-                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units, dtype=np.int32))
+                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units + AHEAD, dtype=np.int32))
 
 
 def _seen_by(pattern: AttentionPattern, queries: range, keys: range,
