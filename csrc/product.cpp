@@ -1,5 +1,5 @@
 // Products of matrices in fp32 or bf16 on CPUs with AVX-512 BF16: C = A B + bias in their dtype, and C += A B in fp32.
-// product_kernel.h has the tiles.
+// product_kernel.h has the tiles, product_row.h products of a single row.
 //
 // Work: C is divided into chunks whose part of B, packed, stays in the shared cache; all threads pack it, then take parts of C in
 // turn, each with columns of B that stay in their own cache. Parts of a long sum are added in fp32.
@@ -21,7 +21,7 @@
 #include "pool.h"
 #include "bf16_vectors.h"
 #ifdef HAS_BF16_PRODUCTS
-#include "product_kernel.h"
+#include "product_row.h"
 #endif
 
 namespace py = pybind11;
@@ -185,6 +185,22 @@ int64_t bytes(const Sizes& sizes, bool is_wide) {
     return arrange<N>(w, sizes, is_wide, nullptr);
 }
 
+constexpr int64_t OF_A_THREAD = 1 << 19;      // numbers of the matrix that it reads in the time in which another one wakes up
+
+// One bf16 row x times W [rows, length].
+void row_product(const std::array<int64_t, 2>& sizes, const std::array<int64_t, 2>& w, uintptr_t x, uintptr_t bias, uintptr_t out,
+                 int threads) {
+    const auto [rows, length] = sizes;
+    const RowProduct call{pointer<const uint16_t>(uintptr_t(w[0])), pointer<const uint16_t>(x), pointer<const uint16_t>(bias),
+                          pointer<uint16_t>(out), rows, length, w[1]};
+    const int64_t blocks = (rows + WIDE - 1) / WIDE, helpful = std::min<int64_t>(threads, rows * length / OF_A_THREAD);
+    const int64_t parts = helpful > 1 ? std::min(4 * helpful, blocks) : 1;
+    py::gil_scoped_release released;
+    in_turn(parts, int(helpful), [&, rows = rows](int64_t i) {
+        multiply_row(call, blocks * i / parts * WIDE, std::min(rows, blocks * (i + 1) / parts * WIDE));
+    });
+}
+
 template <typename N>
 void define(py::module_& module, const std::string& dtype) {
     module.def(("bytes_" + dtype).c_str(), &bytes<N>, py::arg("sizes"), py::arg("is_wide"),
@@ -206,5 +222,7 @@ PYBIND11_MODULE(_product, module) {
 #ifdef HAS_BF16_PRODUCTS
     define<Fp32>(module, "fp32");
     define<Bf16>(module, "bf16");
+    module.def("row_product", &row_product, py::arg("sizes"), py::arg("w"), py::arg("x"), py::arg("bias"), py::arg("out"),
+               py::arg("threads"), "out = W x + bias in bf16; w: address, and the stride of rows.");
 #endif
 }

@@ -1,19 +1,18 @@
 """Matrix products in the dtype of their factors.
 
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
-cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products of bf16 matrices, and, on AMD's, of fp32
-matrices (cpu/compiled_product.py), torch's kernel in place of oneDNN's for a single row, and sums of other
-16-bit products in fp32 by cpu/compiled_addition.py.
+cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products (cpu/compiled_product.py) of a single
+bf16 row, of bf16 matrices unless there is AMX, and on AMD's of fp32 matrices; and sums of other 16-bit
+products in fp32 by cpu/compiled_addition.py.
 """
 
-import threading
 from functools import partial
 
 import torch
 from torch._subclasses import FakeTensor
 
 from .cpu import compiled_addition, compiled_product
-from .cpu.widened_products import add_widened_product_, has_instructions, is_widened, widened_product
+from .cpu.widened_products import add_widened_product_, is_widened, widened_product
 from .kernel_table import CPU, Operation, random_tensors
 
 
@@ -48,25 +47,22 @@ def _affine_example(rows: int, width: int, dtype: torch.dtype, device: torch.dev
                                                     (rows + 1,)))
 
 
-ONEDNN_SWITCH = threading.Lock()      # of the process: two threads that restore it could leave it off
 LOW = (torch.bfloat16, torch.float16)
 
 
-def _is_one_row(x: torch.Tensor, *_: object) -> bool:
-    return x.shape[0] == 1 and has_memory(x)
+def _suits_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+               out: torch.Tensor | None = None) -> bool:
+    is_written = out is None or out.dtype == x.dtype and compiled_product.takes_target(out)
+    return is_written and has_memory(x) and not is_widened(x) and compiled_product.suits_row(x, weight, bias)
 
 
-@affine.implementation("one row", devices=CPU, dtypes=(torch.bfloat16,), suits=_is_one_row,
-                       available=lambda: "" if has_instructions(torch.bfloat16) else "no bf16 instructions")
-def _affine_of_one_row(x: torch.Tensor, *arguments: torch.Tensor | None) -> torch.Tensor:
-    """Generation of text: for one row torch's own kernel is 1.5 times as fast as oneDNN's."""
-    with ONEDNN_SWITCH:
-        uses_onednn = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
-        try:
-            return affine.in_torch(x, *arguments)
-        finally:
-            torch._C._set_mkldnn_enabled(uses_onednn)
+@affine.implementation("one row", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_row,
+                       available=compiled_product.reason_against_rows)
+def _affine_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                       out: torch.Tensor | None = None) -> torch.Tensor:
+    """Generation of text: each token multiplies one row by all weights."""
+    out = x.new_empty(1, weight.shape[0]) if out is None else out
+    return compiled_product.row_product(x, weight, bias, out)
 
 
 def _compiled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

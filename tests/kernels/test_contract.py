@@ -22,12 +22,13 @@ for _module in pkgutil.iter_modules(megatron_ds.ops.__path__):
 SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))
 # Of implementations that take no others, and need the processor's products of 16 bits.
 OWN_SIZES = {("attention", "c++"): ((65, 32), (130, 64), (7, 128)),
+             ("affine", "one row"): ((1, 8), (1, 1001)),
              **{(name, "c++"): ((64, 64), (101, 99), (150, 1101), (260, 1000))
                 for name in ("product", "affine", "add_product_")}}
-# An example is plain causal attention, which these do not take: tests/plans/test_windows.py and
-# test_compiled_layouts.py compare them with an explicit softmax in double precision. Kernels of Triton do not
-# run in the emulator: test_flex_attention.py of tests/plans and of tests/gpu.
-OTHER_CASES = {("attention", "tiled"), ("attention", "c++ layouts"), ("attention", "flex")}
+# An example is plain causal attention, which these do not take: tests/plans/test_windows.py compares the
+# first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
+# test_flex_attention.py of tests/plans and of tests/gpu.
+OTHER_CASES = {("attention", "tiled"), ("attention", "flex")}
 ENTRIES = [pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
            for operation in OPERATIONS.values() for entry in operation.implementations
            if (operation.name, entry.name) not in OTHER_CASES]

@@ -1,13 +1,11 @@
 """16-bit products: through fp32 where the processor has none, with the same result but for the last
 rounding."""
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from megatron_ds.ops.core_attention import attention, reference_attention
+from megatron_ds.ops.cpu import compiled_product
 from megatron_ds.ops.cpu import widened_products as products
 from megatron_ds.ops.cpu.widened_products import Workspace
 from megatron_ds.ops.product import add_product_, affine, product
@@ -114,16 +112,25 @@ def test_attention_in_16_bits_is_that_of_fp32_rounded_where_there_are_no_product
     assert ((out - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
-def test_threads_that_multiply_single_rows_leave_onednn_as_it_was():
-    x, weight = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
-    [entry] = [entry for entry in affine.implementations if entry.name == "one row"]
-    before, interval = torch._C._get_mkldnn_enabled(), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+@pytest.mark.skipif(bool(compiled_product.reason_against_rows()), reason="not compiled for this processor")
+@pytest.mark.parametrize("columns, length", [(1, 1), (7, 31), (16, 32), (25, 70), (130, 384), (2500, 1100)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_single_row_is_rounded_once_and_alike_on_any_number_of_threads(columns, length, has_bias):
+    generator = torch.Generator().manual_seed(columns)
+    x, wide, bias = (torch.randn(shape, generator=generator).bfloat16()
+                     for shape in ((1, length), (columns, length + 3), (columns,)))
+    weight, bias = wide[:, 1:-2], bias if has_bias else None            # unaligned rows
+    assert affine.choice(x, weight, bias) is not affine.in_torch
+    exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0)
+    before, results = torch.get_num_threads(), []
     try:
-        with ThreadPoolExecutor(3) as pool:
-            for _ in pool.map(lambda _: [entry.function(x, weight, None) for _ in range(2000)], range(3)):
-                pass
-        assert torch._C._get_mkldnn_enabled() == before
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(affine(x, weight, bias))
     finally:
-        sys.setswitchinterval(interval)
-        torch._C._set_mkldnn_enabled(before)
+        torch.set_num_threads(before)
+    error = (results[0] - exact).abs()
+    assert (error <= 2**-8 * exact.abs() + 1e-5 * length**0.5).all()
+    assert all(torch.equal(results[0], other) for other in results)
+    out = torch.full((1, columns), torch.nan, dtype=torch.bfloat16)
+    assert affine(x, weight, bias, out) is out and torch.equal(out, results[0])
