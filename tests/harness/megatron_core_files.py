@@ -60,7 +60,7 @@ def arguments(job: dict):
         expert_model_parallel_size=job["ep"], world_size=job["ranks"], rank=rank,
         virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None,
         data_parallel_size=job["ranks"] // job["tp"] // job["pp"], optimizer="adam", lr=job["lr"],
-        weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+        weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=job["eps"], clip_grad=1.0,
         bf16=job["dtype"] == "bfloat16", fp16=False,
         use_distributed_optimizer=job["distributed"], ckpt_format="torch_dist", consumed_train_samples=8,
         consumed_valid_samples=0, iteration=job["steps"], model_type=ModelType.encoder_or_decoder,

@@ -101,7 +101,7 @@ def with_optimizer(job: dict, config, models: list):
                                        job.get("bucket_size") is None) for number, model in enumerate(models)]
     optimizer = get_megatron_optimizer(OptimizerConfig(
         optimizer="adam", lr=job["lr"], min_lr=job["lr"], weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
-        adam_eps=1e-8, clip_grad=1.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
+        adam_eps=job["eps"], clip_grad=1.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=job["distributed"]), wrapped)
     for group in optimizer.param_groups:        # Megatron-LM's scheduler does this before each step
         group["weight_decay"] = 0.1 * group["wd_mult"]

@@ -14,6 +14,7 @@ from megatron_ds.errors import CheckpointError
 from tests.harness import megatron_core
 from tests.harness.megatron_core import (
     BERT,
+    EPS,
     GPT2,
     LLAMA,
     LR,
@@ -29,7 +30,8 @@ from tests.harness.megatron_core import (
 from tests.harness.next_step import difference, next_step
 
 pytestmark = pytest.mark.skipif(bool(megatron_core.skip_reason()), reason=megatron_core.skip_reason())
-OPTIONS = dict(vocab_size=ROWS, seq_length=SEQUENCE, lr=LR, min_lr=LR, weight_decay=0.1, adam_beta2=0.95)
+OPTIONS = dict(vocab_size=ROWS, seq_length=SEQUENCE, lr=LR, min_lr=LR, weight_decay=0.1, adam_beta2=0.95,
+               adam_eps=EPS)
 READERS = {"torch_dist": megatron_torch_dist_format, "torch": megatron_torch_format}
 ALL_ROWS = Wishes(vocab_size=ROWS)
 
