@@ -6,12 +6,13 @@ Shapes: b samples, s positions. Batches are [b, s]; hidden states inside a model
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..mpu.context import SequenceSlice
+from .documents import Boundaries, Documents
 from .ledger import NO_LEDGER, Ledger
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Batch:
     attention_mask  None for plain causal attention, else bool [b, 1, s or 1, s], True = may not attend
     document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only.
                     None: all positions of a sample may attend to each other
+    boundaries    where the documents of `document_ids` begin, known on the host although the ids are on a
+                  GPU; None: they are read from the ids if these are on the CPU, else unknown
     token_types     int64 [b, s], the segment of each token, for models with segment embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
     kept_tokens   tokens of each sample that a token-dropping layer keeps (models/random_ltd.py); None: all of
@@ -67,6 +70,7 @@ class Batch:
     attention_mask: torch.Tensor | None = None
     rows_per_sample: int = 1
     document_ids: torch.Tensor | None = None
+    boundaries: Boundaries | None = None
     token_types: torch.Tensor | None = None
     sentence_order: torch.Tensor | None = None
     kept_tokens: int | None = None
@@ -95,9 +99,9 @@ class Batch:
         return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
     @cached_property
-    def documents(self) -> "Documents | None":
+    def documents(self) -> Documents | None:
         """`document_ids` as attention needs them, made once for all layers."""
-        return None if self.document_ids is None else Documents(self.document_ids)
+        return None if self.document_ids is None else Documents(self.document_ids, self.boundaries)
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -110,8 +114,12 @@ class Batch:
         return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
 
     def to(self, device: torch.device) -> "Batch":
-        """A copy on the device; asynchronous from page-locked memory."""
-        return self._map(lambda t: t.to(device, non_blocking=True))
+        """A copy on the device; asynchronous from page-locked memory. Attention cannot read document ids on a
+        GPU without waiting for it, so their boundaries are noted before."""
+        moved = self._map(lambda t: t.to(device, non_blocking=True))
+        if self.documents is None or device.type == "cpu":
+            return moved
+        return replace(moved, boundaries=self.documents.boundaries)
 
     def pin(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
@@ -183,12 +191,14 @@ class Batch:
             if mask.shape[2] > 1:
                 rows = index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
                 kept["attention_mask"] = mask.gather(2, rows)                   # [b, n, k, k]
-        return replace(self, **kept, places=places)
+        return replace(self, **kept, places=places, boundaries=None)
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = {name: t[start:stop] for name, t in self.tensors().items()}
         whole = None if self.whole is None else self.whole._rows(start, stop)
-        return replace(self, **rows, sample_ids=self.sample_ids[start:stop], whole=whole)
+        boundaries = None if self.boundaries is None else self.boundaries[start:stop]
+        return replace(self, **rows, sample_ids=self.sample_ids[start:stop], whole=whole,
+                       boundaries=boundaries)
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Move each tensor. A row that is expanded over samples (stride 0) stays so."""
@@ -196,69 +206,6 @@ class Batch:
             return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
         whole = None if self.whole is None else self.whole._map(move)
         return replace(self, **{name: moved(t) for name, t in self.tensors().items()}, whole=whole)
-
-
-def document_numbers(ends: torch.Tensor) -> torch.Tensor:
-    """The document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
-    numbers = ends.cumsum(1)
-    return numbers - ends.long()
-
-
-def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
-    """Where the document of each position begins, int64 [b, s]."""
-    first = torch.zeros_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    here = torch.arange(document_ids.shape[1], device=document_ids.device)
-    return torch.where(first, here, 0).cummax(1).values
-
-
-def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
-    """Positions that count from the beginning of each document, int64 [b, s]."""
-    return torch.arange(document_ids.shape[1], device=document_ids.device) - document_starts(document_ids)
-
-
-class Documents:
-    """The documents of a micro-batch, for attention; made once for all layers.
-
-        tokens         a  b  E  c  d  e  E  f         E ends a document and belongs to it
-        document_ids   0  0  0  1  1  1  1  2
-        starts         0  0  0  3  3  3  3  7
-        positions      0  1  2  0  1  2  3  0
-
-    ids: int64 [b, s], not decreasing along a sample.
-    """
-
-    def __init__(self, ids: torch.Tensor):
-        self.ids = ids
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """Where the document of each position begins, int64 [b, s]."""
-        return document_starts(self.ids)
-
-    @property
-    def foreign(self) -> torch.Tensor:
-        """bool [b, 1, s, s], True where the key belongs to another document than the query."""
-        return _foreign(self)
-
-    def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """[b, 1, s, s] to add to the scores: 0 for earlier positions of its document, else -inf."""
-        return _bias(self, dtype)
-
-
-# These are squares of the sequence, and the micro-batches of a step live as long as the step, so only the
-# last ones are kept: one is used in forward while another is in backward, each perhaps with two sets of
-# positions.
-@lru_cache(maxsize=4)
-def _foreign(documents: Documents) -> torch.Tensor:
-    return (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
-
-
-@lru_cache(maxsize=4)
-def _bias(documents: Documents, dtype: torch.dtype) -> torch.Tensor:
-    closed = (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
-    closed |= torch.ones_like(closed[0, 0]).triu(1)
-    return torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)
 
 
 def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class SharedKeysAttention(nn.Module):
         heads, whole = range(first, first + q.shape[2]), batch.whole
         pattern, mask = seen_keys(self.pattern.of_heads(heads), whole)
         p = self.dropout if batch.training else 0.0
-        seen = Seen(pattern, whole.document_ids, mask, self._keep(heads, p, whole) if p else None,
+        seen = Seen(pattern, whole.documents, mask, self._keep(heads, p, whole) if p else None,
                     alibi_of(self.alibi_heads, heads, whole, q.device))
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
         out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads, q.device))

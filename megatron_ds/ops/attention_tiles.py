@@ -8,17 +8,20 @@ separate documents save the work that they hide:
                                             0 .. 3    see nothing: no tile
                                             12 .. 15  see all of them: one tile without a mask
 
-Only host numbers decide: document ids on a GPU are not read, and then only mask elements.
+Only numbers of the host decide: document ids on a GPU are not read. Without boundaries of documents
+(`data.documents`), ids mask elements and save no work.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 
 from .alibi import Alibi
 from .attention_pattern import AttentionPattern
-from .product import has_memory
 
 ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
 ROWS_OF_LAYOUT = 128                # of a tile of a block layout
@@ -65,14 +68,14 @@ class Seen:
     """Which keys a query sees.
 
     pattern    by positions, or by blocks of the heads that attend
-    documents  int64 [b, s], not decreasing: a query sees keys of its own document only; None: of all
+    documents  `data.documents.Documents` of the samples: a query sees keys of its own one only; None: of all
     mask       bool [b or 1, n or 1, s or 1, s], True where a query does not see a key; None: nothing more
     keep       tile → (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
     alibi      added to the scores of the heads; None: nothing
     """
 
     pattern: AttentionPattern
-    documents: torch.Tensor | None = None
+    documents: Any = None
     mask: torch.Tensor | None = None
     keep: Keep | None = None
     alibi: Alibi | None = None
@@ -99,7 +102,8 @@ class Seen:
         masks = [] if hidden is None else [hidden]
         rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
         if self.documents is not None:
-            masks.append((self.documents[:, rows, None] != self.documents[:, None, columns])[:, None])
+            ids = self.documents.ids
+            masks.append((ids[:, rows, None] != ids[:, None, columns])[:, None])
         if self.mask is not None:
             masks.append(self.mask[:, :, rows if self.mask.shape[2] > 1 else slice(None), columns])
         for other in masks[1:]:
@@ -110,14 +114,34 @@ class Seen:
         """(queries, keys, whether no mask is needed) of the tiles of two runs."""
         if self.pattern.layout is not None:
             yield from self._parts_of_layout(queries, keys)
-        elif self.is_bare and self._sees_all(queries, keys):
-            yield queries, keys, True
-        elif self.is_bare and self.is_causal_only and queries == keys:
-            yield queries, keys, False
-        else:
-            for rows in _pieces(queries, ROWS):
-                for columns, is_whole in self._columns(rows, self._seen_by(rows, keys)):
-                    yield rows, columns, is_whole
+            return
+        for rows in self._sections(queries):
+            for columns in _halves(self._seen_by(rows, keys), rows.start):
+                if self.is_bare and self._sees_all(rows, columns):
+                    yield rows, columns, True
+                elif self.is_triangle(rows, columns):
+                    yield rows, columns, False
+                else:
+                    for piece in _pieces(rows, ROWS):
+                        for part, is_whole in self._columns(piece, self._seen_by(piece, columns)):
+                            yield piece, part, is_whole
+
+    def _sections(self, queries: range) -> Iterator[range]:
+        """Parts of a run of queries: a document of at least ROWS positions is one, as it may need no mask.
+        So are all positions between two of these. Documents of several samples end wherever one of them
+        does."""
+        starts = {queries.start, queries.stop}
+        for sample in self._boundaries or () if self.is_bare else ():
+            starts.update(sample[bisect_right(sample, queries.start):bisect_left(sample, queries.stop)])
+        first = queries.start
+        for start, stop in pairwise(sorted(starts)):
+            if stop - start >= ROWS:
+                if first < start:
+                    yield range(first, start)
+                yield range(start, stop)
+                first = stop
+        if first < queries.stop:
+            yield range(first, queries.stop)
 
     def _whole_runs(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
         seen, layout = self._seen_by(queries, keys), self.pattern.layout
@@ -144,25 +168,35 @@ class Seen:
             yield range(start, keys.stop), True
 
     def _seen_by(self, queries: range, keys: range) -> range:
+        """Those from the first key to the last one that any of the queries sees in any sample."""
         seen = self.pattern.keys_of(queries, keys)
-        if self.documents is None or not _is_readable(self.documents) or not len(seen):
+        if not self._boundaries or not len(seen):
             return seen
-        # Ids do not decrease, so keys of earlier documents come before all others, and of later ones after.
-        first, last = self.documents[:, queries.start, None], self.documents[:, queries.stop - 1, None]
-        ids = self.documents[:, seen.start:seen.stop]
-        inside = ((ids >= first) & (ids <= last)).any(0).nonzero()
-        if not len(inside):
-            return range(seen.start, seen.start)
-        return range(seen.start + int(inside[0]), seen.start + int(inside[-1]) + 1)
+        runs = []
+        for sample in self._boundaries:
+            before, after = bisect_right(sample, queries.start), bisect_left(sample, queries.stop)
+            first = max(seen.start, sample[before - 1] if before > 0 else 0)
+            last = min(seen.stop, sample[after] if after < len(sample) else seen.stop)
+            if first < last:
+                runs.append((first, last))
+        return range(min(run[0] for run in runs), max(run[1] for run in runs)) if runs else range(0)
 
     def _sees_all(self, queries: range, keys: range) -> bool:
         if self.mask is not None or not self.pattern.sees_all(queries, keys):
             return False
+        return self._is_one_document(min(queries.start, keys.start), max(queries.stop, keys.stop) - 1)
+
+    def _is_one_document(self, first: int, last: int) -> bool:
+        """Whether all positions from `first` to `last` are known to be of one document in each sample."""
         if self.documents is None:
             return True
-        first, last = min(queries.start, keys.start), max(queries.stop, keys.stop) - 1
-        return _is_readable(self.documents) and bool(
-            (self.documents[:, first] == self.documents[:, last]).all())
+        return self._boundaries is not None and all(
+            bisect_right(sample, first) == bisect_right(sample, last) for sample in self._boundaries)
+
+    @property
+    def _boundaries(self) -> tuple[tuple[int, ...], ...] | None:
+        """None without documents, and where theirs are unknown."""
+        return None if self.documents is None else self.documents.boundaries
 
     @property
     def is_bare(self) -> bool:
@@ -177,15 +211,17 @@ class Seen:
         is_padding = self.mask is None or self.mask.shape[1:3] == (1, 1)
         return self.keep is None and not has_places and is_padding
 
-    @property
-    def is_causal_only(self) -> bool:
-        """Whether nothing but later keys is hidden."""
-        return (self.pattern.causal and self.pattern.is_plain and self.mask is None
-                and self.documents is None)
+    def is_triangle(self, queries: range, keys: range) -> bool:
+        """Whether these are the same positions and nothing but later keys is hidden, so that a kernel with a
+        causal mask of its own computes the tile."""
+        return (queries == keys and self.is_bare and self.pattern.causal and self.pattern.is_plain
+                and self.mask is None and self._is_one_document(queries.start, queries.stop - 1))
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and has_memory(tensor)
+def _halves(run: range, at: int) -> Iterator[range]:
+    """What lies before a position, and from it on; empty ones are left out."""
+    middle = min(max(at, run.start), run.stop)
+    yield from filter(len, (range(run.start, middle), range(middle, run.stop)))
 
 
 def _pieces(run: range, size: int) -> Iterator[range]:

@@ -6,10 +6,10 @@ key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
 probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AVX-512 BF16,
-but with AMX only for block layouts. Elsewhere cpu/blocked_attention.py for causal attention of medium length
-and for narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks;
-and fp32 where the processor has no matrix products of the dtype. On a GPU with Triton, what torch's fused
-attention needs a mask of all scores for, or cannot do: gpu/flex_attention.py.
+but with AMX only for block layouts and few keys. Elsewhere cpu/blocked_attention.py for causal attention of
+medium length and for narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block
+layouts and sinks; and fp32 where the processor has no matrix products of the dtype. On a GPU with Triton,
+what torch's fused attention needs a mask of all scores for, or cannot do: gpu/flex_attention.py.
 """
 
 from typing import Any, Protocol
@@ -88,17 +88,10 @@ def _suits_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
             and not is_widened(q) and compiled_attention.suits(q, k, pattern))
 
 
-def _suits_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-                  pattern: AttentionPattern = CAUSAL, **others: Any) -> bool:
-    return pattern.layout is not None and _suits_compiled(q, k, v, pattern=pattern, **others)
-
-
 @attention.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_suits_compiled,
                           available=lambda: compiled_attention.reason_against(torch.float32))
 @attention.implementation("c++", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_compiled,
-                          available=lambda: compiled_attention.reason_against_plain(torch.bfloat16))
-@attention.implementation("c++ layouts", devices=CPU, dtypes=(torch.bfloat16,), suits=_suits_layout,
-                          available=lambda: compiled_attention.reason_against_layouts(torch.bfloat16))
+                          available=lambda: compiled_attention.reason_against(torch.bfloat16))
 def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scoring: Scoring = PLAIN,
               **shown: Any) -> torch.Tensor:
     return compiled_attention.compiled_attention(q, k, v, _shown(q, k, **shown), scoring)

@@ -130,11 +130,12 @@ class _Operands:
            by_runs: bool) -> "_Operands":
         if by_runs:
             padding = None if seen.mask is None else seen.mask[:, 0, 0].expand(q.shape[0], -1)
-            shown = Shown.of(seen.pattern, tile.queries, tile.keys, seen.documents, padding)
+            ids = None if seen.documents is None else seen.documents.ids
+            shown = Shown.of(seen.pattern, tile.queries, tile.keys, ids, padding)
             return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, None, False,
                        None, shown, seen.alibi)
         keep = None if seen.keep is None else seen.keep(tile)
-        triangle = seen.is_bare and not tile.is_whole and tile.queries == tile.keys and seen.is_causal_only
+        triangle = not tile.is_whole and seen.is_triangle(tile.queries, tile.keys)
         hidden = None if triangle else seen.hidden(tile, q.device)
         falling = None if seen.alibi is None else seen.alibi.bias(tile.queries, tile.keys)
         bias = _bias(hidden, falling, q.dtype)
@@ -208,8 +209,9 @@ def _has_kernel(queries: torch.Tensor, own: Runs, others: Runs, seen: Seen) -> b
     """Whether the compiled kernel takes queries [b, n, q, d] and keys of these positions."""
     if queries.device.type != "cpu" or not seen.is_of_runs:
         return False
-    names = ["c++"] if seen.pattern.layout is None else ["c++", "c++ layouts"]
-    return (any(attention.has(name, "cpu", queries.dtype) for name in names)
+    if seen.pattern.layout is None and compiled_attention.yields_to_tiles(queries.dtype):
+        return False
+    return (attention.has("c++", "cpu", queries.dtype)
             and compiled_attention.takes(queries, seen.pattern, (*own.ranges, *others.ranges)))
 
 

@@ -40,9 +40,13 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
 
 
 def is_memory_scarce(config: RunConfig) -> bool:
-    """Whether a run has options that trade time for memory, or hidden states of at least 16 MiB."""
+    """Whether a run has options that trade time for memory, or hidden states of at least 16 MiB.
+
+    Page faults of returned memory take time in proportion to a rank's tokens, attention to these times the
+    whole sequence. So hidden states are those of whole sequences, also under context parallelism.
+    """
     zero, train = config.zero, config.train
     saves = (train.recompute_granularity == "full" or train.tiled_mlp != 1 or train.cross_entropy_chunks != 1
              or not zero.offload_optimizer == zero.offload_param == "none")
     hidden = torch.Size(boundary_shape(config)).numel() * DTYPES[config.optimizer.params_dtype].itemsize
-    return saves or hidden >= LARGE_HIDDEN_BYTES
+    return saves or hidden * config.parallel.context_parallel_size >= LARGE_HIDDEN_BYTES

@@ -16,6 +16,7 @@ from megatron_ds.training import distributed
 
 JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 "
        "--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 16").split()
+LARGE = ["--micro-batch-size", "131072", "--global-batch-size", "131072"]       # hidden states of 16 MiB
 
 # In a process of its own, as the settings last. A thread that is new takes its block from the main heap when
 # there is one arena only, else from a mapping of its own; a freed block stays resident when it is kept.
@@ -105,7 +106,7 @@ def test_tensors_lie_on_huge_pages_where_memory_is_returned_unless_the_user_chos
                           (["--recompute-granularity", "full"], False), (["--tiled-mlp", "2"], False),
                           (["--tiled-logits"], False), (["--recompute-granularity", "selective"], True),
                           (["--context-parallel-size", "2"], True),
-                          (["--micro-batch-size", "131072", "--global-batch-size", "131072"], False)])
+                          (LARGE, False), (["--context-parallel-size", "2", *LARGE], False)])
 def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_unless_it_is_scarce(flags, kept,
                                                                                         monkeypatch):
     events, start = [], distributed.launching.start

@@ -4,16 +4,18 @@ explicit softmax, and the golden values of a merge."""
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_ds.data.documents import Documents
 from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.block_layout import BlockLayout
-from megatron_ds.ops.core_attention import attention
+from megatron_ds.ops.cpu import compiled_attention
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from tests.harness.plain_gpt import plain_slopes
 
@@ -41,18 +43,24 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(attention_tiles, "GAP", 4)
 
 
-def document_ids():
+def documents():
     ends = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
     ends[0, 7] = ends[0, 13] = ends[1, 19] = 1
-    return ends.cumsum(1) - ends
+    return Documents(ends.cumsum(1) - ends)
 
 
 def padding(start=20):
     return (torch.arange(LENGTH) >= start).expand(SAMPLES, 1, 1, -1)
 
 
+def of_a_device(documents):
+    """Documents whose boundaries are unknown."""
+    return SimpleNamespace(ids=documents.ids, foreign=documents.foreign, boundaries=None)
+
+
 def seen_of(pattern, hides):
-    return Seen(PATTERNS[pattern], document_ids() if "documents" in hides else None,
+    apart = of_a_device(documents()) if "unknown" in hides else documents()
+    return Seen(PATTERNS[pattern], apart if "documents" in hides else None,
                 padding() if "padding" in hides else None)
 
 
@@ -73,11 +81,12 @@ def hidden_of(seen):
         shown = torch.tensor(pattern.layout.seen)[:, here[:, None] // size, here // size]
         hidden = hidden | ~shown
     if seen.documents is not None:
-        hidden |= (seen.documents[:, :, None] != seen.documents[:, None])[:, None]
+        hidden |= seen.documents.foreign
     return hidden if seen.mask is None else hidden | seen.mask
 
 
-CASES = [*itertools.product(PATTERNS, ("", "documents", "padding", "documents, padding"))]
+HIDES = ("", "documents", "padding", "documents, padding", "unknown documents")
+CASES = [*itertools.product(PATTERNS, HIDES)]
 
 
 @pytest.mark.parametrize("pattern, hides", CASES)
@@ -94,8 +103,73 @@ def test_tiles_cover_each_visible_element_once_and_skip_hidden_blocks(pattern, h
             assert torch.equal(there, torch.zeros_like(there) if mask is None else mask.expand_as(there))
             count[tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop] += 1
     assert count.max() == 1 and bool((count[~hidden.all(1).all(0)] == 1).all())
-    if pattern != "full" or "documents" in hides:
+    if pattern != "full" or hides in ("documents", "documents, padding"):
         assert count.sum() < LENGTH * LENGTH
+
+
+# ------------------------------------------------------------------------------ sequences of many tokens
+TOKENS, RANKS = 1 << 17, 8
+
+
+def known(*boundaries):
+    """Documents of one sample, without ids."""
+    return SimpleNamespace(boundaries=(boundaries,))
+
+
+def drawn_boundaries(least, most):
+    draw, at = torch.Generator().manual_seed(least), 0
+    while (at := at + int(torch.randint(least, most + 1, (), generator=draw))) < TOKENS:
+        yield at
+
+
+def tiles_of_rank(seen, rank):
+    """Over all keys, of a rank with two chunks."""
+    chunk = TOKENS // (2 * RANKS)
+    runs = [Runs((range(i * chunk, (i + 1) * chunk), range(TOKENS - (i + 1) * chunk, TOKENS - i * chunk)))
+            for i in range(RANKS)]
+    return [tile for keys in runs for tile in seen.tiles(runs[rank], keys)]
+
+
+@pytest.fixture
+def large_tiles(small_tiles, monkeypatch):
+    for name, size in (("ROWS", 512), ("COLUMNS", 1024)):
+        monkeypatch.setattr(attention_tiles, name, size)
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_one_document_has_the_tiles_of_a_causal_mask(rank):
+    tiles = tiles_of_rank(Seen(CAUSAL, known()), rank)
+    assert len(tiles) == 17 and tiles == tiles_of_rank(Seen(CAUSAL), rank)
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("pattern", [CAUSAL, FULL])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_long_documents_need_no_mask(pattern, rank):
+    """Tiles are whole or triangles, and have each score of the documents once."""
+    boundaries = (*drawn_boundaries(512, 9000),)
+    # A part of a document in a chunk may be shorter than ROWS; here, none is.
+    chunk = TOKENS // (2 * RANKS)
+    boundaries = tuple(at for at in boundaries if 512 <= at % chunk <= chunk - 512)
+    seen = Seen(pattern, known(*boundaries))
+    tiles, edges = tiles_of_rank(seen, rank), [0, *boundaries, TOKENS]
+    assert all(tile.is_whole or seen.is_triangle(tile.queries, tile.keys) for tile in tiles)
+    scores = sum(len(t.queries) * (len(t.keys) if t.is_whole else (len(t.keys) + 1) / 2) for t in tiles)
+    own = torch.arange(TOKENS).view(2 * RANKS, chunk)[[rank, 2 * RANKS - 1 - rank]].flatten()
+    number = torch.bucketize(own, torch.tensor(edges), right=True)
+    first, last = (torch.tensor(edges)[number + i] for i in (-1, 0))
+    assert scores == int((own + 1 if pattern.causal else last).sub(first).sum())
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("pattern", [CAUSAL, AttentionPattern(left=4095)])
+def test_short_documents_share_tiles(pattern):
+    """32 pieces of 512 queries see at most 30 keys before them, perhaps of another chunk."""
+    assert len(tiles_of_rank(Seen(pattern, known(*drawn_boundaries(10, 30))), 3)) <= 2 * 32
+    in_one = tiles_of_rank(Seen(pattern, known()), 3)
+    assert in_one == tiles_of_rank(Seen(pattern), 3) and len(in_one) <= 4 * 32
+    assert len(in_one) < len(tiles_of_rank(Seen(pattern, SimpleNamespace(boundaries=None)), 3))
 
 
 def inputs(dtype=torch.float32, channels=CHANNELS):
@@ -148,11 +222,12 @@ def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.skipif(attention.first_choice("cpu", torch.bfloat16) != "c++", reason="not compiled for bf16")
+@pytest.mark.skipif(bool(compiled_attention.reason_against(torch.bfloat16)), reason="not compiled for bf16")
 @pytest.mark.parametrize("pattern", ["causal", "full"])
 def test_tiles_of_bf16_run_in_compiled_attention(pattern, monkeypatch):
     for name in ("_CPU", "_CPU_BACKWARD"):
         monkeypatch.setattr(partial_attention, name, None)
+    monkeypatch.setattr(compiled_attention, "yields_to_tiles", lambda dtype: False)
     values, seen = inputs(torch.bfloat16, 32), seen_of(pattern, "")
     for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2)
@@ -191,7 +266,7 @@ def test_rows_of_a_bias_are_aligned_and_its_values_are_those_of_the_mask(columns
 def test_dropout_keeps_the_probabilities_that_its_mask_keeps():
     kept = torch.rand(SAMPLES, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.7
     cut = lambda tile: (kept[:, :, tile.queries.start:tile.queries.stop, tile.keys.start:tile.keys.stop], 1.5)
-    seen, values = Seen(CAUSAL, document_ids(), keep=cut), inputs()
+    seen, values = Seen(CAUSAL, documents(), keep=cut), inputs()
     for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen), kept * 1.5),
                            strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=5e-6)

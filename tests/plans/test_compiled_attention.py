@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.batch import Documents, document_numbers
+from megatron_ds.data.documents import Documents, document_numbers
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
@@ -15,7 +15,7 @@ from megatron_ds.ops.scoring import Scoring
 
 
 def needs(dtype):
-    reason = module.reason_against_plain(dtype)
+    reason = module.reason_against(dtype)
     return pytest.mark.skipif(bool(reason), reason=reason or "-")
 
 
@@ -29,7 +29,8 @@ SETS = module.extension().instruction_sets() if module.extension() else []
 
 @pytest.fixture(autouse=True, params=SETS or ["none"])
 def instruction_set(request, monkeypatch):
-    """Those of this processor in turn; bf16 needs the first of them."""
+    """Those of this processor in turn; bf16 needs the first of them, and here it is taken with AMX, too."""
+    monkeypatch.setattr(module, "yields_to_tiles", lambda dtype: False)
     name, dtype = request.param, request.node.callspec.params.get("dtype")
     if name not in SETS:
         return
@@ -172,9 +173,9 @@ def test_scores_of_any_size(dtype):
     assert out[30:].isnan().all() and out[:30].isfinite().all()
 
 
-@compiled
-def test_what_is_kept_is_the_arguments_the_output_and_a_number_a_row():
-    packed, (q, k, v) = projected(128, 4, 4, 32)
+@both_dtypes
+def test_what_is_kept_is_the_arguments_the_output_and_a_number_a_row(dtype):
+    packed, (q, k, v) = projected(128, 4, 4, 32, dtype=dtype)
     kept = attention(q, k, v).grad_fn.saved_tensors
     assert sum(t.numel() * t.element_size() for t in kept[5:]) == 4 * 128 * 2 * 4
     assert {t.untyped_storage().data_ptr() for t in kept[:3]} == {packed.data_ptr()}
@@ -215,24 +216,32 @@ def test_it_can_be_switched_off(monkeypatch):
     assert RUNS not in _names(attention(q, k, v).grad_fn)
 
 
-def test_a_processor_without_its_instructions_or_with_faster_ones_does_without(monkeypatch):
+def test_a_processor_without_its_instructions_does_without(monkeypatch):
     class Fake:
-        has_products = has_tiles = staticmethod(lambda: True)
+        has_products = staticmethod(lambda: True)
 
     low, wide = torch.bfloat16, torch.float32
     monkeypatch.setattr(module, "extension", lambda: Fake)
     monkeypatch.setattr(module, "functions", lambda: Fake)
-    assert module.reason_against_plain(low) == "AMX is faster"
-    assert not module.reason_against_plain(wide) and not module.reason_against_layouts(low)
-    Fake.has_tiles = staticmethod(lambda: False)
-    assert not module.reason_against_plain(low)
-    assert module.reason_against_layouts(low) == "all patterns are compiled"
+    assert not module.reason_against(low) and not module.reason_against(wide)
     Fake.has_products = staticmethod(lambda: False)
     assert module.reason_against(low) == "no AVX-512 BF16" and not module.reason_against(wide)
     monkeypatch.setattr(module, "functions", lambda: None)
     assert module.reason_against(wide) == "neither AVX-512 nor AVX2"
     monkeypatch.setattr(module, "extension", lambda: None)
-    assert module.reason_against(wide) == module.reason_against_plain(low) == "not compiled"
+    assert module.reason_against(wide) == module.reason_against(low) == "not compiled"
+
+
+@pytest.mark.parametrize("s, d, pattern, stays",
+                         [(512, 64, CAUSAL, True), (513, 64, CAUSAL, False), (256, 64, FULL, True),
+                          (256, 128, CAUSAL, True), (257, 64, FULL, False),
+                          (4096, 64, AttentionPattern(left=127), True)])
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_with_amx_many_keys_are_left_to_batched_products(s, d, pattern, stays, has_tiles, monkeypatch):
+    monkeypatch.setattr(module, "yields_to_tiles", lambda dtype: has_tiles and dtype == torch.bfloat16)
+    q = torch.empty(s, 1, 1, d, dtype=torch.bfloat16, device="meta")
+    assert module.suits(q, q, pattern) == (stays or not has_tiles)
+    assert module.suits(q.float(), q.float(), pattern)
 
 
 @pytest.mark.parametrize("sets, chosen", [(["avx512", "avx2"], "wide"), (["avx2"], "narrow"), ([], None)])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.batch import Documents, document_numbers
+from megatron_ds.data.documents import Documents, document_numbers
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.block_layout import BlockLayout
@@ -113,7 +113,7 @@ def test_ranks_that_share_keys_compute_what_one_does(case, dtype, bound, hides, 
         draw(192, 2, heads, 32, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2, 4)))
     apart = Documents(document_numbers(draw(2, 192).abs() < 0.02))
     padding = (torch.arange(192) >= 185)[None, None, None].expand(2, 1, 1, 192) if hides else None
-    seen = Seen(pattern, apart.ids if hides else None, padding)
+    seen = Seen(pattern, apart if hides else None, padding)
     ways = []
     monkeypatch.setattr(compiled_attention, "_run", lambda name, *more: (ways.append(name), RUN(name, *more)))
     ours = [torch.zeros(t.shape) for t in (q, q, k, v)]

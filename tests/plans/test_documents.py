@@ -1,5 +1,6 @@
 """Documents that share a sample: positions that start anew, and attention that stays within each."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.batch import Batch, Documents, document_numbers, document_positions, document_starts
+from megatron_ds.data.batch import Batch
+from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
+from megatron_ds.data.documents import Documents, document_numbers, document_positions, document_starts
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.ops.core_attention import attention, reference_attention
@@ -157,3 +160,21 @@ def test_short_documents_cost_less_than_one_long_sample():
         out = blocked_attention(q, k, v, 0.1, Documents(ids))
         kept.append(sum(t.numel() for t in out.grad_fn.saved_tensors) - 3 * q.numel())
     assert kept[1] < kept[0] / 3
+
+
+def test_boundaries_of_documents_are_noted_before_ids_leave_the_cpu():
+    """On the way of a batch through a run: to a device, shortened, narrowed to some positions, and split."""
+    batch = batch_of(reset_attention_mask=True)
+    right = ((3,), (1, 2), ())
+    assert batch.documents.boundaries == right and batch.boundaries is None
+    moved = batch.to(torch.device("meta"))
+    assert moved.documents.boundaries == right
+    assert truncate(moved, 3).documents.boundaries == ((), (1, 2), ())
+    noted = replace(batch, boundaries=right)
+    assert fold(noted, 3).boundaries == ((), (), (1, 2), (), (), ())
+    for shorten in (truncate, fold):
+        assert shorten(noted, 3).boundaries == shorten(batch, 3).documents.boundaries
+    narrowed = replace(moved, whole=moved).at_places(torch.arange(0, 7, 2, device="meta"))
+    assert narrowed.documents.boundaries is None
+    assert [micro.documents.boundaries for micro in narrowed.whole.split(1)] == [(row,) for row in right]
+    assert [micro.whole.documents.boundaries for micro in narrowed.split(1)] == [(row,) for row in right]

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from megatron_ds.data.batch import Documents, document_numbers
+from megatron_ds.data.documents import Documents, document_numbers
 from megatron_ds.models.block import block_flops, patterns
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention

@@ -87,7 +87,7 @@ def test_ranks_that_share_sequences_train_like_one_process(case):
     assert wanted <= calls and ("send" in calls) == ("send" in wanted)
 
 
-@pytest.mark.skipif(compiled_attention.reason_against_plain(torch.float32) != "",
+@pytest.mark.skipif(compiled_attention.reason_against(torch.float32) != "",
                     reason="no compiled attention on this machine")
 @pytest.mark.parametrize("style, comm, flags, layout", [
     ("gpt2", "a2a", "", "cp=2,dp=2,zero=3"), ("llama", "p2p a2a p2p", "", "cp=2"),

@@ -158,7 +158,7 @@ def test_a_part_of_a_sequence_that_is_one_tile_is_not_computed_again():
     assert min(again(one)) > 0 and again(two) == {0.0}
 
 
-COMPILED = pytest.mark.skipif(compiled_attention.reason_against_plain(torch.float32) != "",
+COMPILED = pytest.mark.skipif(compiled_attention.reason_against(torch.float32) != "",
                               reason="no compiled attention on this machine")
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..batch import Batch
+from ..documents import cut_boundaries
 
 MOST_SAMPLES = 1 << 40          # the later rows of a sample have larger ids, so that their dropout differs
 
@@ -22,7 +23,7 @@ def truncate(batch: Batch, length: int) -> Batch:
     """The first `length` positions of each sample; the batch itself if it is no longer."""
     if length >= batch.seq_length:
         return batch
-    return _cut(batch, lambda t: t[:, :length], lambda m: m[..., :length, :length])
+    return _cut(batch, length, 1, lambda t: t[:, :length], lambda m: m[..., :length, :length])
 
 
 def fold(batch: Batch, length: int) -> Batch:
@@ -39,14 +40,17 @@ def fold(batch: Batch, length: int) -> Batch:
         return torch.stack(blocks, 1).flatten(0, 1)
 
     ids = tuple(i + piece * MOST_SAMPLES for i in batch.sample_ids for piece in range(count))
-    folded = replace(_cut(batch, rows, diagonal), sample_ids=ids,
+    folded = replace(_cut(batch, length, count, rows, diagonal), sample_ids=ids,
                      rows_per_sample=batch.rows_per_sample * count)
     return replace(folded, position_ids=_from_zero(folded.position_ids))
 
 
-def _cut(batch: Batch, rows: Callable, mask: Callable) -> Batch:
-    """Applies `rows` to the fields [b, s] and `mask` to those [b, 1, s, s]."""
+def _cut(batch: Batch, length: int, count: int, rows: Callable, mask: Callable) -> Batch:
+    """Applies `rows`, which makes `count` rows of each, to the fields [b, s], and `mask` to those
+    [b, 1, s, s]."""
     cut = {}
+    if batch.boundaries is not None:
+        cut["boundaries"] = cut_boundaries(batch.boundaries, length, count)
     for name, value in batch.tensors().items():
         if value.dim() == 2:
             alike = value.stride(0) == 0              # a row that is expanded over all samples stays expanded

@@ -28,6 +28,7 @@ CHANNELS = range(32, 257, 32)           # of a head
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 RUN = 1024                              # keys whose gradients stay in the cache in backward
 EVERYTHING = 1 << 40                    # positions
+FEW = 1 << 14                           # keys that a query sees on average, times channels
 
 
 @functools.cache
@@ -53,26 +54,32 @@ def reason_against(dtype: torch.dtype) -> str:
     return "" if functions() else "neither AVX-512 nor AVX2"
 
 
-def reason_against_plain(dtype: torch.dtype) -> str:
-    """The same of attention without a layout: bf16 tiles of AMX are eight times as fast as vectors, so that
-    batched products of torch (`blocked_attention`) are faster."""
-    if reason := reason_against(dtype):
-        return reason
-    return "AMX is faster" if dtype == torch.bfloat16 and extension().has_tiles() else ""
+def yields_to_tiles(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies tiles of that dtype (AMX), eight times as fast as vectors, so that
+    torch's batched products are faster where `outruns_tiles` is false."""
+    return dtype == torch.bfloat16 and _has_tiles()
 
 
-def reason_against_layouts(dtype: torch.dtype) -> str:
-    """The same of layouts alone."""
-    return reason_against(dtype) or ("" if reason_against_plain(dtype) else "all patterns are compiled")
+@functools.cache
+def _has_tiles() -> bool:
+    """Asked once, as asking a processor takes 30 µs in a virtual machine."""
+    return extension() is not None and extension().has_tiles()
+
+
+def outruns_tiles(pattern: AttentionPattern, positions: int, channels: int) -> bool:
+    """Whether attention to so many positions is as fast here as on tiles: to layouts, of which tiles compute
+    what is hidden, too, and to few keys."""
+    return pattern.layout is not None or pattern.pairs(positions) * channels <= FEW * positions
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
     """Whether the kernel takes fp32 or bf16 tensors q [sq, b, n, d], the last queries, and k [sk, b, g, d] of
-    a whole sequence."""
+    a whole sequence, and nothing else is faster."""
     has_rows = 1 < q.shape[0] and 0 < k.shape[0] and q.shape[1] > 0
     is_last = q.shape[0] == k.shape[0] or pattern.layout is None and (
         pattern.after is None or q.shape[0] < k.shape[0])
-    return has_rows and is_last and takes(q, pattern, [range(k.shape[0])])
+    is_slower = yields_to_tiles(q.dtype) and not outruns_tiles(pattern, k.shape[0], q.shape[3])
+    return has_rows and is_last and not is_slower and takes(q, pattern, [range(k.shape[0])])
 
 
 def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> bool:
@@ -104,7 +111,7 @@ class Shown(NamedTuple):
     @classmethod
     def of(cls, pattern: AttentionPattern, queries: range, keys: range, documents: torch.Tensor | None,
            padding: torch.Tensor | None) -> "Shown":
-        """documents: int64 [b, s], as in `attention_tiles.Seen`. padding: bool [b, s], True where no query
+        """documents: int64 [b, s], their ids. padding: bool [b, s], True where no query
         sees a key."""
         if documents is None and padding is None:
             return cls(pattern, queries, keys)

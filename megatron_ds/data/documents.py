@@ -1,0 +1,91 @@
+"""Documents that share a sample and are kept apart."""
+
+from functools import cached_property, lru_cache
+
+import torch
+from torch._subclasses import FakeTensor
+
+# Of each sample, the positions at which its documents begin, ascending, without the first position.
+Boundaries = tuple[tuple[int, ...], ...]
+
+
+def document_numbers(ends: torch.Tensor) -> torch.Tensor:
+    """The document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
+    numbers = ends.cumsum(1)
+    return numbers - ends.long()
+
+
+def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
+    """Where the document of each position begins, int64 [b, s]."""
+    first = torch.zeros_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    here = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(first, here, 0).cummax(1).values
+
+
+def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
+    """Positions that count from the beginning of each document, int64 [b, s]."""
+    return torch.arange(document_ids.shape[1], device=document_ids.device) - document_starts(document_ids)
+
+
+def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
+    """Those of ids [b, s] in the memory of the CPU."""
+    begins = document_ids[:, 1:] != document_ids[:, :-1]
+    return tuple(tuple((row.nonzero()[:, 0] + 1).tolist()) for row in begins)
+
+
+def cut_boundaries(boundaries: Boundaries, length: int, count: int = 1) -> Boundaries:
+    """Those of the first `count` rows of `length` positions that each sample is cut into."""
+    return tuple(tuple(at - first for at in sample if first < at < first + length)
+                 for sample in boundaries for first in range(0, count * length, length))
+
+
+class Documents:
+    """The documents of a micro-batch, for attention; made once for all layers.
+
+        tokens         a  b  E  c  d  e  E  f         E ends a document and belongs to it
+        document_ids   0  0  0  1  1  1  1  2
+        starts         0  0  0  3  3  3  3  7
+        positions      0  1  2  0  1  2  3  0
+
+    ids         int64 [b, s], not decreasing along a sample
+    boundaries  if they are known already
+    """
+
+    def __init__(self, ids: torch.Tensor, boundaries: Boundaries | None = None):
+        self.ids, self._boundaries = ids, boundaries
+
+    @cached_property
+    def boundaries(self) -> Boundaries | None:
+        """Where documents begin; None if the ids would have to be read from a device, or have no values."""
+        is_readable = self.ids.device.type == "cpu" and not isinstance(self.ids, FakeTensor)
+        return boundaries_of(self.ids) if self._boundaries is None and is_readable else self._boundaries
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """Where the document of each position begins, int64 [b, s]."""
+        return document_starts(self.ids)
+
+    @property
+    def foreign(self) -> torch.Tensor:
+        """bool [b, 1, s, s], True where the key belongs to another document than the query."""
+        return _foreign(self)
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """[b, 1, s, s] to add to the scores: 0 for earlier positions of its document, else -inf."""
+        return _bias(self, dtype)
+
+
+# These are squares of the sequence, and the micro-batches of a step live as long as the step, so only the
+# last ones are kept: one is used in forward while another is in backward, each perhaps with two sets of
+# positions.
+@lru_cache(maxsize=4)
+def _foreign(documents: Documents) -> torch.Tensor:
+    return (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+
+
+@lru_cache(maxsize=4)
+def _bias(documents: Documents, dtype: torch.dtype) -> torch.Tensor:
+    closed = (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+    closed |= torch.ones_like(closed[0, 0]).triu(1)
+    return torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)
