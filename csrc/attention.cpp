@@ -1,8 +1,9 @@
-// Attention in fp32 and bf16 on CPUs with AVX-512, in fp32 with AVX2: softmax(scale q kᵀ) v of the keys that a pattern shows, and its
-// gradients. attention_kernel.h has the mathematics of a head; Python plans which units of keys a tile of queries sees.
+// Attention in fp32 on CPUs with AVX-512 or AVX2, in bf16 with AMX or AVX-512 BF16: softmax(scale q kᵀ) v of the keys that a pattern
+// shows, and its gradients. attention_kernel.h has the mathematics of a head; Python plans which units of keys a tile of queries sees.
 //
-// Instruction sets: the headers below are written for sixteen numbers at a time, and included once for each set, in a namespace of
-// its own, after the header that says what such a vector is. The module has a submodule for each.
+// Instruction sets: the headers below are written for sixteen numbers at a time, and included once for AVX-512 and once for AVX2, in a
+// namespace of its own, after the header that says what such a vector is. AMX replaces the products of bf16. The module has a submodule
+// for each set.
 //
 // Bits: an element is the same sum in the same order however the work is divided, on any number of threads.
 //
@@ -17,6 +18,7 @@
 #include <atomic>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -35,6 +37,7 @@ namespace {
 namespace avx512 {
 #include "attention_avx512.h"
 #include "attention_products.h"
+#include "attention_amx.h"
 #include "attention_kernel.h"
 #include "attention_forward.h"
 #include "attention_backward.h"
@@ -64,6 +67,8 @@ namespace {
 std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
 #ifdef HAS_BF16_PRODUCTS
+    if (has_products() && has_tiles()) names.push_back("amx");
+    if (has_products()) names.push_back("avx512_bf16");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         names.push_back("avx512");
@@ -100,12 +105,14 @@ void define_all(py::module_& module, const std::string& dtype, const Functions& 
 PYBIND11_MODULE(_attention, module) {
     module.doc() = "Attention of tensors given by address; megatron_ds.ops.core_attention is the way in.";
     module.def("instruction_sets", &instruction_sets, "Submodules that run on this processor, the fastest first.");
-    module.def("has_products", &has_products, "Whether the processor has AVX-512 BF16, and this was compiled for it.");
-    module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast.");
 #ifdef HAS_BF16_PRODUCTS
-    py::module_ wide = module.def_submodule("avx512"), narrow = module.def_submodule("avx2");
-    define_all(wide, "fp32", avx512::FUNCTIONS<Fp32>);
-    define_all(wide, "bf16", avx512::FUNCTIONS<Bf16>);
-    define_all(narrow, "fp32", avx2::FUNCTIONS<Fp32>);
+    const auto define_set = [&](const char* name, const std::string& dtype, const Functions& functions) {
+        py::module_ set = module.def_submodule(name);
+        define_all(set, dtype, functions);
+    };
+    define_set("amx", "bf16", avx512::FUNCTIONS<TiledBf16>);
+    define_set("avx512_bf16", "bf16", avx512::FUNCTIONS<Bf16>);
+    define_set("avx512", "fp32", avx512::FUNCTIONS<Fp32>);
+    define_set("avx2", "fp32", avx2::FUNCTIONS<Fp32>);
 #endif
 }

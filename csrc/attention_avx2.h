@@ -40,6 +40,9 @@ INLINE Vector lane_numbers() { return {_mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), _m
 INLINE Vector sum_of(Vector sum, Vector a, Vector b) {
     return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
 }
+INLINE Vector difference_of(Vector a, Vector b, Vector c) {
+    return {_mm256_fmsub_ps(a.low, b.low, c.low), _mm256_fmsub_ps(a.high, b.high, c.high)};
+}
 INLINE Vector larger(Vector a, Vector b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 INLINE Vector magnitude(Vector x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);

@@ -9,6 +9,7 @@ using ::store;
 constexpr int SUMS = 16;      // registers for sums of a product: as many as hide the time that one takes
 
 INLINE void store(float* x, Vector value) { _mm512_storeu_ps(x, value); }
+INLINE Vector difference_of(Vector a, Vector b, Vector c) { return _mm512_fmsub_ps(a, b, c); }      // a b - c
 INLINE Vector zeros() { return _mm512_setzero_ps(); }
 INLINE Integers no_integers() { return _mm512_setzero_si512(); }
 INLINE Integers bits_of(Vector x) { return _mm512_castps_si512(x); }

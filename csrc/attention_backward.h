@@ -4,12 +4,14 @@
 // Memory of a thread: packed copies of a run of keys, of a tile of queries, and sums.
 template <typename N>
 struct BackwardWork {
+    using Numbers = N;
     using Packed = typename N::Packed;
-    Packed *keys, *values, *key_pairs;              // of a run: [keys, d / PER] twice, [keys / PER, d]
+    Packed *keys, *values, *key_pairs;              // of a run: [keys, d / PER] twice, [keys / PER, d] or for tiles [d, pairs_row]
     Packed *query_columns, *dout_columns;           // [d / PER, ROWS]
     Packed *query_pairs, *dout_pairs;               // [ROWS / PER, d]
     Packed *p, *ds, *ds_pairs;                      // of a part: [keys, ROWS / PER] twice, [keys / PER, ROWS]
     float *dq, *dk, *dv;                            // [d, ROWS] of one tile or each, [keys, d] of a run twice
+    int64_t pairs_row;
     int64_t next_dq;                                // from one tile's dq to the next one's; 0: there is one
 };
 
@@ -57,7 +59,11 @@ void take_run(const Call& call, const BackwardWork<N>& w, const Run& run, const 
     const int64_t key = run.from * WIDE, count = std::min(run.to * WIDE, call.keys) - key;
     take_rows<N>(t.k.from(key), count, call.d, w.keys);
     take_rows<N>(t.v.from(key), count, call.d, w.values);
-    if (N::PER == 2 && wanted.dq) take_pairs(t.k.from(key), count, call.d, w.key_pairs);
+    if (N::PER == 1 || !wanted.dq) return;
+    if constexpr (N::HAS_TILES)
+        turn_pairs([&](int64_t i) { return i < count ? t.k[key + i] : nullptr; }, count, call.d, w.key_pairs, w.pairs_row);
+    else
+        take_pairs(t.k.from(key), count, call.d, w.key_pairs);
 }
 
 template <typename N>
@@ -78,12 +84,10 @@ INLINE void differentiate_unit(const Call& call, const BackwardWork<N>& w, const
                                const Part& part, int64_t unit, int64_t at, int64_t in_run) {
     using Packed = typename N::Packed;
     const int64_t words = call.d / N::PER, wide = part.high - part.low, left = part.low * WIDE;
-    const float factor = call.scale * LOG2_E;
+    const Vector to_base_2 = broadcast(call.scale * LOG2_E), scale = broadcast(call.scale);
     alignas(64) float scores[WIDE * ROWS], dp[WIDE * ROWS];
-    multiply<Put::SCALED>(Factors<Packed>{w.keys + in_run * words, words, 1, w.query_columns + left, ROWS, words}, WIDE, wide,
-                          scores, ROWS, &factor);
-    multiply<Put::SCALED>(Factors<Packed>{w.values + in_run * words, words, 1, w.dout_columns + left, ROWS, words}, WIDE, wide, dp,
-                          ROWS, &call.scale);
+    multiply<Put::SET>(Factors<N>{w.keys + in_run * words, words, 1, w.query_columns + left, ROWS, words}, WIDE, wide, scores, ROWS);
+    multiply<Put::SET>(Factors<N>{w.values + in_run * words, words, 1, w.dout_columns + left, ROWS, words}, WIDE, wide, dp, ROWS);
     const bool is_whole = sight.sees_all(unit, part.low, part.high), has_slope = sight.plan.slope != 0;
     for (int64_t j = 0; j < wide; ++j) {
         const int64_t column = left + j * WIDE;
@@ -92,10 +96,9 @@ INLINE void differentiate_unit(const Call& call, const BackwardWork<N>& w, const
         for (int64_t i = 0; i < WIDE; ++i) {
             const Mask seen = is_whole ? all_lanes(true) : sight.lanes(unit, i, part.low + j);
             const int64_t there = i * ROWS + j * WIDE;
-            Vector score = register_of(scores + there);
-            if (has_slope) score = score - sight.penalty(unit, i, part.low + j);
-            const Vector p = kept(seen, power_of_two(score - lse));
-            const Vector ds = product_kept(seen, p, register_of(dp + there) - of_row);
+            const Vector less = has_slope ? lse + sight.penalty(unit, i, part.low + j) : lse;
+            const Vector p = kept(seen, power_of_two(difference_of(register_of(scores + there), to_base_2, less)));
+            const Vector ds = product_kept(seen, p, difference_of(register_of(dp + there), scale, of_row));
             const int64_t row = (at + i) * ROWS + column;
             put_row(reinterpret_cast<typename N::Number*>(w.p) + row, p);
             put_row(reinterpret_cast<typename N::Number*>(w.ds) + row, ds);
@@ -118,17 +121,18 @@ void differentiate_part(const Call& call, const BackwardWork<N>& w, const Sight&
         const int64_t row = at * ROWS / N::PER + skipped;
         for (int64_t c = 0; c < d && wanted.keys; c += ROWS) {
             const int64_t registers = std::min(REGISTERS, (d - c) / WIDE);
-            multiply<Put::ADDED>(Factors<Packed>{w.p + row, ROWS / N::PER, 1, w.dout_pairs + skipped * d + c, d, pairs}, WIDE,
+            multiply<Put::ADDED>(Factors<N>{w.p + row, ROWS / N::PER, 1, w.dout_pairs + skipped * d + c, d, pairs}, WIDE,
                                  registers, w.dv + in_run * d + c, d);
-            multiply<Put::ADDED>(Factors<Packed>{w.ds + row, ROWS / N::PER, 1, w.query_pairs + skipped * d + c, d, pairs}, WIDE,
+            multiply<Put::ADDED>(Factors<N>{w.ds + row, ROWS / N::PER, 1, w.query_pairs + skipped * d + c, d, pairs}, WIDE,
                                  registers, w.dk + in_run * d + c, d);
         }
     }
     if (!wanted.dq) return;
     const Packed *ds = N::PER == 2 ? w.ds_pairs : w.ds, *keys = N::PER == 2 ? w.key_pairs : w.keys;
-    const int64_t depth = WIDE / N::PER, size = depth * d;      // of a unit
-    multiply<Put::ADDED>(Factors<Packed>{keys - run.from * size, 1, d, ds + left, ROWS, depth, part.units, part.count, size}, d, wide,
-                         dq + left, ROWS);
+    const int64_t depth = WIDE / N::PER;      // of a unit
+    const int64_t a_row = N::HAS_TILES ? w.pairs_row : 1, a_step = N::HAS_TILES ? 1 : d, size = depth * a_step;
+    multiply<Put::ADDED>(Factors<N>{keys - run.from * size, a_row, a_step, ds + left, ROWS, depth, part.units, part.count, size}, d,
+                         wide, dq + left, ROWS);
 }
 
 // What tiles [from, to) of a query head contribute to their dq, and to dk and dv of a run of keys, in the workspace. dq begins with

@@ -3,8 +3,10 @@
 // Memory of a thread.
 template <typename N>
 struct ForwardWork {
+    using Numbers = N;
     typename N::Packed* keys;                             // of a unit [WIDE, d / PER]
-    typename N::Packed *values, *queries, *p;             // of a part [keys / PER, d], [d / PER, ROWS], [keys / PER, ROWS]
+    typename N::Packed *values, *queries, *p;             // of a part [keys / PER, d], [d / PER, ROWS], [keys / PER, ROWS];
+                                                          // values for tiles [d, keys / PER]
     float *scores, *out;                                  // [keys, ROWS], [d, ROWS]
 };
 
@@ -20,15 +22,17 @@ struct ForwardTensors {
     float* lse;
 };
 
-// Scores of some units become probabilities times the sum so far.
+// Scores times a factor of some units become probabilities times the sum so far.
 template <typename N>
-INLINE void exponentials(const float* scores, typename N::Packed* p, int64_t keys, int64_t low, int64_t high, Softmax& rows) {
+INLINE void exponentials(const float* scores, float factor_of_scores, typename N::Packed* p, int64_t keys, int64_t low, int64_t high,
+                         Softmax& rows) {
+    const Vector scale = broadcast(factor_of_scores);
     for (int64_t j = low * WIDE; j < high * WIDE; j += WIDE) {
         const Vector before = register_of(rows.most + j);
         Vector most = before, also = before;
         for (int64_t k = 0; k < keys; k += 2) {      // NaN is not the maximum, and reaches the sum
-            most = larger(register_of(scores + k * ROWS + j), most);
-            also = larger(register_of(scores + (k + 1) * ROWS + j), also);
+            most = larger(register_of(scores + k * ROWS + j) * scale, most);
+            also = larger(register_of(scores + (k + 1) * ROWS + j) * scale, also);
         }
         most = larger(also, most);
         const Vector base = kept(differs(most, broadcast(HIDDEN)), most);      // 0 for rows that have seen nothing yet
@@ -36,8 +40,8 @@ INLINE void exponentials(const float* scores, typename N::Packed* p, int64_t key
         Vector sum = register_of(rows.sum + j) * factor, other = zeros();
         for (int64_t k = 0; k < keys; k += 2) {
             const float* at = scores + k * ROWS + j;
-            const Vector first = power_of_two(register_of(at) - base);
-            const Vector second = power_of_two(register_of(at + ROWS) - base);
+            const Vector first = power_of_two(difference_of(register_of(at), scale, base));
+            const Vector second = power_of_two(difference_of(register_of(at + ROWS), scale, base));
             sum = sum + first;
             other = other + second;
             put_keys(p + k / N::PER * ROWS + j, first, second);
@@ -48,14 +52,17 @@ INLINE void exponentials(const float* scores, typename N::Packed* p, int64_t key
     }
 }
 
-// What is added to the scores of a unit, -inf where it is hidden.
-INLINE void adjust(const Sight& sight, int64_t unit, int64_t low, int64_t high, float* scores) {
-    if (sight.plan.slope != 0)
-        for (int64_t i = 0; i < WIDE; ++i)
-            for (int64_t j = low; j < high; ++j) {
-                float* at = scores + i * ROWS + j * WIDE;
-                store(at, register_of(at) - sight.penalty(unit, i, j));
-            }
+// Scores of a unit times the factor, less what ALiBi subtracts.
+INLINE void lower(const Sight& sight, int64_t unit, int64_t low, int64_t high, float factor, float* scores) {
+    for (int64_t i = 0; i < WIDE; ++i)
+        for (int64_t j = low; j < high; ++j) {
+            float* at = scores + i * ROWS + j * WIDE;
+            store(at, difference_of(register_of(at), broadcast(factor), sight.penalty(unit, i, j)));
+        }
+}
+
+// -inf where a unit is hidden.
+INLINE void hide(const Sight& sight, int64_t unit, int64_t low, int64_t high, float* scores) {
     if (sight.sees_all(unit, low, high)) return;
     for (int64_t i = 0; i < WIDE; ++i)
         for (int64_t j = low; j < high; ++j) {
@@ -64,25 +71,44 @@ INLINE void adjust(const Sight& sight, int64_t unit, int64_t low, int64_t high, 
         }
 }
 
+// Values of a part → for products.
+template <typename N>
+INLINE void take_values(const Call& call, const ForwardWork<N>& w, const Part& part, Rows<const typename N::Number> v) {
+    if constexpr (N::HAS_TILES) {
+        const auto row = [&](int64_t i) {
+            const int64_t key = i < part.count * WIDE ? part.units[i / WIDE] * WIDE + i % WIDE : call.keys;
+            return key < call.keys ? v[key] : nullptr;
+        };
+        turn_pairs(row, part.count * WIDE, call.d, w.values, MOST_KEYS);
+    } else {
+        for (int64_t u = 0; u < part.count; ++u) {
+            const int64_t key = part.units[u] * WIDE;
+            take_pairs(v.from(key), std::min(WIDE, call.keys - key), call.d, w.values + u * WIDE / N::PER * call.d);
+        }
+    }
+}
+
 template <typename N>
 void attend_part(const Call& call, const ForwardWork<N>& w, const Sight& sight, const Part& part, const ForwardTensors<N>& t,
                  Softmax& rows) {
     using Packed = typename N::Packed;
     const int64_t d = call.d, words = d / N::PER, wide = part.high - part.low, left = part.low * WIDE, keys = part.count * WIDE;
-    const float factor = call.scale * LOG2_E;
+    const float scale = call.scale * LOG2_E;
+    const bool is_scaled_before = sight.plan.slope != 0 || scale <= 0;      // a maximum times a negative number is none
     for (int64_t u = 0; u < part.count; ++u) {
         const int64_t unit = part.units[u], key = unit * WIDE, at = u * WIDE, count = std::min(WIDE, call.keys - key);
         if (count < WIDE) take_rows<N>(t.k.from(key), count, d, w.keys);      // else they are read where they are, once
         const Rows<const Packed> rows_of_k{reinterpret_cast<const Packed*>(t.k[key]), t.k.stride / N::PER};
         const Rows<const Packed> k = count < WIDE ? Rows<const Packed>{w.keys, words} : rows_of_k;
-        take_pairs(t.v.from(key), count, d, w.values + at / N::PER * d);
         float* scores = w.scores + at * ROWS;
-        multiply<Put::SCALED>(Factors<Packed>{k.data, k.stride, 1, w.queries + left, ROWS, words}, WIDE, wide, scores + left, ROWS,
-                              &factor);
-        adjust(sight, unit, part.low, part.high, scores);
+        multiply<Put::SET>(Factors<N>{k.data, k.stride, 1, w.queries + left, ROWS, words}, WIDE, wide, scores + left, ROWS);
+        if (is_scaled_before) lower(sight, unit, part.low, part.high, scale, scores);
+        hide(sight, unit, part.low, part.high, scores);
     }
-    exponentials<N>(w.scores, w.p, keys, part.low, part.high, rows);
-    multiply<Put::RESCALED>(Factors<Packed>{w.values, 1, d, w.p + left, ROWS, keys / N::PER}, d, wide, w.out + left, ROWS,
+    exponentials<N>(w.scores, is_scaled_before ? 1 : scale, w.p, keys, part.low, part.high, rows);
+    take_values<N>(call, w, part, t.v);
+    const int64_t a_row = N::HAS_TILES ? MOST_KEYS : 1, a_step = N::HAS_TILES ? 1 : d;
+    multiply<Put::RESCALED>(Factors<N>{w.values, a_row, a_step, w.p + left, ROWS, keys / N::PER}, d, wide, w.out + left, ROWS,
                             rows.factor + left);
 }
 

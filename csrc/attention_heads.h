@@ -5,8 +5,6 @@
 // backward it is a key head with its query heads; with fewer of them than threads, parts compute dq of some queries, and others dk
 // and dv of some keys: 7 products in place of 5, but each thread has work.
 
-constexpr int64_t MOST_KEYS = UNITS * WIDE;      // of a part
-
 template <typename N>
 int64_t arrange(ForwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
@@ -26,7 +24,8 @@ int64_t arrange(BackwardWork<N>& w, const Sizes& sizes, char* memory) {
     const int64_t d = sizes[5], run = rounded_up(std::min(sizes[1], sizes[6]), WIDE);
     const bool has_runs = run < sizes[1];
     for (auto** of_run : {&w.keys, &w.values}) arena.take(*of_run, run * d / N::PER);
-    arena.take(w.key_pairs, N::PER == 2 ? run / N::PER * d : 0);
+    w.pairs_row = rounded_up(run, 2 * WIDE) / 2 + WIDE;      // no power of two: rows of a tile would share a set of the cache
+    arena.take(w.key_pairs, N::HAS_TILES ? w.pairs_row * d : N::PER == 2 ? run / N::PER * d : 0);
     for (auto** of_rows : {&w.query_columns, &w.dout_columns, &w.query_pairs, &w.dout_pairs}) arena.take(*of_rows, ROWS * d / N::PER);
     for (auto** tile : {&w.p, &w.ds, &w.ds_pairs}) arena.take(*tile, MOST_KEYS * ROWS / N::PER);
     w.next_dq = has_runs ? d * ROWS : 0;
@@ -42,6 +41,7 @@ void share(int64_t parts, int threads, uintptr_t memory, const Sizes& sizes, con
     const int64_t bytes = arrange(counted, sizes, nullptr);
     std::atomic<int64_t> next{0}, thread{0};
     const std::function<void()> job = [&] {
+        const Prepared<typename Work::Numbers> prepared;
         Work work{};
         arrange(work, sizes, Arena::aligned(memory + uintptr_t(thread.fetch_add(1) * bytes)));
         for (int64_t i; (i = next.fetch_add(1)) < parts;) part(work, i);

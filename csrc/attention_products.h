@@ -5,8 +5,9 @@
 
 // A of M rows and `depth` packed numbers with any strides, B of `depth` rows of R registers. Of several parts, A begins at multiples
 // of `a_part`, which are anywhere, and B continues: the sums of all parts stay in registers.
-template <typename Packed>
+template <typename N>
 struct Factors {
+    using Packed = typename N::Packed;
     const Packed* a;
     int64_t a_row, a_step;
     const Packed* b;
@@ -15,23 +16,27 @@ struct Factors {
     int64_t count = 1, a_part = 0;
 };
 
-enum class Put { SCALED, ADDED, RESCALED };      // C = factor A B,    C += A B,    C = C factor[column] + A B
+// A thread that multiplies numbers of type N has an object of it.
+template <typename N>
+class Prepared {};
 
-template <Put put, int M, int R, typename Packed>
-INLINE void multiply_of(const Factors<Packed>& x, float* c, int64_t c_row, const float* factor) {
+enum class Put { SET, ADDED, RESCALED };      // C = A B,    C += A B,    C = C factor[column] + A B
+
+template <Put put, int M, int R, typename N>
+INLINE void multiply_of(const Factors<N>& x, float* c, int64_t c_row, const float* factor) {
     Vector sums[M][R];
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
         for (int j = 0; j < R; ++j) {
             const float* at = c + i * c_row + j * WIDE;
-            if (put == Put::SCALED) sums[i][j] = zeros();
+            if (put == Put::SET) sums[i][j] = zeros();
             if (put == Put::ADDED) sums[i][j] = register_of(at);
             if (put == Put::RESCALED) sums[i][j] = register_of(at) * register_of(factor + j * WIDE);
         }
-    const Packed* b = x.b;
+    const auto* b = x.b;
     for (int64_t part = 0; part < x.count; ++part) {
-        const Packed* a = x.a + (x.parts ? x.parts[part] * x.a_part : 0);
+        const auto* a = x.a + (x.parts ? x.parts[part] * x.a_part : 0);
         for (int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
             decltype(register_of(b)) row[R];
 #pragma GCC unroll 16
@@ -47,33 +52,35 @@ INLINE void multiply_of(const Factors<Packed>& x, float* c, int64_t c_row, const
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
-        for (int j = 0; j < R; ++j) {
-            if (put == Put::SCALED) sums[i][j] = sums[i][j] * broadcast(*factor);
-            store(c + i * c_row + j * WIDE, sums[i][j]);
-        }
+        for (int j = 0; j < R; ++j) store(c + i * c_row + j * WIDE, sums[i][j]);
 }
 
-template <Put put, int M, int R, typename Packed>
-INLINE void multiply_in_steps(Factors<Packed> x, int64_t rows, float* c, int64_t c_row, const float* factor) {
+template <Put put, int M, int R, typename N>
+INLINE void multiply_in_steps(Factors<N> x, int64_t rows, float* c, int64_t c_row, const float* factor) {
     for (int64_t i = 0; i < rows; i += M, x.a += M * x.a_row) multiply_of<put, M, R>(x, c + i * c_row, c_row, factor);
 }
 
+template <Put put, typename N>
+INLINE void multiply_by_tiles(const Factors<N>& x, int64_t rows, int64_t registers, float* c, int64_t c_row, const float* factor);
+
 // C of `rows`, a multiple of WIDE, and 1 to 4 registers.
-template <Put put, typename Packed>
-INLINE void multiply(const Factors<Packed>& x, int64_t rows, int64_t registers, float* c, int64_t c_row,
-                     const float* factor = nullptr) {
-    if constexpr (SUMS == 16) {
+template <Put put, typename N>
+INLINE void multiply(const Factors<N>& x, int64_t rows, int64_t registers, float* c, int64_t c_row, const float* factor = nullptr) {
+    if constexpr (N::HAS_TILES) {
+        multiply_by_tiles<put>(x, rows, registers, c, c_row, factor);
+    } else if constexpr (SUMS == 16) {
         switch (registers) {
             case 4: return multiply_in_steps<put, 4, 4>(x, rows, c, c_row, factor);
             case 3: return multiply_in_steps<put, 4, 3>(x, rows, c, c_row, factor);
             case 2: return multiply_in_steps<put, 8, 2>(x, rows, c, c_row, factor);
             default: return multiply_in_steps<put, 16, 1>(x, rows, c, c_row, factor);
         }
-    }
-    for (int64_t j = 0; j < registers; ++j) {
-        Factors<Packed> column = x;
-        column.b += j * WIDE;
-        multiply_in_steps<put, SUMS, 1>(column, rows, c + j * WIDE, c_row, put == Put::RESCALED ? factor + j * WIDE : factor);
+    } else {
+        for (int64_t j = 0; j < registers; ++j) {
+            Factors<N> column = x;
+            column.b += j * WIDE;
+            multiply_in_steps<put, SUMS, 1>(column, rows, c + j * WIDE, c_row, put == Put::RESCALED ? factor + j * WIDE : factor);
+        }
     }
 }
 

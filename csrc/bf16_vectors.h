@@ -13,6 +13,10 @@
 #define HAS_BF16_PRODUCTS 1
 #include <cpuid.h>
 #include <immintrin.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace {
@@ -26,9 +30,17 @@ inline bool has_products() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
+// Whether there are tiles of bf16 (AMX), and the kernel lets this process use them, for which it has to be asked.
 inline bool has_tiles() {
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;      // ARCH_REQ_XCOMP_PERM of arch_prctl(2)
     unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1;      // AMX-BF16
+    const bool has_them = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
+#ifdef __linux__
+    return has_them && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+    return false && has_them;
+#endif
 }
 #else
 inline bool has_products() { return false; }
@@ -50,12 +62,19 @@ struct Fp32 {
     using Number = float;
     using Packed = float;
     static constexpr int64_t PER = 1;
+    static constexpr bool HAS_TILES = false;
 };
 
 struct Bf16 {
     using Number = uint16_t;
     using Packed = uint32_t;
     static constexpr int64_t PER = 2;
+    static constexpr bool HAS_TILES = false;
+};
+
+// Products on tiles.
+struct TiledBf16 : Bf16 {
+    static constexpr bool HAS_TILES = true;
 };
 
 INLINE __m512i load(const void* x) { return _mm512_loadu_si512(x); }

@@ -5,11 +5,11 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AVX-512 BF16,
-but with AMX only for block layouts and few keys. Elsewhere cpu/blocked_attention.py for causal attention of
-medium length and for narrow windows, where it is faster; cpu/tiled_attention.py for other windows, block
-layouts and sinks; and fp32 where the processor has no matrix products of the dtype. On a GPU with Triton,
-what torch's fused attention needs a mask of all scores for, or cannot do: gpu/flex_attention.py.
+probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AMX or AVX-512
+BF16. Elsewhere cpu/blocked_attention.py for causal attention of medium length and for narrow windows, where
+it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where the processor
+has no matrix products of the dtype. On a GPU with Triton, what torch's fused attention needs a mask of all
+scores for, or cannot do: gpu/flex_attention.py.
 """
 
 from typing import Any, Protocol

@@ -209,8 +209,6 @@ def _has_kernel(queries: torch.Tensor, own: Runs, others: Runs, seen: Seen) -> b
     """Whether the compiled kernel takes queries [b, n, q, d] and keys of these positions."""
     if queries.device.type != "cpu" or not seen.is_of_runs:
         return False
-    if seen.pattern.layout is None and compiled_attention.yields_to_tiles(queries.dtype):
-        return False
     return (attention.has("c++", "cpu", queries.dtype)
             and compiled_attention.takes(queries, seen.pattern, (*own.ranges, *others.ranges)))
 

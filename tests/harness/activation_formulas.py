@@ -30,7 +30,6 @@ import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.attention_pattern import CAUSAL
 from megatron_ds.ops.cpu import compiled_attention, compiled_norms
 from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
@@ -255,9 +254,7 @@ def _is_compiled(work: Workload) -> bool:
     has_places = work.picked and model.position_embedding_type == "alibi"
     is_known = work.device == "cpu" and not model.attention_dropout and not has_places
     return (is_known and not _is_widened(work) and model.head_dim in compiled_attention.CHANNELS
-            and work.dtype in compiled_attention.NAMES and not compiled_attention.reason_against(work.dtype)
-            and (not compiled_attention.yields_to_tiles(work.dtype)
-                 or compiled_attention.outruns_tiles(CAUSAL, work.positions, model.head_dim)))
+            and work.dtype in compiled_attention.NAMES and not compiled_attention.reason_against(work.dtype))
 
 
 def _goes_by_blocks(work: Workload) -> bool:

@@ -227,7 +227,6 @@ def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides
 def test_tiles_of_bf16_run_in_compiled_attention(pattern, monkeypatch):
     for name in ("_CPU", "_CPU_BACKWARD"):
         monkeypatch.setattr(partial_attention, name, None)
-    monkeypatch.setattr(compiled_attention, "yields_to_tiles", lambda dtype: False)
     values, seen = inputs(torch.bfloat16, 32), seen_of(pattern, "")
     for ours, right in zip(partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2)

@@ -29,14 +29,13 @@ SETS = module.extension().instruction_sets() if module.extension() else []
 
 @pytest.fixture(autouse=True, params=SETS or ["none"])
 def instruction_set(request, monkeypatch):
-    """Those of this processor in turn; bf16 needs the first of them, and here it is taken with AMX, too."""
-    monkeypatch.setattr(module, "yields_to_tiles", lambda dtype: False)
+    """Those of this processor in turn."""
     name, dtype = request.param, request.node.callspec.params.get("dtype")
     if name not in SETS:
         return
     if not hasattr(getattr(module.extension(), name), f"forward_{module.NAMES.get(dtype, 'fp32')}"):
         pytest.skip(f"no {dtype} with {name}")
-    monkeypatch.setattr(module, "functions", lambda: getattr(module.extension(), name))
+    monkeypatch.setattr(module, "functions", lambda dtype: getattr(module.extension(), name))
 
 
 def draw(*shape, seed=0, dtype=torch.bfloat16):
@@ -216,42 +215,36 @@ def test_it_can_be_switched_off(monkeypatch):
     assert RUNS not in _names(attention(q, k, v).grad_fn)
 
 
-def test_a_processor_without_its_instructions_does_without(monkeypatch):
+class Set:
+    def __init__(self, *dtypes):
+        for dtype in dtypes:
+            setattr(self, f"forward_{module.NAMES[dtype]}", None)
+
+
+LOW, WIDE = torch.bfloat16, torch.float32
+FAKE_SETS = {"amx": Set(LOW), "avx512_bf16": Set(LOW), "avx512": Set(WIDE), "avx2": Set(WIDE)}
+
+
+@pytest.mark.parametrize("names, low, wide", [
+    ("amx avx512_bf16 avx512 avx2", "amx", "avx512"), ("avx512_bf16 avx512 avx2", "avx512_bf16", "avx512"),
+    ("avx512 avx2", None, "avx512"), ("avx2", None, "avx2"), ("", None, None)])
+def test_the_fastest_instruction_set_with_the_dtype_is_taken(names, low, wide, monkeypatch):
     class Fake:
-        has_products = staticmethod(lambda: True)
+        instruction_sets = staticmethod(names.split)
 
-    low, wide = torch.bfloat16, torch.float32
-    monkeypatch.setattr(module, "extension", lambda: Fake)
-    monkeypatch.setattr(module, "functions", lambda: Fake)
-    assert not module.reason_against(low) and not module.reason_against(wide)
-    Fake.has_products = staticmethod(lambda: False)
-    assert module.reason_against(low) == "no AVX-512 BF16" and not module.reason_against(wide)
-    monkeypatch.setattr(module, "functions", lambda: None)
-    assert module.reason_against(wide) == "neither AVX-512 nor AVX2"
-    monkeypatch.setattr(module, "extension", lambda: None)
-    assert module.reason_against(wide) == module.reason_against(low) == "not compiled"
-
-
-@pytest.mark.parametrize("s, d, pattern, stays",
-                         [(512, 64, CAUSAL, True), (513, 64, CAUSAL, False), (256, 64, FULL, True),
-                          (256, 128, CAUSAL, True), (257, 64, FULL, False),
-                          (4096, 64, AttentionPattern(left=127), True)])
-@pytest.mark.parametrize("has_tiles", [True, False])
-def test_with_amx_many_keys_are_left_to_batched_products(s, d, pattern, stays, has_tiles, monkeypatch):
-    monkeypatch.setattr(module, "yields_to_tiles", lambda dtype: has_tiles and dtype == torch.bfloat16)
-    q = torch.empty(s, 1, 1, d, dtype=torch.bfloat16, device="meta")
-    assert module.suits(q, q, pattern) == (stays or not has_tiles)
-    assert module.suits(q.float(), q.float(), pattern)
-
-
-@pytest.mark.parametrize("sets, chosen", [(["avx512", "avx2"], "wide"), (["avx2"], "narrow"), ([], None)])
-def test_the_fastest_instruction_set_is_taken(sets, chosen, monkeypatch):
-    class Fake:
-        avx512, avx2, instruction_sets = "wide", "narrow", staticmethod(lambda: sets)
-
+    for name, found in FAKE_SETS.items():
+        setattr(Fake, name, found)
     monkeypatch.undo()                                  # of the fixture
     monkeypatch.setattr(module, "extension", lambda: Fake)
-    assert module.functions.__wrapped__() == chosen
+    monkeypatch.setattr(module, "functions", module.functions.__wrapped__)
+    assert (module.functions(LOW), module.functions(WIDE)) == (FAKE_SETS.get(low), FAKE_SETS.get(wide))
+    assert module.reason_against(LOW) == ("" if low else "no AVX-512 BF16")
+    assert module.reason_against(WIDE) == ("" if wide else "neither AVX-512 nor AVX2")
+
+
+def test_an_installation_without_the_extension_does_without(monkeypatch):
+    monkeypatch.setattr(module, "extension", lambda: None)
+    assert module.reason_against(WIDE) == module.reason_against(LOW) == "not compiled"
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL, AttentionPattern(left=40),

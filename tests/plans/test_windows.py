@@ -139,9 +139,9 @@ def test_keys_outside_of_the_window_cost_nothing():
         q = draw(2048, 1, 4, 64)
         best = 1e9
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             tiled_attention(q, q, q, Visible(pattern))
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.process_time() - start)
         return best
 
     assert seconds(AttentionPattern(left=64)) < 0.5 * seconds(CAUSAL)

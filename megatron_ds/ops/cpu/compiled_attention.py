@@ -1,4 +1,4 @@
-"""Attention compiled from csrc/attention.cpp: in fp32 for AVX-512 and AVX2, in bf16 for AVX-512 BF16.
+"""Attention compiled from csrc/attention.cpp: in fp32 for AVX-512 and AVX2, in bf16 for AMX and AVX-512 BF16.
 
 An optional extension. It keeps no probabilities: backward computes them again from the output and the
 log-sum-exp. Tensors are read where they are, with the strides of parts of a packed projection. The work
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 CHANNELS = range(32, 257, 32)           # of a head
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+NEEDS = {torch.float32: "neither AVX-512 nor AVX2", torch.bfloat16: "no AVX-512 BF16"}
 RUN = 1024                              # keys whose gradients stay in the cache in backward
 EVERYTHING = 1 << 40                    # positions
-FEW = 1 << 14                           # keys that a query sees on average, times channels
 
 
 @functools.cache
@@ -40,46 +40,28 @@ def extension() -> ModuleType | Any:
 
 
 @functools.cache
-def functions() -> ModuleType | Any:
-    """Those for the fastest instruction set of this processor; None, if it has none of them."""
-    return next((getattr(extension(), name) for name in extension().instruction_sets()), None)
+def functions(dtype: torch.dtype) -> ModuleType | Any:
+    """Those for numbers of the dtype on the fastest instruction set of this processor; None, if it has none."""
+    if extension() is None:
+        return None
+    sets = [getattr(extension(), name) for name in extension().instruction_sets()]
+    return next((found for found in sets if hasattr(found, f"forward_{NAMES[dtype]}")), None)
 
 
 def reason_against(dtype: torch.dtype) -> str:
     """Why this machine has no compiled attention in fp32 or bf16; "" if it has."""
     if extension() is None:
         return "not compiled"
-    if dtype == torch.bfloat16:
-        return "" if extension().has_products() else "no AVX-512 BF16"
-    return "" if functions() else "neither AVX-512 nor AVX2"
-
-
-def yields_to_tiles(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies tiles of that dtype (AMX), eight times as fast as vectors, so that
-    torch's batched products are faster where `outruns_tiles` is false."""
-    return dtype == torch.bfloat16 and _has_tiles()
-
-
-@functools.cache
-def _has_tiles() -> bool:
-    """Asked once, as asking a processor takes 30 µs in a virtual machine."""
-    return extension() is not None and extension().has_tiles()
-
-
-def outruns_tiles(pattern: AttentionPattern, positions: int, channels: int) -> bool:
-    """Whether attention to so many positions is as fast here as on tiles: to layouts, of which tiles compute
-    what is hidden, too, and to few keys."""
-    return pattern.layout is not None or pattern.pairs(positions) * channels <= FEW * positions
+    return "" if functions(dtype) else NEEDS[dtype]
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
     """Whether the kernel takes fp32 or bf16 tensors q [sq, b, n, d], the last queries, and k [sk, b, g, d] of
-    a whole sequence, and nothing else is faster."""
+    a whole sequence."""
     has_rows = 1 < q.shape[0] and 0 < k.shape[0] and q.shape[1] > 0
     is_last = q.shape[0] == k.shape[0] or pattern.layout is None and (
         pattern.after is None or q.shape[0] < k.shape[0])
-    is_slower = yields_to_tiles(q.dtype) and not outruns_tiles(pattern, k.shape[0], q.shape[3])
-    return has_rows and is_last and not is_slower and takes(q, pattern, [range(k.shape[0])])
+    return has_rows and is_last and takes(q, pattern, [range(k.shape[0])])
 
 
 def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> bool:
@@ -187,7 +169,7 @@ def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     rows, samples, heads, d = out.shape
     dots = out.new_empty(samples, heads, rows, dtype=torch.float32)
     if has_memory(out):
-        getattr(functions(), f"dots_{NAMES[out.dtype]}")(
+        getattr(functions(out.dtype), f"dots_{NAMES[out.dtype]}")(
             (rows, samples, heads, d), (_place(dout), _place(out)), dots.data_ptr(), torch.get_num_threads())
     return dots
 
@@ -206,7 +188,7 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tens
     q, k, *_ = tensors
     sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
     threads = torch.get_num_threads()
-    count = getattr(functions(), f"{name}_bytes_{NAMES[q.dtype]}")(sizes)
+    count = getattr(functions(q.dtype), f"{name}_bytes_{NAMES[q.dtype]}")(sizes)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
@@ -217,7 +199,7 @@ def _run(name: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tens
                *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
     addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
-    getattr(functions(), f"{name}_{NAMES[q.dtype]}")(
+    getattr(functions(q.dtype), f"{name}_{NAMES[q.dtype]}")(
         sizes, [_place(t) for t in tensors], [t.data_ptr() for t in of_rows], scoring.scale_of(q.shape[3]),
         (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
 
