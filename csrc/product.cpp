@@ -173,10 +173,12 @@ void product(const Sizes& sizes, const Place& a, const Place& b, uintptr_t out, 
             pointer<uint16_t>(is_wide ? 0 : out), pointer<float>(is_wide ? out : 0), false, row, threads}, memory);
 }
 
-template <typename N>
-void add_product(const Sizes& sizes, const Place& a, const Place& b, uintptr_t out, int64_t row, uintptr_t memory, int threads) {
+// C in fp32.
+template <typename N, bool is_added>
+void wide_product(const Sizes& sizes, const Place& a, const Place& b, uintptr_t out, int64_t row, uintptr_t memory, int threads) {
     using Number = typename N::Number;
-    run<N>({sizes, matrix_of<Number>(a), matrix_of<Number>(b), nullptr, nullptr, pointer<float>(out), true, row, threads}, memory);
+    run<N>({sizes, matrix_of<Number>(a), matrix_of<Number>(b), nullptr, nullptr, pointer<float>(out), is_added, row, threads},
+           memory);
 }
 
 template <typename N>
@@ -207,8 +209,9 @@ void define(py::module_& module, const std::string& dtype) {
                "Bytes of memory that a call works in; is_wide: C is in fp32.");
     module.def(("product_" + dtype).c_str(), &product<N>, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"),
                py::arg("row"), py::arg("bias"), py::arg("memory"), py::arg("threads"));
-    module.def(("add_product_" + dtype).c_str(), &add_product<N>, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"),
-               py::arg("row"), py::arg("memory"), py::arg("threads"));
+    for (const auto& [name, function] : {std::pair("add_product_", &wide_product<N, true>), {"write_product_", &wide_product<N, false>}})
+        module.def((name + dtype).c_str(), function, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"), py::arg("row"),
+                   py::arg("memory"), py::arg("threads"));
 }
 #endif
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from .product import add_product_, affine, has_memory, product_into
+from .product import add_product_, affine, has_memory, product_into, write_product_
 
 ALIGNMENT = 16         # bytes, of a row
 Tensors = tuple[torch.Tensor, ...]
@@ -90,17 +90,31 @@ def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, 
         add_product_(w, part.t(), into)
 
 
+def write_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> None:
+    """As `add_grouped_gradient_` to zeros, whatever `out` contains."""
+    if _has_kernel(x, out):
+        out.copy_(F.grouped_mm(dy.t(), x, offs=runs.ends))
+        return
+    _clear_empty(out, runs)
+    for part, into, w in runs.parts((dy, x), (out,)):
+        write_product_(w, part.t(), into)
+
+
 def new_grouped_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """dyᵀ x of each run, a new tensor like `weight` [runs, dy's columns, x's columns]; 0 for an empty run."""
     if _has_kernel(x, weight):
         return F.grouped_mm(dy.t(), x, offs=runs.ends)
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for run, count in enumerate(runs.counts):
-        if not count:
-            out[run].zero_()
+    _clear_empty(out, runs)
     for part, into, w in runs.parts((dy, x), (out,)):
         product_into(w, part.t(), into)
     return out
+
+
+def _clear_empty(out: torch.Tensor, runs: Runs) -> None:
+    for run, count in enumerate(runs.counts):
+        if not count:
+            out[run].zero_()
 
 
 def sums_of_runs(x: torch.Tensor, runs: Runs) -> torch.Tensor:

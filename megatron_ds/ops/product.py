@@ -107,6 +107,18 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @Operation
+def write_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out = a b, in place and without autograd. `out` may be wider than the factors, its contents undefined.
+    """
+    if out.dtype == torch.float32 and is_widened(a):
+        add_widened_product_(out.zero_(), a, b)
+    elif out.dtype == a.dtype:
+        product_into(out, a, b)
+    else:
+        out.copy_(product(a, b))
+
+
+@Operation
 def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a b, in place and without autograd. `out` may be wider than the factors."""
     if out.dtype == torch.float32 and is_widened(a):
@@ -117,16 +129,23 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         add_narrow_(out, product(a, b))
 
 
-def _takes_addition(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+def _takes_wide(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
     return compiled_product.takes_target(out) and compiled_product.suits(a, b)
 
 
-@add_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_addition,
+@write_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_wide,
+                               available=partial(compiled_product.reason_against, *compiled_product.NAMES))
+def _compiled_wide(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    compiled_product.write_product_(out, a, b)
+
+
+@add_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_wide,
                              available=partial(compiled_product.reason_against, *compiled_product.NAMES))
 def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     compiled_product.add_product_(out, a, b)
 
 
+@write_product_.example
 @add_product_.example
 def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     out, a, b = (t.detach() for t in random_tensors(dtype, device, (rows, rows + 1), (width, rows),
@@ -134,6 +153,7 @@ def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torc
     return out.to(torch.promote_types(dtype, torch.float32)), a.bfloat16().t(), b.bfloat16()
 
 
+@write_product_.example
 @add_product_.example
 def _add_wide_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     wide = torch.promote_types(dtype, torch.float32)

@@ -2,8 +2,8 @@
 
 Each rank holds rows [rank * V'/t, (rank + 1) * V'/t) of the padded vocabulary V'. A rank contributes zeros
 for tokens that it does not hold, and the sum over the ranks is the embedding (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3). Backward adds rows directly to `main_grad`; a gradient of the table's size is
-never allocated.
+arXiv:1909.08053, section 3). Backward adds rows directly to the main gradient; a gradient of the table's
+size is never allocated.
 """
 
 from functools import partial

@@ -2,10 +2,11 @@
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter managed by ZeRO has `main_grad`, a view into a flat buffer in the parameter's shape, or, if
-gradients are sharded, `take_main_grad()`, which returns such a view; and `grad_ready()`, called once per
-contribution. The product is added to the view: no gradient tensor is allocated and autograd receives None.
-Without them the gradient is returned to autograd, as in any module.
+A parameter managed by ZeRO has `take_main_grad()`, which returns a view into a flat buffer in the parameter's
+shape, `take_new_main_grad()`, which returns it if nothing was added to it yet, with undefined contents; and
+`grad_ready()`, called once per contribution. The product is added to the view, the first one overwrites it: no
+gradient tensor is allocated and autograd receives None. Another optimizer may give its parameters a tensor
+`main_grad` in place of the two functions. Without any the gradient is returned to autograd, as in any module.
 
 Note: no view is kept between calls. With sharded gradients a buffer exists from the first contribution to its
 bucket until the bucket is reduced; the next micro-batch may use another one.
@@ -22,8 +23,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient
-from ..ops.product import add_product_, product
+from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient, write_grouped_gradient_
+from ..ops.product import add_product_, product, write_product_
 
 Finish = Callable[[], torch.Tensor | None]
 
@@ -52,10 +53,12 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
     if hasattr(weight, "grad_sums"):
         weight.grad_sums.add_product(weight, x, dy)
         return None
-    main_grad = _main_grad_of(weight)
-    if main_grad is None:
+    if (new := _new_main_grad_of(weight)) is not None:
+        write_product_(new, dy.t(), x)
+    elif (main_grad := _main_grad_of(weight)) is not None:
+        add_product_(main_grad, dy.t(), x)
+    else:
         return product(dy.t(), x)
-    add_product_(main_grad, dy.t(), x)
     weight.grad_ready()
     return None
 
@@ -68,30 +71,35 @@ class GradientSum:
     """
 
     def __init__(self, weight: torch.Tensor):
-        self.weight, self._is_apart = weight, hasattr(weight, "grad_queue")
-        main_grad = None if self._is_apart else _main_grad_of(weight)
-        self._has_main_grad = main_grad is not None
-        if main_grad is None:
+        self.weight, is_apart = weight, hasattr(weight, "grad_queue")
+        new = None if is_apart else _new_main_grad_of(weight)
+        main_grad = None if is_apart or new is not None else _main_grad_of(weight)
+        self._has_main_grad = new is not None or main_grad is not None
+        self._is_new = main_grad is None
+        if not self._has_main_grad:
             wide = torch.promote_types(weight.dtype, torch.float32)
-            main_grad = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
-        self._sum = main_grad
+            new = torch.empty_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+        self._sum = new if main_grad is None else main_grad
 
     def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
         """Add dyᵀ x, for x [n, in] and dy [n, out]."""
-        add_product_(self._sum, dy.t(), x)
+        (write_product_ if self._is_new else add_product_)(self._sum, dy.t(), x)
+        self._is_new = False
 
     def deliver(self) -> torch.Tensor | None:
-        """Once, at the end: what autograd receives as the gradient."""
+        """Once, after the last product: what autograd receives as the gradient."""
         if self._has_main_grad:
             self.weight.grad_ready()
             return None
         return now_or_later(self.weight, lambda: self._finish)()
 
     def _finish(self) -> torch.Tensor | None:
-        main_grad = _main_grad_of(self.weight)
-        if main_grad is None:
+        if (new := _new_main_grad_of(self.weight)) is not None:
+            new.copy_(self._sum)
+        elif (main_grad := _main_grad_of(self.weight)) is not None:
+            main_grad.add_(self._sum)
+        else:
             return self._sum.to(self.weight.dtype)
-        main_grad.add_(self._sum)
         self.weight.grad_ready()
         return None
 
@@ -144,10 +152,12 @@ def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
 
     The result is as of `linear_gradient`. A run without rows adds nothing.
     """
-    main_grad = _main_grad_of(weight)
-    if main_grad is None:
+    if (new := _new_main_grad_of(weight)) is not None:
+        write_grouped_gradient_(new, dy, x, runs)
+    elif (main_grad := _main_grad_of(weight)) is not None:
+        add_grouped_gradient_(main_grad, dy, x, runs)
+    else:
         return new_grouped_gradient(weight, dy, x, runs)
-    add_grouped_gradient_(main_grad, dy, x, runs)
     weight.grad_ready()
     return None
 
@@ -164,12 +174,14 @@ def embedding_gradient(weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tenso
     return None
 
 
+def _new_main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    take = getattr(weight, "take_new_main_grad", None)
+    return None if take is None else take()
+
+
 def _main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        take = getattr(weight, "take_main_grad", None)
-        main_grad = None if take is None else take()
-    return main_grad
+    take = getattr(weight, "take_main_grad", None)
+    return getattr(weight, "main_grad", None) if take is None else take()
 
 
 def _add_rows(out: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> None:

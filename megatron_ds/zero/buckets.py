@@ -1,10 +1,14 @@
 """`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as
 they fill; and what it shares with sharded gradients, `GradientStore`.
 
-Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and
-backward. Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for other
-parameters a hook adds what autograd accumulated. Before the last micro-batch the buckets are *armed*: from
-then on contributions are counted, and a complete bucket starts its reduction while backward continues.
+Each parameter gets `take_main_grad()`, which returns its view of the buffer, and `grad_ready()`, called once
+per contribution and backward. Layers that compute their weight gradient themselves add to the view and call
+grad_ready; for other parameters a hook adds what autograd accumulated. Before the last micro-batch the buckets
+are *armed*: from then on contributions are counted, and a complete bucket starts its reduction while backward
+continues.
+
+Buffers are not cleared before a step: the first contribution to a parameter overwrites its view, which
+`take_new_main_grad()` returns. Before the reduction of a bucket, what received none is zeroed.
 
     backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
     reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
@@ -80,12 +84,15 @@ class GradientStore:
         self._overlap, self._exchange, self._tp = reduction.overlap, reduction.exchange, reduction.tp
         self._partial = [self.grad_of(p) for p in pieces if holders[p.slot].parameter.spec.partial_over]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
+        self._is_new = [True] * len(holders)            # whose views nothing was written to yet
         for i, holder in enumerate(holders):
+            holder.parameter.take_main_grad = partial(self._take, i)
+            holder.parameter.take_new_main_grad = partial(self._take_new, i)
             holder.parameter.grad_ready = partial(self._contributed, i)
             holder.parameter.register_post_accumulate_grad_hook(move_to_main_grad)
 
     def begin(self) -> None:
-        """Zero all gradients and start counting anew."""
+        """Forget all gradients and start counting anew."""
 
     def arm(self, stage: int | None = None) -> None:
         """The next backward of `stage` (None: of all) completes its gradients: count from now on."""
@@ -109,6 +116,32 @@ class GradientStore:
 
     def start_of(self, piece: SlotPiece) -> int:
         """Where a piece begins in `flat`."""
+
+    def _take(self, i: int) -> torch.Tensor:
+        """The view of a parameter's gradient, to be added to."""
+        new = self._take_new(i)
+        return self._view(i) if new is None else new.zero_()
+
+    def _take_new(self, i: int) -> torch.Tensor | None:
+        """The view, with undefined contents which the caller overwrites; None after the first time."""
+        if not self._is_new[i]:
+            return None
+        view, self._is_new[i] = self._view(i), False
+        return view
+
+    def _view(self, i: int) -> torch.Tensor:
+        """Of the whole gradient, in the shape of the parameter."""
+
+    def _clear_rest(self, b: int, whole: torch.Tensor) -> None:
+        """Zero what nothing was written to in a bucket, padding included."""
+        bucket, at, rest = self.layout.buckets[b], 0, []
+        for i in range(bucket.first_slot, bucket.last_slot):
+            slot = self.layout.slots[i]
+            rest.append((at, (slot.stop if self._is_new[i] else slot.start) - bucket.start))
+            at, self._is_new[i] = slot.stop - bucket.start, False
+        rest.append((at, whole.numel()))
+        if parts := [whole[start:stop] for start, stop in rest if start < stop]:
+            torch._foreach_zero_(parts)
 
     def _restart_counting(self) -> None:
         self._next = 0                                      # the first bucket whose reduction has not begun
@@ -171,13 +204,13 @@ class GradBuckets(GradientStore):
         super().__init__(holders, layout, reduction, flat, pieces)
         self.sharded, self._stays_whole = sharded, stays_whole
         self._works: list[Work] = []
-        for slot, holder in zip(layout.slots, holders):
-            holder.parameter.main_grad = flat[slot.start:slot.stop].view(holder.parameter.shape)
+        self._views = [flat[slot.start:slot.stop].view(holder.parameter.shape)
+                       for slot, holder in zip(layout.slots, holders)]
         self.begin()
 
     def begin(self) -> None:
         self._wait()                # for reductions of gradients that are dropped: they write into the buffer
-        self.flat.zero_()
+        self._is_new = [True] * len(self.holders)
         self.received = [False] * len(self.holders)
         self._restart_counting()
 
@@ -215,9 +248,13 @@ class GradBuckets(GradientStore):
             "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
             "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
 
+    def _view(self, i: int) -> torch.Tensor:
+        return self._views[i]
+
     def _launch(self, b: int) -> None:
         bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
         whole = self.flat[bucket.start:bucket.stop]
+        self._clear_rest(b, whole)
         out = self.flat[piece.start:piece.stop] if self.sharded else whole
         self._works.append(self._reduce(b, whole, out, add=False))
 
@@ -240,9 +277,12 @@ def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
 
 def move_to_main_grad(parameter: nn.Parameter) -> None:
     """A hook: what autograd accumulated is one contribution."""
-    if parameter.grad is None:       # a layer that adds to main_grad itself: torch calls the hook anyway
+    if parameter.grad is None:       # a layer that contributes itself: torch calls the hook anyway
         return
-    main_grad = getattr(parameter, "main_grad", None)
-    (parameter.take_main_grad() if main_grad is None else main_grad).add_(parameter.grad)
+    new = parameter.take_new_main_grad()
+    if new is None:
+        parameter.take_main_grad().add_(parameter.grad)
+    else:
+        new.copy_(parameter.grad)
     parameter.grad = None
     parameter.grad_ready()

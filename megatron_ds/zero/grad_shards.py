@@ -35,9 +35,8 @@ from .layout import Layout, SlotPiece
 class GradShards(GradientStore):
     """A `GradientStore` of one pipeline stage; `flat` is this rank's shard.
 
-    The parameters get `take_main_grad` in place of `main_grad`. pool: of the buffers in which gradients fill
-    up, in its dtype. A bucket is reduced when its contributions have arrived, or, without
-    `reduction.overlap`, when it is closed or the cycle ends.
+    pool: of the buffers in which gradients fill up, in its dtype. A bucket is reduced when its contributions
+    have arrived, or, without `reduction.overlap`, when it is closed or the cycle ends.
     """
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, pool: BufferPool):
@@ -50,8 +49,6 @@ class GradShards(GradientStore):
         self._least = longest if reduction.overlap else 0
         self._buffers: list[torch.Tensor | None] = [None] * len(layout.buckets)
         self.begin()
-        for i, holder in enumerate(holders):
-            holder.parameter.take_main_grad = partial(self._main_grad, i, tuple(holder.parameter.shape))
 
     def begin(self) -> None:
         self._wait()                                    # of a step that failed
@@ -59,6 +56,7 @@ class GradShards(GradientStore):
             if buffer is not None:
                 self._pool.give_back(buffer)
                 self._buffers[b] = None
+        self._is_new = [True] * len(self.holders)
         self._is_empty = [True] * len(self._buffers)    # shards that nothing was added to yet
         self.received = [False] * len(self.holders)
         self._is_armed = self._is_finished = False
@@ -95,25 +93,26 @@ class GradShards(GradientStore):
     def start_of(self, piece: SlotPiece) -> int:
         return piece.offset
 
-    def _main_grad(self, i: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def _view(self, i: int) -> torch.Tensor:
         progress(self.ranks.inner)              # so that other ranks can use their buffers again
         slot = self.layout.slots[i]
         bucket = self.layout.buckets[slot.bucket]
         buffer = self._buffer(slot.bucket)
-        return buffer[slot.start - bucket.start:slot.stop - bucket.start].view(shape)
+        return buffer[slot.start - bucket.start:slot.stop - bucket.start].view(self.holders[i].parameter.shape)
 
     def _buffer(self, b: int) -> torch.Tensor:
-        """The whole buffer of a bucket, borrowed and zeroed if it has none."""
+        """The whole buffer of a bucket, borrowed if it has none."""
         if self._buffers[b] is None:
-            numel = self.layout.buckets[b].stop - self.layout.buckets[b].start
-            self._buffers[b] = self._pool.borrow(numel, self._least)
-            self._buffers[b][:numel].zero_()
+            bucket = self.layout.buckets[b]
+            self._buffers[b] = self._pool.borrow(bucket.stop - bucket.start, self._least)
         return self._buffers[b]
 
     def _launch(self, b: int) -> None:
         bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
         buffer, self._buffers[b] = self._buffer(b), None
         whole = buffer[:bucket.stop - bucket.start]
+        self._clear_rest(b, whole)
+        self._is_new[bucket.first_slot:bucket.last_slot] = [True] * (bucket.last_slot - bucket.first_slot)
         mine = self.flat[piece.offset:piece.offset + piece.stop - piece.start]
         add, self._is_empty[b] = not self._is_empty[b], False
         work = self._reduce(b, whole, mine, add)

@@ -216,7 +216,7 @@ class TiedGradients:
             if stage is not None and holder.stage not in (None, stage):
                 self._waiting.append((s, i, holder))
             elif s.plan.policy.gradient is None:
-                all_reduce_(p.main_grad.view(-1), self._group)
+                all_reduce_(p.take_main_grad().view(-1), self._group)
                 p.grad_ready()
             else:       # each in a bucket of its own, so that all holders have the same shards
                 s.buckets.finish()

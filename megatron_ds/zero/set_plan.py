@@ -45,7 +45,7 @@ class ParameterUse:
               input and output embedding if both ends of the pipeline are on one rank. Such a parameter is of
               stage `SHARED`; its gradient is reduced once, after the last backward of all of them
     not_read_in_backward  (stage, layer) of layers whose backward does not read their weights
-    counts    contributions to `main_grad` per backward, 1 where absent; the reduction of tied gradients is
+    counts    contributions to the gradient per backward, 1 where absent; the reduction of tied gradients is
               not counted
     stage_of  the stage of parameters that `layers` does not contain; `arm` and `reduce_tied` of any stage
               concern parameters without one

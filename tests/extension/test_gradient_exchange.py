@@ -92,7 +92,7 @@ def train(rank, world, stage):
         optimizer.begin_step()
         optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(gradient(rank, step, i))
+            p.take_main_grad().add_(gradient(rank, step, i))
             p.grad_ready()
         optimizer.step(1.0)
     traffic = world.traffic[rank].bytes["all_gather", "dp-cp", N]

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from megatron_ds.ops.cpu import compiled_product as module
 from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.kernel_table import selected
-from megatron_ds.ops.product import add_product_, affine, product, product_into
+from megatron_ds.ops.product import add_product_, affine, product, product_into, write_product_
 
 compiled = pytest.mark.skipif(bool(module.reason_against(torch.bfloat16)),
                               reason=module.reason_against(torch.bfloat16) or "-")
@@ -64,8 +64,12 @@ def test_products_are_exact_but_for_one_rounding(n, k, m, is_flipped, dtype, cal
     sums = torch.randn(n, m)
     exact = sums.double() + a.double() @ b.double()
     add_product_(sums, a, b)                                    # not rounded to bf16
-    assert ((sums - exact).abs() <= SUMS * (a.double().abs() @ b.double().abs() + exact.abs())).all()
-    assert calls == [(n, k, m)] * 7
+    limits = SUMS * (a.double().abs() @ b.double().abs() + exact.abs())
+    assert ((sums - exact).abs() <= limits).all()
+    written = torch.full((n, m), torch.nan)
+    write_product_(written, a, b)
+    assert ((written - a.double() @ b.double()).abs() <= limits).all()
+    assert calls == [(n, k, m)] * 8
 
 
 def test_parts_of_larger_matrices_are_read_and_written_where_they_are(dtype, calls):

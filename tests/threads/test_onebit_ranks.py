@@ -64,7 +64,7 @@ def one_step(optimizer, parameters, rank, workers, step):
     optimizer.begin_step()
     optimizer.arm()
     for p in reversed(parameters):
-        p.main_grad.add_(share(rank, workers, step, p.spec.name))
+        p.take_main_grad().add_(share(rank, workers, step, p.spec.name))
         p.grad_ready()
     return optimizer.step(LR, DECAY).grad_norm
 

@@ -81,7 +81,7 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
         for p in reversed(mine):        # half of the gradient from each data-parallel rank and each holder
             grad = GRADS[p.spec.name]
             share = (half(grad) if p is split else grad) / (4 if p is embedding else 2)
-            (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(share)
+            p.take_main_grad().add_(share)
             p.grad_ready()
         before = world.traffic[rank].calls["all_reduce", "tp", 2]
         optimizer.step(LR)
@@ -136,7 +136,7 @@ def test_groups_use_different_optimizers_learning_rates_and_decay():
                               DataGroups({DATA_AXES: solo()}))
     optimizer.begin_step()
     for p in parameters:
-        p.main_grad.fill_(1.0)
+        p.take_main_grad().fill_(1.0)
     optimizer.step(0.1, 0.5)
     for p, expected in zip(parameters, (1 - 0.05, 1 - 0.1 * 1.5, 1 - 0.1)):
         torch.testing.assert_close(p.detach(), torch.full((70,), expected))

@@ -34,13 +34,18 @@ def randn(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def install_main_grad(p, announce):
+    """What ZeRO does to a parameter."""
+    p.main_grad, p.grad_ready = torch.zeros(p.shape), announce
+    p.take_main_grad, p.take_new_main_grad = (lambda: p.main_grad), (lambda: None)
+    p.register_post_accumulate_grad_hook(move_to_main_grad)
+
+
 def install_main_grads(parameters):
-    """What ZeRO does to parameters; returns the log of announcements."""
+    """Returns the log of announcements."""
     announced = []
     for number, p in enumerate(parameters):
-        p.main_grad = torch.zeros(p.shape)
-        p.grad_ready = lambda number=number: announced.append(number)
-        p.register_post_accumulate_grad_hook(move_to_main_grad)
+        install_main_grad(p, lambda number=number: announced.append(number))
     return announced
 
 
@@ -231,9 +236,7 @@ def test_gradients_are_announced_layer_by_layer_from_the_last_to_the_first_and_t
     modules = build_stage(MODELS["gpt"](config, context_of()))
     for layer, module in enumerate(modules):
         for p in module.parameters():
-            p.main_grad = torch.zeros_like(p)
-            p.grad_ready = lambda layer=layer: log.append(layer)
-            p.register_post_accumulate_grad_hook(move_to_main_grad)
+            install_main_grad(p, lambda layer=layer: log.append(layer))
     modules[0].weight.grad_ready = lambda: log.append("tied")                   # embedding and head share it
     hooks = LayerHooks(complete=lambda layer: log.append(f"complete {layer}"))
     stage = Stage(0, list(modules), is_first=True, is_last=True, hooks=hooks,

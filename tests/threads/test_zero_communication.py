@@ -48,7 +48,7 @@ def take_step(parameters, optimizer, gradient_of, microbatches=1, arm_each=False
         if arm_each or k == microbatches - 1:
             optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(gradient_of(k, i))
+            p.take_main_grad().add_(gradient_of(k, i))
             p.grad_ready()
     result = optimizer.step(1.0, 0.0)
     with optimizer.gathered(0):

@@ -58,7 +58,7 @@ def train(rank, world, n, h, policy, dtype=torch.float32, microbatches=2, left_o
                     g = torch.randn(p.shape,
                                     generator=torch.Generator().manual_seed(1000 * step + 100 * rank + 10 * k
                                                                             + i))
-                    (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(g)
+                    p.take_main_grad().add_(g)
                     p.grad_ready()
         norms.append(optimizer.step(0.01, 0.1).grad_norm)
     with optimizer.gathered(0):

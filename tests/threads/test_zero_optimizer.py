@@ -50,7 +50,7 @@ def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, counts=Non
 
 
 def main_grad_of(p):
-    return p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()
+    return p.take_main_grad()
 
 
 def whole(optimizer, parameters):
@@ -172,7 +172,7 @@ def test_a_gradient_that_is_not_finite_is_applied_when_nobody_checks():
     parameters = make_parameters()
     optimizer = make_optimizer(parameters, solo("dp-cp"), stage=0, scaler=LossScaler(check_overflow=False))
     optimizer.begin_step()
-    parameters[0].main_grad[0, 0] = math.nan
+    parameters[0].take_main_grad()[0, 0] = math.nan
     assert not optimizer.step(LR, DECAY).skipped
     assert parameters[0].isnan().any()
 
@@ -375,7 +375,7 @@ def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
 
         @staticmethod
         def backward(ctx, grad):
-            ctx.weight.main_grad.add_(grad * ctx.saved_tensors[0])
+            ctx.weight.take_main_grad().add_(grad * ctx.saved_tensors[0])
             ctx.weight.grad_ready()
             return grad * ctx.weight, None
 
@@ -385,5 +385,25 @@ def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
     optimizer.begin_step()
     optimizer.arm()
     (Scale.apply(torch.full((7,), 2.0), weight) + bias).sum().backward()
-    assert weight.main_grad.tolist() == [2.0] * 7 and bias.main_grad.tolist() == [1.0] * 7
+    assert weight.take_main_grad().tolist() == [2.0] * 7 and bias.take_main_grad().tolist() == [1.0] * 7
     assert weight.grad is None and bias.grad is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_an_earlier_step_are_overwritten_or_zeroed(stage):
+    """The first contribution finds undefined contents; a parameter without one has zeros."""
+    def main(rank, world):
+        parameters = make_parameters()
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage)
+        for given in ({0, 1, 2, 3, 4}, {1, 3}, {0, 2}):
+            optimizer.begin_step()
+            optimizer.arm()
+            for i in sorted(given):
+                new = parameters[i].take_new_main_grad()
+                new.fill_(1.0 + i)
+                assert parameters[i].take_new_main_grad() is None
+                parameters[i].take_main_grad().add_(1.0)
+                parameters[i].grad_ready()
+            squares = sum(parameters[i].spec.numel * (2 * (2.0 + i)) ** 2 for i in given)
+            assert optimizer.step(LR, DECAY).grad_norm == pytest.approx(math.sqrt(squares), rel=1e-5)
+    run_ranks(2, main)

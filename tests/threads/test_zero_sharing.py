@@ -41,7 +41,7 @@ def whole(optimizer, parameters):
 
 
 def contribute(p, gradient):
-    (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(gradient)
+    p.take_main_grad().add_(gradient)
     p.grad_ready()
 
 
@@ -183,7 +183,7 @@ def test_stages_of_one_rank_are_armed_and_tied_one_by_one():
         optimizer = ZeroOptimizer([own, shared], settings_of(1), groups,
                                   ParameterUse(stage_of={own: rank, shared: rank + 2}))
         optimizer.begin_step()
-        shared.main_grad.fill_(1.0)
+        shared.take_main_grad().fill_(1.0)
         calls = lambda: world.traffic[rank].calls["all_reduce", "embd", 2]
         seen = []
         for stage_index in (rank, rank + 2, rank + 2):

@@ -44,7 +44,7 @@ def take_steps(parameters, optimizer, steps):
         optimizer.begin_step()
         for i, p in enumerate(parameters):
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + i))
-            (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(g * optimizer.loss_scale)
+            p.take_main_grad().add_(g * optimizer.loss_scale)
         optimizer.step(0.01, 0.1)
 
 

@@ -92,6 +92,12 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
     return out
 
 
+def write_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """out = a b for out fp32 [n, m]; returns out. Not for autograd."""
+    _run("write_product", out, a, b)
+    return out
+
+
 def suits_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `row_product` takes x [1, in], weight [out, in] and bias [out] or None, all bf16."""
     has_rows = x.shape[0] == 1 and x.stride(1) == weight.stride(1) == 1 and min(weight.shape) > 0
