@@ -104,7 +104,7 @@ void define_all(py::module_& module, const std::string& dtype, const Functions& 
 
 PYBIND11_MODULE(_attention, module) {
     module.doc() = "Attention of tensors given by address; megatron_ds.ops.core_attention is the way in.";
-    module.def("instruction_sets", &instruction_sets, "Submodules that run on this processor, the fastest first.");
+    module.def("instruction_sets", &instruction_sets, "Submodules that run on this processor, the fastest first. Asks the system for AMX.");
 #ifdef HAS_BF16_PRODUCTS
     const auto define_set = [&](const char* name, const std::string& dtype, const Functions& functions) {
         py::module_ set = module.def_submodule(name);

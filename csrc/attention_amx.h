@@ -3,27 +3,28 @@
 
 // Shapes of the tiles of a thread: 0 to 3 for sums, 4 and 5 for factors, 6 and 7 for factors of half the depth.
 struct alignas(64) TileShapes {
-    uint8_t palette = 1, start = 0, none[14] = {};
+    uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 32, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
 };
+static_assert(sizeof(TileShapes) == 64, "as the processor reads it");
 
 // While an object exists, its thread has these shapes. Then those of before are back, which other libraries may rely on.
 template <>
-class Prepared<TiledBf16> {
+class ReadyToMultiply<TiledBf16> {
 public:
-    Prepared() {
+    ReadyToMultiply() {
         asm volatile("sttilecfg %0" : "=m"(before_));
         load(SHAPES);
     }
-    ~Prepared() {
+    ~ReadyToMultiply() {
         if (before_.palette == 0)
             asm volatile("tilerelease" ::: "memory");
         else
             load(before_);
     }
-    Prepared(const Prepared&) = delete;
-    Prepared& operator=(const Prepared&) = delete;
+    ReadyToMultiply(const ReadyToMultiply&) = delete;
+    ReadyToMultiply& operator=(const ReadyToMultiply&) = delete;
 
 private:
     static void load(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
@@ -32,7 +33,7 @@ private:
     TileShapes before_;
 };
 
-// The compiler does not know tiles: these instructions are volatile, so that their order stays.
+// The compiler keeps no track of tiles: these instructions are volatile, so that their order stays.
 template <int TILE>
 INLINE void load_tile(const void* x, int64_t row) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"n"(TILE), "r"(x), "r"(4 * row) : "memory");
@@ -50,11 +51,12 @@ INLINE void add_product() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(SUM), "n"(A), "n"(B));
 }
 
-// C of 16 rows and a register for each J. Parts of A that are neighbours are one.
-template <bool is_sum, int... J>
-INLINE void multiply_tiles(const Factors<TiledBf16>& x, float* c, int64_t c_row, std::integer_sequence<int, J...>) {
+// C of 16 rows and a register for each J. Packed numbers of a row of A are neighbours, as are parts of A that follow each other; their
+// depth is a multiple of HALF.
+template <bool is_added, int... J>
+INLINE void multiply_tile(const Factors<TiledBf16>& x, float* c, int64_t c_row, std::integer_sequence<int, J...>) {
     constexpr int64_t DEPTH = 16, HALF = 8;      // pairs
-    if constexpr (is_sum)
+    if constexpr (is_added)
         (load_tile<J>(c + J * WIDE, c_row), ...);
     else
         (clear_tile<J>(), ...);
@@ -75,10 +77,10 @@ INLINE void multiply_tiles(const Factors<TiledBf16>& x, float* c, int64_t c_row,
     (store_tile<J>(c + J * WIDE, c_row), ...);
 }
 
-template <bool is_sum, int R>
-INLINE void multiply_tiles_of(Factors<TiledBf16> x, int64_t rows, float* c, int64_t c_row) {
+template <bool is_added, int R>
+INLINE void multiply_rows(Factors<TiledBf16> x, int64_t rows, float* c, int64_t c_row) {
     for (int64_t i = 0; i < rows; i += WIDE, x.a += WIDE * x.a_row)
-        multiply_tiles<is_sum>(x, c + i * c_row, c_row, std::make_integer_sequence<int, R>());
+        multiply_tile<is_added>(x, c + i * c_row, c_row, std::make_integer_sequence<int, R>());
 }
 
 // C times a factor of each column, unless all are 1.
@@ -91,14 +93,14 @@ INLINE void rescale(int64_t rows, int64_t registers, float* c, int64_t c_row, co
 }
 
 template <Put put, typename N>
-void multiply_by_tiles(const Factors<N>& x, int64_t rows, int64_t registers, float* c, int64_t c_row, const float* factor) {
-    constexpr bool is_sum = put != Put::SET;
+INLINE void multiply_by_tiles(const Factors<N>& x, int64_t rows, int64_t registers, float* c, int64_t c_row, const float* factor) {
+    constexpr bool is_added = put != Put::SET;
     if (put == Put::RESCALED) rescale(rows, registers, c, c_row, factor);
     switch (registers) {
-        case 4: return multiply_tiles_of<is_sum, 4>(x, rows, c, c_row);
-        case 3: return multiply_tiles_of<is_sum, 3>(x, rows, c, c_row);
-        case 2: return multiply_tiles_of<is_sum, 2>(x, rows, c, c_row);
-        default: return multiply_tiles_of<is_sum, 1>(x, rows, c, c_row);
+        case 4: return multiply_rows<is_added, 4>(x, rows, c, c_row);
+        case 3: return multiply_rows<is_added, 3>(x, rows, c, c_row);
+        case 2: return multiply_rows<is_added, 2>(x, rows, c, c_row);
+        default: return multiply_rows<is_added, 1>(x, rows, c, c_row);
     }
 }
 

@@ -29,19 +29,19 @@ INLINE void exponentials(const float* scores, float factor_of_scores, typename N
     const Vector scale = broadcast(factor_of_scores);
     for (int64_t j = low * WIDE; j < high * WIDE; j += WIDE) {
         const Vector before = register_of(rows.most + j);
-        Vector most = before, also = before;
+        Vector most = broadcast(HIDDEN), also = most;
         for (int64_t k = 0; k < keys; k += 2) {      // NaN is not the maximum, and reaches the sum
-            most = larger(register_of(scores + k * ROWS + j) * scale, most);
-            also = larger(register_of(scores + (k + 1) * ROWS + j) * scale, also);
+            most = larger(register_of(scores + k * ROWS + j), most);
+            also = larger(register_of(scores + (k + 1) * ROWS + j), also);
         }
-        most = larger(also, most);
+        most = larger(larger(also, most) * scale, before);
         const Vector base = kept(differs(most, broadcast(HIDDEN)), most);      // 0 for rows that have seen nothing yet
         const Vector factor = power_of_two(before - base);
         Vector sum = register_of(rows.sum + j) * factor, other = zeros();
         for (int64_t k = 0; k < keys; k += 2) {
             const float* at = scores + k * ROWS + j;
-            const Vector first = power_of_two(difference_of(register_of(at), scale, base));
-            const Vector second = power_of_two(difference_of(register_of(at + ROWS), scale, base));
+            const Vector first = power_of_two(register_of(at) * scale - base);      // rounded as the maximum: at most 0
+            const Vector second = power_of_two(register_of(at + ROWS) * scale - base);
             sum = sum + first;
             other = other + second;
             put_keys(p + k / N::PER * ROWS + j, first, second);
@@ -53,7 +53,7 @@ INLINE void exponentials(const float* scores, float factor_of_scores, typename N
 }
 
 // Scores of a unit times the factor, less what ALiBi subtracts.
-INLINE void lower(const Sight& sight, int64_t unit, int64_t low, int64_t high, float factor, float* scores) {
+INLINE void scale_and_lower(const Sight& sight, int64_t unit, int64_t low, int64_t high, float factor, float* scores) {
     for (int64_t i = 0; i < WIDE; ++i)
         for (int64_t j = low; j < high; ++j) {
             float* at = scores + i * ROWS + j * WIDE;
@@ -102,7 +102,7 @@ void attend_part(const Call& call, const ForwardWork<N>& w, const Sight& sight, 
         const Rows<const Packed> k = count < WIDE ? Rows<const Packed>{w.keys, words} : rows_of_k;
         float* scores = w.scores + at * ROWS;
         multiply<Put::SET>(Factors<N>{k.data, k.stride, 1, w.queries + left, ROWS, words}, WIDE, wide, scores + left, ROWS);
-        if (is_scaled_before) lower(sight, unit, part.low, part.high, scale, scores);
+        if (is_scaled_before) scale_and_lower(sight, unit, part.low, part.high, scale, scores);
         hide(sight, unit, part.low, part.high, scores);
     }
     exponentials<N>(w.scores, is_scaled_before ? 1 : scale, w.p, keys, part.low, part.high, rows);

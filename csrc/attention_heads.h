@@ -41,7 +41,7 @@ void share(int64_t parts, int threads, uintptr_t memory, const Sizes& sizes, con
     const int64_t bytes = arrange(counted, sizes, nullptr);
     std::atomic<int64_t> next{0}, thread{0};
     const std::function<void()> job = [&] {
-        const Prepared<typename Work::Numbers> prepared;
+        const ReadyToMultiply<typename Work::Numbers> ready;
         Work work{};
         arrange(work, sizes, Arena::aligned(memory + uintptr_t(thread.fetch_add(1) * bytes)));
         for (int64_t i; (i = next.fetch_add(1)) < parts;) part(work, i);

@@ -16,8 +16,7 @@
 namespace {
 
 constexpr int64_t ROWS = 64, REGISTERS = ROWS / WIDE;      // queries of a tile, and its registers
-constexpr int64_t UNITS = 4;                               // of keys worked on at once, in forward PER times as many
-constexpr int64_t MOST_KEYS = UNITS * WIDE;
+constexpr int64_t UNITS = 4, MOST_KEYS = UNITS * WIDE;     // worked on at once, in forward PER times as many
 constexpr float LN_2 = 0.693147181f, HIDDEN = -std::numeric_limits<float>::infinity();
 constexpr float EMPTY = std::numeric_limits<float>::infinity();      // log-sum-exp of a row that sees nothing
 

@@ -1,4 +1,4 @@
-// Products of packed numbers, whose sums stay in registers, and copies of rows in the order in which they are read.
+// Products of packed numbers, whose sums stay in registers or tiles, and copies of rows in the order in which they are read.
 //
 // Of a product C = A B, packed numbers of A are single ones in memory, of any strides; those of B are rows of sixteen or more. One
 // function serves all seven products of attention.
@@ -18,7 +18,7 @@ struct Factors {
 
 // A thread that multiplies numbers of type N has an object of it.
 template <typename N>
-class Prepared {};
+class ReadyToMultiply {};
 
 enum class Put { SET, ADDED, RESCALED };      // C = A B,    C += A B,    C = C factor[column] + A B
 

@@ -30,16 +30,16 @@ inline bool has_products() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
-// Whether there are tiles of bf16 (AMX), and the kernel lets this process use them, for which it has to be asked.
+// Whether there are tiles of bf16 (AMX) that this process may use: asks the operating system for them, which grants it once and for all.
 inline bool has_tiles() {
+#ifdef __linux__
     constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;      // ARCH_REQ_XCOMP_PERM of arch_prctl(2)
     unsigned a = 0, b = 0, c = 0, d = 0;
     const bool has_them = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
-#ifdef __linux__
     return has_them && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 #else
-    return false && has_them;
+    return false;
 #endif
 }
 #else
@@ -72,7 +72,7 @@ struct Bf16 {
     static constexpr bool HAS_TILES = false;
 };
 
-// Products on tiles.
+// bf16 that tiles multiply.
 struct TiledBf16 : Bf16 {
     static constexpr bool HAS_TILES = true;
 };

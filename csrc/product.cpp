@@ -221,7 +221,7 @@ PYBIND11_MODULE(_product, module) {
     module.doc() = "Products of fp32 or bf16 matrices given by address; megatron_ds.ops.product is the way in.";
     module.def("has_products", &has_products, "Whether the processor multiplies bf16 in vectors, and this was compiled for it.");
     module.def("is_amd", &is_amd, "Whether the processor is one of AMD's.");
-    module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast.");
+    module.def("has_tiles", &has_tiles, "Whether the processor multiplies tiles of bf16, eight times as fast. Asks the system for AMX.");
 #ifdef HAS_BF16_PRODUCTS
     define<Fp32>(module, "fp32");
     define<Bf16>(module, "bf16");

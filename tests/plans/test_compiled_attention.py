@@ -1,5 +1,9 @@
 """Compiled attention in fp32 and bf16 against the probabilities written out in double precision."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +16,7 @@ from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.scoring import Scoring
+from tests.harness.instruction_sets import SETS, instruction_set  # noqa: F401
 
 
 def needs(dtype):
@@ -24,19 +29,6 @@ compiled = needs(torch.bfloat16)
 BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8}
 RUNS = "_CompiledAttentionBackward"
 both_dtypes = pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=needs(dtype)) for dtype in BOUNDS])
-SETS = module.extension().instruction_sets() if module.extension() else []
-
-
-@pytest.fixture(autouse=True, params=SETS or ["none"])
-def instruction_set(request, monkeypatch):
-    """Those of this processor in turn."""
-    name, dtype = request.param, request.node.callspec.params.get("dtype")
-    if name not in SETS:
-        return
-    if not hasattr(getattr(module.extension(), name), f"forward_{module.NAMES.get(dtype, 'fp32')}"):
-        pytest.skip(f"no {dtype} with {name}")
-    monkeypatch.setattr(module, "functions", lambda dtype: getattr(module.extension(), name))
-
 
 def draw(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -82,13 +74,39 @@ def test_probabilities_below_the_normal_numbers_are_zero_in_the_kernel_alone(dty
 @both_dtypes
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL])
 @pytest.mark.parametrize("s, n, g, d", [(2, 2, 2, 64), (63, 3, 3, 64), (65, 4, 2, 32), (130, 6, 1, 128),
-                                        (257, 2, 2, 96)])
+                                        (257, 2, 2, 96), (70, 2, 1, 160), (70, 1, 1, 256)])
 def test_it_equals_the_formula_forward_and_backward(s, n, g, d, pattern, dtype):
     packed, heads = projected(s, n, g, d, dtype=dtype)
     out = attention(*heads, pattern=pattern, scoring=Scoring(scale=0.2))
     assert out.grad_fn.name() == RUNS and out.dtype == dtype
     expected = written_out(*heads, pattern.causal, 0.2)
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
+
+
+@both_dtypes
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scores_times_a_number_that_is_not_positive(scale, slopes, dtype):
+    packed, heads = projected(90, 2, 2, 32, dtype=dtype)
+    scoring = Scoring(scale=scale, alibi=Alibi(alibi_slopes(2)) if slopes else None)
+    out = attention(*heads, scoring=scoring)
+    expected = reference_attention(*(t.double() for t in heads), scoring=scoring)
+    assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
+
+
+@both_dtypes
+@pytest.mark.parametrize("s", [16, 37, 90, 200])
+def test_what_memory_contains_before_does_not_matter(s, dtype):
+    packed, heads = projected(s, 2, 1, 32, dtype=dtype)
+    results = []
+    for fills in (False, True):                         # new memory with bytes 0xff: NaN in all dtypes
+        torch.use_deterministic_algorithms(fills)
+        try:
+            out = attention(*heads)
+            results.append([out.detach(), *gradients(out, [packed])])
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *results))
 
 
 @both_dtypes
@@ -167,6 +185,8 @@ def test_scores_of_any_size(dtype):
     q, k, v = (draw(80, 1, 1, 64, seed=i).to(dtype) for i in range(3))
     out = attention(q * 200, k * 20, v)
     assert_near([out], [written_out(q * 200, k * 20, v, True, 0.125)])
+    out = attention(q * 30_000, k * 30_000, v)          # probabilities above 1 would be infinite
+    assert_near([out], [written_out(q * 30_000, k * 30_000, v, True, 0.125)])
     k[30, 0, 0, 3] = torch.nan
     out = attention(q, k, v)
     assert out[30:].isnan().all() and out[:30].isfinite().all()
@@ -240,6 +260,25 @@ def test_the_fastest_instruction_set_with_the_dtype_is_taken(names, low, wide, m
     assert (module.functions(LOW), module.functions(WIDE)) == (FAKE_SETS.get(low), FAKE_SETS.get(wide))
     assert module.reason_against(LOW) == ("" if low else "no AVX-512 BF16")
     assert module.reason_against(WIDE) == ("" if wide else "neither AVX-512 nor AVX2")
+
+
+REFUSED = """
+import ctypes, torch
+stack = (ctypes.c_char * 8192)()                # too small for a signal's frame with tiles: Linux refuses them
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(stack), 0, 8192)), None) == 0
+from megatron_ds.ops.core_attention import attention
+from megatron_ds.ops.cpu import compiled_attention
+assert "amx" not in compiled_attention.extension().instruction_sets()
+q = torch.ones(40, 1, 1, 32, dtype=torch.bfloat16)
+assert (attention(q, q, q) == 1).all()
+"""
+
+
+@pytest.mark.skipif("amx" not in SETS, reason="no AMX")
+def test_without_the_systems_permission_tiles_are_not_taken():
+    subprocess.run([sys.executable, "-c", REFUSED], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_an_installation_without_the_extension_does_without(monkeypatch):

@@ -13,6 +13,7 @@ from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring
 from megatron_ds.ops.sparse_layouts import keyed, layout
+from tests.harness.instruction_sets import instruction_set  # noqa: F401
 from tests.plans.test_sparse_layouts import options
 from tests.plans.test_windows import draw, outcome
 
