@@ -1,20 +1,26 @@
-"""Run a script with torch's fused attention for CPUs replaced by one that computes no scores.
+"""Run a script with fused attention for CPUs, torch's and the compiled one, replaced by functions that compute
+no scores.
 
     python benchmarks/without_scores.py pretrain_gpt.py … flags
 
-Results and gradients have the shapes, strides and memory of those of torch's kernel, and every page of them
-is written, but a token attends to itself alone: a run has the resident memory of training on long sequences
-and a small part of its time, which scores take. The kernel's own workspace, a few MiB a thread whatever the
-length, is missing. For measurements of memory: `longest_sequence.py` and `train_step.py` have a flag
+Results and gradients have the shapes, strides and memory of those of the kernels, and every page of them is
+written: a run has the resident memory of training on long sequences and a small part of its time, which scores
+take. The workspace of torch's kernel, a few MiB a thread whatever the length, is missing. For measurements of memory: `longest_sequence.py` and `train_step.py` have a flag
 `--without-scores`.
 """
 
 import runpy
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ds.ops.cpu import compiled_attention  # noqa: E402
 
 
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float = 0.0,
@@ -38,8 +44,15 @@ def backward(dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: 
     return tuple(t.new_empty(t.transpose(1, 2).shape).zero_().transpose(1, 2) for t in (query, key, value))
 
 
+def write_results(name: str, tensors: Sequence[torch.Tensor], of_rows: Sequence[torch.Tensor], *_: Any) -> None:
+    """Zeros in place of what compiled attention computes: the output and a number a row, or three gradients."""
+    for t in (tensors[-1], *of_rows) if name == "forward" else tensors[-3:]:
+        t.zero_()
+
+
 def replace_kernels() -> torch.library.Library:
     """In this process, as long as the result is referenced."""
+    compiled_attention._run = write_results
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)                # that a kernel is replaced
@@ -49,7 +62,7 @@ def replace_kernels() -> torch.library.Library:
 
 
 def main() -> None:
-    """Replace both kernels, then run the script."""
+    """Replace the kernels, then run the script."""
     kernels = replace_kernels()
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

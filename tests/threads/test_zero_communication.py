@@ -130,3 +130,28 @@ def test_two_buffers_carry_any_number_of_buckets(stage):
         return optimizer.exchange.nbytes <= 2 * 2 * longest
 
     assert all(run_ranks(N, main))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_first_gradient_of_a_step_overwrites_and_none_at_all_is_zero(stage):
+    def main(rank, world):
+        parameters, optimizer = make_optimizer(world.group("dp-cp", range(2), rank), stage)
+        before = [torch.zeros(size) for size in SIZES]
+        for given in ({0, 1, 2, 3}, {1, 3}, {0, 2}, set()):
+            optimizer.begin_step()
+            optimizer.arm()
+            for i in sorted(given, reverse=True):
+                new = parameters[i].take_new_main_grad()
+                new.fill_(1.0 + i)
+                assert parameters[i].take_new_main_grad() is None
+                parameters[i].take_main_grad().add_(0.5)
+                parameters[i].grad_ready()
+            norm = optimizer.step(1.0, 0.0).grad_norm
+            moved = [2 * (1.5 + i) if i in given else 0.0 for i in range(len(SIZES))]
+            assert norm == pytest.approx(math.sqrt(sum(m * m * size for m, size in zip(moved, SIZES))))
+            with optimizer.gathered(0):
+                after = [-p.detach().clone() for p in parameters]
+            for a, b, m in zip(after, before, moved, strict=True):
+                assert torch.equal(a - b, torch.full_like(a, m))
+            before = after
+    run_ranks(2, main)

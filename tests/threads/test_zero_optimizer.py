@@ -49,10 +49,6 @@ def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, counts=Non
                          ParameterUse(layers, counts=counts or {}))
 
 
-def main_grad_of(p):
-    return p.take_main_grad()
-
-
 def whole(optimizer, parameters):
     """Copies of the parameters, gathered where they live in shards."""
     with optimizer.gathered(0):
@@ -156,7 +152,7 @@ def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
             optimizer.keep_gathered(0)
             (loss_of(parameters, step, rank, 3) * optimizer.loss_scale).backward()
             if rank == 1 and step == 0:
-                main_grad_of(parameters[3])[4] = math.inf
+                parameters[3].take_main_grad()[4] = math.inf
             result = optimizer.step(LR, DECAY)
             unchanged = all(torch.equal(p, b) for p, b in zip(whole(optimizer, parameters), before))
             seen.append((result.skipped, result.loss_scale, optimizer.loss_scale, unchanged,
@@ -198,7 +194,7 @@ def test_a_rank_whose_shard_is_all_padding_takes_part(stage):
         p.spec = ParamSpec("five", (5,), Init("ones"), decay=False)
         optimizer = make_optimizer([p], world.group("dp-cp", range(3), rank), stage=stage)
         optimizer.begin_step()
-        main_grad_of(p).fill_((1.0 + rank) / 3)
+        p.take_main_grad().fill_((1.0 + rank) / 3)
         result = optimizer.step(0.5, 0.0)
         return result.grad_norm, *whole(optimizer, [p]), len(list(optimizer.pieces()))
 
@@ -278,7 +274,7 @@ def test_sixteen_bit_gradients_are_held_and_sent_in_sixteen_bits(stage):
         optimizer.arm()
         optimizer.keep_gathered(0)
         (loss_of(parameters, 0, rank, 2) / 2).backward()
-        grads = [main_grad_of(p).dtype for p in parameters]
+        grads = [p.take_main_grad().dtype for p in parameters]
         norm = optimizer.step(LR, DECAY).grad_norm
         operation = "all_reduce" if stage == 0 else "reduce_scatter"
         return (norm, set(grads), optimizer.memory().gradients,
@@ -326,7 +322,7 @@ def test_a_step_that_failed_in_the_middle_leaves_the_next_one_whole():
                 optimizer.gathering_of(0).enter(0, False)
                 loss = loss_of(parameters, 0, rank, 2) / 2
                 if attempt < fails:
-                    main_grad_of(parameters[0]).fill_(3.0)         # and then somebody raised an error
+                    parameters[0].take_main_grad().fill_(3.0)         # and then somebody raised an error
                     continue
                 loss.backward()
                 optimizer.step(LR, DECAY)
@@ -344,10 +340,10 @@ def test_a_contribution_more_than_announced_is_an_error_where_gradients_are_shar
         optimizer.begin_step()
         optimizer.arm()
         for p in reversed(parameters):
-            main_grad_of(p).fill_(1.0), p.grad_ready()
+            p.take_main_grad().fill_(1.0), p.grad_ready()
         if stage == 3:
             optimizer.gathering_of(0).leave(0, True)
-        main_grad_of(parameters[2]).fill_(1.0), parameters[2].grad_ready()
+        parameters[2].take_main_grad().fill_(1.0), parameters[2].grad_ready()
         with pytest.raises(MegatronDSError, match="for one of .*fc2.weight.*more contributions"):
             optimizer.step(LR, DECAY)
 
@@ -387,23 +383,3 @@ def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
     (Scale.apply(torch.full((7,), 2.0), weight) + bias).sum().backward()
     assert weight.take_main_grad().tolist() == [2.0] * 7 and bias.take_main_grad().tolist() == [1.0] * 7
     assert weight.grad is None and bias.grad is None
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_of_an_earlier_step_are_overwritten_or_zeroed(stage):
-    """The first contribution finds undefined contents; a parameter without one has zeros."""
-    def main(rank, world):
-        parameters = make_parameters()
-        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage)
-        for given in ({0, 1, 2, 3, 4}, {1, 3}, {0, 2}):
-            optimizer.begin_step()
-            optimizer.arm()
-            for i in sorted(given):
-                new = parameters[i].take_new_main_grad()
-                new.fill_(1.0 + i)
-                assert parameters[i].take_new_main_grad() is None
-                parameters[i].take_main_grad().add_(1.0)
-                parameters[i].grad_ready()
-            squares = sum(parameters[i].spec.numel * (2 * (2.0 + i)) ** 2 for i in given)
-            assert optimizer.step(LR, DECAY).grad_norm == pytest.approx(math.sqrt(squares), rel=1e-5)
-    run_ranks(2, main)
