@@ -1,12 +1,12 @@
-"""Run a script with fused attention for CPUs, torch's and the compiled one, replaced by functions that compute
-no scores.
+"""Run a script with fused attention for CPUs, torch's and the compiled one, replaced by functions that
+compute no scores.
 
     python benchmarks/without_scores.py pretrain_gpt.py … flags
 
 Results and gradients have the shapes, strides and memory of those of the kernels, and every page of them is
-written: a run has the resident memory of training on long sequences and a small part of its time, which scores
-take. The workspace of torch's kernel, a few MiB a thread whatever the length, is missing. For measurements of memory: `longest_sequence.py` and `train_step.py` have a flag
-`--without-scores`.
+written: a run has the resident memory of training on long sequences and a small part of its time, which
+scores take. The workspace of the kernels, a few MiB a thread, is missing. For measurements of memory:
+`longest_sequence.py` and `train_step.py` have a flag `--without-scores`.
 """
 
 import runpy
@@ -44,8 +44,9 @@ def backward(dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: 
     return tuple(t.new_empty(t.transpose(1, 2).shape).zero_().transpose(1, 2) for t in (query, key, value))
 
 
-def write_results(name: str, tensors: Sequence[torch.Tensor], of_rows: Sequence[torch.Tensor], *_: Any) -> None:
-    """Zeros in place of what compiled attention computes: the output and a number a row, or three gradients."""
+def write_results(name: str, tensors: Sequence[torch.Tensor], of_rows: Sequence[torch.Tensor],
+                  *_: Any) -> None:
+    """Zeros in place of what compiled attention computes: output and a number a row, or three gradients."""
     for t in (tensors[-1], *of_rows) if name == "forward" else tensors[-3:]:
         t.zero_()
 

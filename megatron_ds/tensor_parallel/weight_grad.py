@@ -2,11 +2,12 @@
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter managed by ZeRO has `take_main_grad()`, which returns a view into a flat buffer in the parameter's
-shape, `take_new_main_grad()`, which returns it if nothing was added to it yet, with undefined contents; and
-`grad_ready()`, called once per contribution. The product is added to the view, the first one overwrites it: no
-gradient tensor is allocated and autograd receives None. Another optimizer may give its parameters a tensor
-`main_grad` in place of the two functions. Without any the gradient is returned to autograd, as in any module.
+A parameter managed by ZeRO has `take_main_grad()`, which returns a view into a flat buffer in the
+parameter's shape, `take_new_main_grad()`, which returns it if nothing was added to it yet, with undefined
+contents; and `grad_ready()`, called once per contribution. The product is added to the view, the first one
+overwrites it: no gradient tensor is allocated and autograd receives None. Another optimizer may give its
+parameters a tensor `main_grad` in place of the two functions. Without any of them the gradient is returned to
+autograd, as in any module.
 
 Note: no view is kept between calls. With sharded gradients a buffer exists from the first contribution to its
 bucket until the bucket is reduced; the next micro-batch may use another one.

@@ -3,9 +3,9 @@ they fill; and what it shares with sharded gradients, `GradientStore`.
 
 Each parameter gets `take_main_grad()`, which returns its view of the buffer, and `grad_ready()`, called once
 per contribution and backward. Layers that compute their weight gradient themselves add to the view and call
-grad_ready; for other parameters a hook adds what autograd accumulated. Before the last micro-batch the buckets
-are *armed*: from then on contributions are counted, and a complete bucket starts its reduction while backward
-continues.
+grad_ready; for other parameters a hook adds what autograd accumulated. Before the last micro-batch the
+buckets are *armed*: from then on contributions are counted, and a complete bucket starts its reduction while
+backward continues.
 
 Buffers are not cleared before a step: the first contribution to a parameter overwrites its view, which
 `take_new_main_grad()` returns. Before the reduction of a bucket, what received none is zeroed.

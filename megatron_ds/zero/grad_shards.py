@@ -98,7 +98,8 @@ class GradShards(GradientStore):
         slot = self.layout.slots[i]
         bucket = self.layout.buckets[slot.bucket]
         buffer = self._buffer(slot.bucket)
-        return buffer[slot.start - bucket.start:slot.stop - bucket.start].view(self.holders[i].parameter.shape)
+        flat = buffer[slot.start - bucket.start:slot.stop - bucket.start]
+        return flat.view(self.holders[i].parameter.shape)
 
     def _buffer(self, b: int) -> torch.Tensor:
         """The whole buffer of a bucket, borrowed if it has none."""

@@ -25,7 +25,7 @@ MOE = {**LLAMA, "num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_router_topk
        "moe_token_dispatcher_type": "allgather"}
 BERT = {**GPT2, "bert": True}
 LR, STEPS = 1e-2, 2
-# the bias of keys without rotary embedding has no gradient but rounding, of which a smaller eps would make steps
+# without rotary embedding the bias of keys has no gradient but rounding, of which a smaller eps makes steps
 EPS = 1e-7
 
 
@@ -78,8 +78,8 @@ class MegatronCore:
         batches = "sentences.pt" if model.get("bert") else "batches.pt"
         defaults = dict(dtype="float32", distributed=False, load=None, steps=STEPS, saves=[])
         job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "vp": vp,
-               "lr": LR, "eps": EPS, "batches": str(self.folder / batches), "after": str(after), "timeout": 300,
-               "store": str(self.folder / f"store{self._count}")}
+               "lr": LR, "eps": EPS, "batches": str(self.folder / batches), "after": str(after),
+               "timeout": 300, "store": str(self.folder / f"store{self._count}")}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()

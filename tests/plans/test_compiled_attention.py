@@ -264,7 +264,7 @@ def test_the_fastest_instruction_set_with_the_dtype_is_taken(names, low, wide, m
 
 REFUSED = """
 import ctypes, torch
-stack = (ctypes.c_char * 8192)()                # too small for a signal's frame with tiles: Linux refuses them
+stack = (ctypes.c_char * 8192)()                # too small for a signal's frame with tiles
 class Stack(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(stack), 0, 8192)), None) == 0

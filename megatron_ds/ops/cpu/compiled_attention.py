@@ -41,7 +41,7 @@ def extension() -> ModuleType | Any:
 
 @functools.cache
 def functions(dtype: torch.dtype) -> ModuleType | Any:
-    """Those for numbers of the dtype on the fastest instruction set of this processor; None, if it has none."""
+    """Those for the dtype, of the fastest instruction set of this processor; None, if it has none."""
     if extension() is None:
         return None
     sets = [getattr(extension(), name) for name in extension().instruction_sets()]
