@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from .product import add_product_, affine, has_memory, product_into, write_product_
+from .product import add_product_, affine, has_memory, product_into
 
 ALIGNMENT = 16         # bytes, of a row
 Tensors = tuple[torch.Tensor, ...]
@@ -81,23 +81,20 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.
     return y
 
 
-def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> None:
-    """Add dyᵀ x of each run to out [runs, dy's columns, x's columns]; dy and x [n, ..]."""
-    if _has_kernel(x, out):
-        out.add_(F.grouped_mm(dy.t(), x, offs=runs.ends))
-        return
-    for part, into, w in runs.parts((dy, x), (out,)):
-        add_product_(w, part.t(), into)
+def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs,
+                          overwrites: bool = False) -> None:
+    """Add dyᵀ x of each run to out [runs, dy's columns, x's columns]; dy and x [n, ..].
 
-
-def write_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> None:
-    """As `add_grouped_gradient_` to zeros, whatever `out` contains."""
+    overwrites: replace what `out` contains, by 0 for an empty run
+    """
     if _has_kernel(x, out):
-        out.copy_(F.grouped_mm(dy.t(), x, offs=runs.ends))
+        products = F.grouped_mm(dy.t(), x, offs=runs.ends)
+        out.copy_(products) if overwrites else out.add_(products)
         return
-    _clear_empty(out, runs)
+    if overwrites:
+        _clear_empty(out, runs)
     for part, into, w in runs.parts((dy, x), (out,)):
-        write_product_(w, part.t(), into)
+        add_product_(w, part.t(), into, overwrites)
 
 
 def new_grouped_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> torch.Tensor:

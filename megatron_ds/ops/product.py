@@ -107,45 +107,31 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @Operation
-def write_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a b, in place and without autograd. `out` may be wider than the factors, its contents undefined.
+def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False) -> None:
+    """out += a b, in place and without autograd. `out` may be wider than the factors.
+
+    overwrites: out = a b instead, whatever `out` contains
     """
     if out.dtype == torch.float32 and is_widened(a):
-        add_widened_product_(out.zero_(), a, b)
-    elif out.dtype == a.dtype:
-        product_into(out, a, b)
+        add_widened_product_(out.zero_() if overwrites else out, a, b)
+    elif out.dtype != a.dtype or is_widened(a):
+        add_narrow_(out, product(a, b), overwrites)
+    elif overwrites:
+        torch.mm(a, b, out=out)
     else:
-        out.copy_(product(a, b))
-
-
-@Operation
-def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b, in place and without autograd. `out` may be wider than the factors."""
-    if out.dtype == torch.float32 and is_widened(a):
-        add_widened_product_(out, a, b)
-    elif out.dtype == a.dtype and not is_widened(a):
         out.addmm_(a, b)
-    else:
-        add_narrow_(out, product(a, b))
 
 
-def _takes_wide(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+def _takes_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False) -> bool:
     return compiled_product.takes_target(out) and compiled_product.suits(a, b)
 
 
-@write_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_wide,
-                               available=partial(compiled_product.reason_against, *compiled_product.NAMES))
-def _compiled_wide(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    compiled_product.write_product_(out, a, b)
-
-
-@add_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_wide,
+@add_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_sum,
                              available=partial(compiled_product.reason_against, *compiled_product.NAMES))
-def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    compiled_product.add_product_(out, a, b)
+def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False) -> None:
+    compiled_product.add_product_(out, a, b, overwrites)
 
 
-@write_product_.example
 @add_product_.example
 def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     out, a, b = (t.detach() for t in random_tensors(dtype, device, (rows, rows + 1), (width, rows),
@@ -153,7 +139,6 @@ def _add_product_example(rows: int, width: int, dtype: torch.dtype, device: torc
     return out.to(torch.promote_types(dtype, torch.float32)), a.bfloat16().t(), b.bfloat16()
 
 
-@write_product_.example
 @add_product_.example
 def _add_wide_product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     wide = torch.promote_types(dtype, torch.float32)
@@ -163,9 +148,9 @@ def _add_wide_product_example(rows: int, width: int, dtype: torch.dtype, device:
 
 
 @Operation
-def add_narrow_(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """out += x, in place and without autograd. `out` may be wider than x."""
-    return out.add_(x)
+def add_narrow_(out: torch.Tensor, x: torch.Tensor, overwrites: bool = False) -> torch.Tensor:
+    """out += x, in place and without autograd; out = x with `overwrites`. `out` may be wider than x."""
+    return out.copy_(x) if overwrites else out.add_(x)
 
 
 @add_narrow_.example
@@ -174,11 +159,11 @@ def _add_narrow_example(rows: int, width: int, dtype: torch.dtype, device: torch
     return out, x.bfloat16()
 
 
-def _suits_compiled_addition(out: torch.Tensor, x: torch.Tensor) -> bool:
-    return has_memory(out) and compiled_addition.suits(out, x)
+def _suits_compiled_addition(out: torch.Tensor, x: torch.Tensor, overwrites: bool = False) -> bool:
+    return not overwrites and has_memory(out) and compiled_addition.suits(out, x)
 
 
 @add_narrow_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_suits_compiled_addition,
                             available=lambda: "" if compiled_addition.extension() else "not compiled")
-def _compiled_addition(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _compiled_addition(out: torch.Tensor, x: torch.Tensor, overwrites: bool = False) -> torch.Tensor:
     return compiled_addition.compiled_add_(out, x)

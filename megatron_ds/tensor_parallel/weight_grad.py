@@ -24,8 +24,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient, write_grouped_gradient_
-from ..ops.product import add_product_, product, write_product_
+from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient
+from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
 
@@ -55,7 +55,7 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
         weight.grad_sums.add_product(weight, x, dy)
         return None
     if (new := _new_main_grad_of(weight)) is not None:
-        write_product_(new, dy.t(), x)
+        add_product_(new, dy.t(), x, overwrites=True)
     elif (main_grad := _main_grad_of(weight)) is not None:
         add_product_(main_grad, dy.t(), x)
     else:
@@ -84,7 +84,7 @@ class GradientSum:
 
     def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
         """Add dyᵀ x, for x [n, in] and dy [n, out]."""
-        (write_product_ if self._is_new else add_product_)(self._sum, dy.t(), x)
+        add_product_(self._sum, dy.t(), x, overwrites=self._is_new)
         self._is_new = False
 
     def deliver(self) -> torch.Tensor | None:
@@ -154,7 +154,7 @@ def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
     The result is as of `linear_gradient`. A run without rows adds nothing.
     """
     if (new := _new_main_grad_of(weight)) is not None:
-        write_grouped_gradient_(new, dy, x, runs)
+        add_grouped_gradient_(new, dy, x, runs, overwrites=True)
     elif (main_grad := _main_grad_of(weight)) is not None:
         add_grouped_gradient_(main_grad, dy, x, runs)
     else:

@@ -24,7 +24,7 @@ SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))
 OWN_SIZES = {("attention", "c++"): ((65, 32), (130, 64), (7, 128)),
              ("affine", "one row"): ((1, 8), (1, 1001)),
              **{(name, "c++"): ((64, 64), (101, 99), (150, 1101), (260, 1000))
-                for name in ("product", "affine", "add_product_", "write_product_")}}
+                for name in ("product", "affine", "add_product_")}}
 # An example is plain causal attention, which these do not take: tests/plans/test_windows.py compares the
 # first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
 # test_flex_attention.py of tests/plans and of tests/gpu.

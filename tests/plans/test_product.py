@@ -8,7 +8,7 @@ from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import compiled_product
 from megatron_ds.ops.cpu import widened_products as products
 from megatron_ds.ops.cpu.widened_products import Workspace
-from megatron_ds.ops.product import add_product_, affine, product, write_product_
+from megatron_ds.ops.product import add_product_, affine, product
 from tests.harness.alive_bytes import AliveBytes
 
 
@@ -90,7 +90,7 @@ def test_products_are_added_to_gradients_of_either_width(out_dtype, part, is_wit
     assert out.dtype == out_dtype
     # a rounded product, added and rounded
     torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-6)
-    write_product_(out.fill_(torch.nan), a, b)
+    add_product_(out.fill_(torch.nan), a, b, overwrites=True)
     torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=2**-7, atol=2**-6)
 
 

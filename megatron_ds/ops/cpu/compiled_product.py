@@ -86,15 +86,10 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     return out
 
 
-def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """out += a b for out fp32 [n, m]; returns out. Not for autograd."""
-    _run("add_product", out, a, b)
-    return out
-
-
-def write_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """out = a b for out fp32 [n, m]; returns out. Not for autograd."""
-    _run("write_product", out, a, b)
+def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+                 overwrites: bool = False) -> torch.Tensor:
+    """out += a b for out fp32 [n, m], or out = a b; returns out. Not for autograd."""
+    _run("write_product" if overwrites else "add_product", out, a, b)
     return out
 
 
