@@ -39,7 +39,9 @@ def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
                    grouped.grouped_affine(x, weight, None, runs),
                    grouped.grouped_product(dy, weight, runs),
                    grouped.new_grouped_gradient(weight, dy, x, runs),
-                   (out := added.pop(), grouped.add_grouped_gradient_(out, dy, x, runs))[0])
+                   (out := added.pop(), grouped.add_grouped_gradient_(out, dy, x, runs))[0],
+                   (out := torch.full_like(weight, torch.nan),
+                    grouped.add_grouped_gradient_(out, dy, x, runs, overwrites=True))[0])
     loop = run()
     calls, kernel = [], torch.nn.functional.grouped_mm
     monkeypatch.setattr(grouped, "_has_kernel", lambda x, weight: x.shape[0] > 0)
@@ -53,7 +55,7 @@ def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
         # bf16: the bias, and what is there, are added after rounding
         tolerance = 1e-6 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-    assert len(calls) == 5 and counted.calls["cumsum"] == 1
+    assert len(calls) == 6 and counted.calls["cumsum"] == 1
     assert not any(results[3][i].any() for i, count in enumerate(counts) if not count)
 
 
@@ -65,11 +67,14 @@ def test_one_product_a_run_is_the_product_of_its_rows(name):
     y, dx = grouped.grouped_affine(x, weight, bias, runs), grouped.grouped_product(dy, weight, runs)
     dw, sums = torch.ones_like(weight), grouped.sums_of_runs(dy, runs)
     grouped.add_grouped_gradient_(dw, dy, x, runs)
+    written = torch.full_like(weight, torch.nan)
+    grouped.add_grouped_gradient_(written, dy, x, runs, overwrites=True)
     new = grouped.new_grouped_gradient(weight, dy, x, runs)
     for run, rows in by_hand(counts):
         torch.testing.assert_close(y[rows], x[rows] @ weight[run].T + bias[run])
         torch.testing.assert_close(dx[rows], dy[rows] @ weight[run])
         torch.testing.assert_close(dw[run], 1 + dy[rows].T @ x[rows])
+        torch.testing.assert_close(written[run], dy[rows].T @ x[rows])
         torch.testing.assert_close(new[run], dy[rows].T @ x[rows])
         torch.testing.assert_close(sums[run], dy[rows].sum(0))
 
