@@ -48,6 +48,7 @@ def _affine_example(rows: int, width: int, dtype: torch.dtype, device: torch.dev
 
 
 LOW = (torch.bfloat16, torch.float16)
+MOST_NARROW = 1 << 22       # elements of a product at a time that a CPU adds to a wider tensor
 
 
 def _suits_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -115,7 +116,9 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites
     if out.dtype == torch.float32 and is_widened(a):
         add_widened_product_(out.zero_() if overwrites else out, a, b)
     elif out.dtype != a.dtype or is_widened(a):
-        add_narrow_(out, product(a, b), overwrites)
+        rows = max(1, MOST_NARROW // out.shape[1]) if out.device.type == "cpu" else out.shape[0]
+        for part, of_a in zip(out.split(rows), a.split(rows)):
+            add_narrow_(part, product(of_a, b), overwrites)
     elif overwrites:
         torch.mm(a, b, out=out)
     else:

@@ -4,8 +4,9 @@ rounding."""
 import pytest
 import torch
 
+from megatron_ds.ops import product as module
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import compiled_product
+from megatron_ds.ops.cpu import compiled_addition, compiled_product
 from megatron_ds.ops.cpu import widened_products as products
 from megatron_ds.ops.cpu.widened_products import Workspace
 from megatron_ds.ops.product import add_product_, affine, product
@@ -136,3 +137,18 @@ def test_a_single_row_is_rounded_once_and_alike_on_any_number_of_threads(columns
     assert all(torch.equal(results[0], other) for other in results)
     out = torch.full((1, columns), torch.nan, dtype=torch.bfloat16)
     assert affine(x, weight, bias, out) is out and torch.equal(out, results[0])
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_large_product_is_added_to_a_wider_tensor_in_parts(overwrites, monkeypatch):
+    monkeypatch.setattr(module, "MOST_NARROW", 7000)
+    monkeypatch.setattr(compiled_product, "suits", lambda a, b: False)
+    monkeypatch.setattr(products, "has_products", lambda dtype: True)
+    a, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+            for shape in ((300, 20), (20, 100)))
+    out = torch.ones(300, 100)
+    expected = (1 - overwrites) + a.mm(b).float()
+    with AliveBytes(peak=True) as alive:
+        add_product_(out, a, b, overwrites)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+    assert alive.peak <= (3 if overwrites or compiled_addition.extension() else 6) * 7000
