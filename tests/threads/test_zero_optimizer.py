@@ -322,7 +322,7 @@ def test_a_step_that_failed_in_the_middle_leaves_the_next_one_whole():
                 optimizer.gathering_of(0).enter(0, False)
                 loss = loss_of(parameters, 0, rank, 2) / 2
                 if attempt < fails:
-                    parameters[0].take_main_grad().fill_(3.0)         # and then somebody raised an error
+                    parameters[0].take_main_grad().fill_(3.0)         # then an error is raised
                     continue
                 loss.backward()
                 optimizer.step(LR, DECAY)
