@@ -44,7 +44,7 @@ else:
     # Without -march: instruction sets are chosen at run time. Without contraction: see "Bits" in the file.
     # gcc 12 warns of its own intrinsics.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wno-maybe-uninitialized"]
-    # Without traps: whether a comparison would signal is nobody's business, and loops with choices vectorize.
+    # Without traps: loops with choices vectorize, since comparisons need not signal.
     flags = [] if sys.platform == "win32" else flags
     extensions = [
         Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"],

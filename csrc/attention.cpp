@@ -93,6 +93,7 @@ void define(py::module_& module, const std::string& name, OfHeads<TENSORS, ARRAY
 void define_all(py::module_& module, const std::string& dtype, const Functions& functions) {
     define(module, "forward_" + dtype, functions.forward, "Writes out; of rows: lse.");
     define(module, "backward_" + dtype, functions.backward, "Writes dq, dk and dv; of rows: lse and D are read.");
+    define(module, "add_gradients_" + dtype, functions.add_gradients, "Adds to dq, dk and dv, which are fp32; of rows as backward.");
     module.def(("dots_" + dtype).c_str(), functions.dots, "Writes D of dout and out.", py::arg("sizes"), py::arg("tensors"),
                py::arg("dots"), py::arg("threads"));
     module.def(("forward_bytes_" + dtype).c_str(), functions.forward_bytes, "Memory of a thread.", py::arg("sizes"));

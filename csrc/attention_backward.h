@@ -19,7 +19,7 @@ template <typename N>
 struct BackwardTensors {
     Rows<const typename N::Number> q, k, v, dout;
     const float *lse, *dots;      // of each row: the log-sum-exp, and D
-    Rows<typename N::Number> dq;
+    Gradient<typename N::Number> dq;
 };
 
 // Units of keys that are worked on at a time.
@@ -144,7 +144,7 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query), d = call.d;
         float* dq = w.dq + tile * w.next_dq;
         if (wanted.dq && run.is_first) std::memset(dq, 0, sizeof(float) * size_t(d * ROWS));
-        if (wanted.dq && run.is_last) fetch_to_write(t.dq, query, query + count, d);
+        if (wanted.dq && run.is_last) t.dq.from(query, [&](auto rows) { fetch_to_write(rows, 0, count, d); });
         const Sight sight{call, plan, tile};
         RowSums sums;
         bool is_taken = false;
@@ -156,6 +156,6 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
         if (!wanted.dq || !run.is_last) continue;
         float factor[ROWS];
         std::fill_n(factor, ROWS, 1.0f);
-        put_columns(dq, factor, count, d, t.dq.from(query));
+        t.dq.from(query, [&](auto rows) { put_columns(dq, factor, count, d, rows); });
     }
 }

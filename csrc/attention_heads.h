@@ -71,9 +71,10 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std:
     share<ForwardWork<N>>(all * cut.parts, threads, memory, sizes, part);
 }
 
+// adds: to dq, dk and dv, which are fp32 then.
 template <typename N>
-void backward(const Sizes& sizes, const std::array<Place, 7>& tensors, const std::array<uintptr_t, 2>& of_rows, float scale,
-              const Shown& shown, uintptr_t memory, int threads) {
+void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors, const std::array<uintptr_t, 2>& of_rows, float scale,
+                         const Shown& shown, uintptr_t memory, int threads, bool adds) {
     using Number = typename N::Number;
     const auto& [q, k, v, dout, dq, dk, dv] = tensors;
     const Call call = shown.call(sizes, scale);
@@ -102,18 +103,28 @@ void backward(const Sizes& sizes, const std::array<Place, 7>& tensors, const std
                 const auto sums = [&](uintptr_t x) { return reinterpret_cast<const float*>(x) + first_row; };
                 const BackwardTensors<N> t{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, key_head),
                                            rows_of<const Number>(v, sample, key_head), rows_of<const Number>(dout, sample, head),
-                                           sums(of_rows[0]), sums(of_rows[1]), rows_of<Number>(dq, sample, head)};
+                                           sums(of_rows[0]), sums(of_rows[1]), {dq, sample, head, adds}};
                 if (head == key_head * group) take_run(call, w, run, t, wanted);
                 differentiate(call, w, shown.plan(sizes, sample, head), t, run, wanted, first_tile, last_tile);
             }
             if (!wanted.keys) continue;
-            put_rows(w.dk, count, call.d, rows_of<Number>(dk, sample, key_head).from(key));
-            put_rows(w.dv, count, call.d, rows_of<Number>(dv, sample, key_head).from(key));
+            const auto put = [&](const float* sums, const Place& gradient) {
+                const auto put_to = [&](auto rows) { put_rows(sums, count, call.d, rows); };
+                Gradient<Number>(gradient, sample, key_head, adds).from(key, put_to);
+            };
+            put(w.dk, dk);
+            put(w.dv, dv);
         }
     };
     py::gil_scoped_release released;
     const FlushedSubnormals flushed;
     share<BackwardWork<N>>(all * of_head, threads, memory, sizes, part);
+}
+
+template <typename N, bool ADDS>
+void backward(const Sizes& sizes, const std::array<Place, 7>& tensors, const std::array<uintptr_t, 2>& of_rows, float scale,
+              const Shown& shown, uintptr_t memory, int threads) {
+    differentiate_heads<N>(sizes, tensors, of_rows, scale, shown, memory, threads, ADDS);
 }
 
 template <typename N>
@@ -141,4 +152,5 @@ int64_t bytes_of(const Sizes& sizes) {
 }
 
 template <typename N>
-constexpr Functions FUNCTIONS{&forward<N>, &backward<N>, &dots<N>, &bytes_of<ForwardWork<N>>, &bytes_of<BackwardWork<N>>};
+constexpr Functions FUNCTIONS{&forward<N>, &backward<N, false>, &backward<N, true>,
+                              &dots<N>,    &bytes_of<ForwardWork<N>>, &bytes_of<BackwardWork<N>>};

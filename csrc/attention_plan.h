@@ -97,6 +97,7 @@ using OfHeads = void (*)(const Sizes&, const std::array<Place, TENSORS>&, const 
 struct Functions {
     OfHeads<4, 1> forward;                // writes out; of rows: lse
     OfHeads<7, 2> backward;               // writes dq, dk and dv; of rows: lse and D are read
+    OfHeads<7, 2> add_gradients;          // as backward, but adds to fp32 dq, dk and dv
     void (*dots)(const std::array<int64_t, 4>& sizes, const std::array<Place, 2>& tensors, uintptr_t dots, int threads);
     int64_t (*forward_bytes)(const Sizes&);      // memory of a thread
     int64_t (*backward_bytes)(const Sizes&);

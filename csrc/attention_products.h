@@ -125,6 +125,32 @@ INLINE void fetch_to_write(Rows<Number> x, int64_t first, int64_t end, int64_t d
         for (int64_t j = 0; j < d; j += LINE) PREFETCH(x[i] + j);
 }
 
+// An fp32 number to which others are added.
+struct Sum {
+    float so_far;
+};
+INLINE void put_row(Sum* y, Vector x) { put_row(&y->so_far, register_of(&y->so_far) + x); }
+
+// Rows of a head's gradient: numbers of the type of its tensors, which are overwritten, or sums, to which the gradient is added.
+template <typename Number>
+struct Gradient {
+    Rows<Number> numbers;
+    Rows<Sum> sums;
+    bool adds;
+
+    Gradient(const Place& x, int64_t sample, int64_t head, bool adds)
+        : numbers(rows_of<Number>(x, sample, head)), sums(rows_of<Sum>(x, sample, head)), adds(adds) {}
+
+    // Calls put(rows) with the rows from `first` on, of either type.
+    template <typename Do>
+    void from(int64_t first, const Do& put) const {
+        if (adds)
+            put(sums.from(first));
+        else
+            put(numbers.from(first));
+    }
+};
+
 // [count, d] → rows.
 template <typename Number>
 void put_rows(const float* x, int64_t count, int64_t d, Rows<Number> y) {

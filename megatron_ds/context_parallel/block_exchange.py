@@ -14,13 +14,16 @@ the rank before, and so on. Two ways, with equal results to the bit:
 A ring has two blocks in memory, a gather all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from ..mpu.collectives import all_gather_into_, exchange, reduce_scatter_into_
 from ..mpu.group import DONE, Group
+
+# (rank that owns a block, the block, fp32 tensor to which the gradient of this rank is to be added)
+AddGradient = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class BlockExchange(Protocol):
@@ -32,11 +35,10 @@ class BlockExchange(Protocol):
         A block may be overwritten when the next one is asked for.
         """
 
-    def backward(self, own: torch.Tensor, group: Group,
-                 total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(rank, block, gradient) for each rank; the caller adds its gradient of the block to the third.
+    def backward(self, own: torch.Tensor, group: Group, add: AddGradient) -> torch.Tensor:
+        """The sum over the group of the gradients of this rank's block, fp32. Collective over the group.
 
-        total: fp32, receives the sum of the gradients of this rank's block. Collective over the group.
+        add: called for each block, which may be overwritten or freed after the call
         """
 
 
@@ -46,27 +48,29 @@ class Ring:
     def forward(self, own: torch.Tensor, group: Group) -> Iterator[tuple[int, torch.Tensor]]:
         """See `BlockExchange`."""
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        block, spare = own, None
-        for step in range(group.size):
-            is_last, work, coming = step == group.size - 1, DONE, None
-            if not is_last:
-                coming = torch.empty_like(own) if spare is None else spare
-                work = exchange([(block, after)], [(coming, before)], group, async_op=True)
+        block = own
+        coming = spare = None
+        for step in range(group.size - 1):
+            coming = torch.empty_like(own) if spare is None else spare
+            work = exchange([(block, after)], [(coming, before)], group, async_op=True)
             yield (group.rank - step) % group.size, block
             work.wait()
             block, spare = coming, None if block is own else block
+        last = [block]                  # not held here, so that the caller can free it
+        del block, spare, coming
+        yield (group.rank + 1) % group.size, last.pop()
 
-    def backward(self, own: torch.Tensor, group: Group,
-                 total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def backward(self, own: torch.Tensor, group: Group, add: AddGradient) -> torch.Tensor:
         """See `BlockExchange`. The gradient that a block brings along is added after this rank's own."""
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        work, coming, sent = DONE, None, None
-        total.zero_()
-        for step, (owner, block) in enumerate(self.forward(own, group)):
-            gradient = total if step == 0 else torch.zeros_like(total)
-            yield owner, block, gradient
-            if step == 0:
-                continue
+        total = torch.zeros_like(own, dtype=torch.float32)
+        blocks = self.forward(own, group)
+        add(*next(blocks), total)
+        work, coming = DONE, None
+        for owner, block in blocks:
+            gradient = torch.zeros_like(total)
+            add(owner, block, gradient)
+            del block
             # What the rank before has added to this block so far; it is complete after the last step.
             work.wait()
             if coming is not None:
@@ -74,8 +78,7 @@ class Ring:
             sent, coming = gradient, torch.empty_like(total)
             work = exchange([(sent, after)], [(coming, before)], group, async_op=True)
         work.wait()
-        if coming is not None:
-            total += coming
+        return total if coming is None else total.add_(coming)
 
 
 class Gather:
@@ -89,10 +92,11 @@ class Gather:
             owner = (group.rank - step) % group.size
             yield owner, blocks[owner]
 
-    def backward(self, own: torch.Tensor, group: Group,
-                 total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def backward(self, own: torch.Tensor, group: Group, add: AddGradient) -> torch.Tensor:
         """See `BlockExchange`."""
-        gradients = total.new_zeros(group.size, *total.shape)
+        gradients = own.new_zeros(group.size, *own.shape, dtype=torch.float32)
         for owner, block in self.forward(own, group):
-            yield owner, block, gradients[owner]
+            add(owner, block, gradients[owner])
+        total = torch.empty_like(own, dtype=torch.float32)
         reduce_scatter_into_(total.view(-1), gradients.view(-1), group)
+        return total

@@ -51,11 +51,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         q, own, sink, out, sums = ctx.saved_tensors
         shared = ctx.shared
-        total = torch.empty_like(own, dtype=torch.float32)
         partial = PartialGradients(q, shared.positions[shared.group.rank], ctx.seen, ctx.scale, (out, sums),
                                    dout.contiguous())
-        for owner, (keys, values), gradient in shared.exchange.backward(own, shared.group, total):
-            partial.add(keys, values, shared.positions[owner], gradient)
-        dk, dv = total.to(own.dtype)
+
+        def add(owner, block, gradient):
+            partial.add(*block, shared.positions[owner], gradient)
+
+        dk, dv = shared.exchange.backward(own, shared.group, add).to(own.dtype)
         dsink = None if sink is None else partial.of_sink(sink)
         return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None

@@ -16,7 +16,7 @@ Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,9 +99,8 @@ class PartialGradients:
         for tile in self.seen.tiles(self.positions, positions, by_runs):
             operands = _Operands.of(self.queries, keys, values, self.scale, tile, self.seen, by_runs)
             final = _Final(*(None if t is None else t[:, :, tile.rows] for t in of_rows))
-            parts = operands.kernel.backward(operands, final)
-            for total, at, part in zip(totals, (tile.rows, tile.columns, tile.columns), parts, strict=True):
-                total[:, :, at] += part
+            places = zip(totals, (tile.rows, tile.columns, tile.columns), strict=True)
+            operands.kernel.backward(operands, final, [total[:, :, at] for total, at in places])
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,11 @@ class _Final(NamedTuple):
 
 class _Kernel(NamedTuple):
     """forward   of a tile → out [b, n, rows, d], and the log-sum-exp fp32 [b, n, rows]
-    backward  → dq, dk, dv of the tile
+    backward  adds dq, dk and dv of the tile to fp32 tensors
     """
 
     forward: Callable[[_Operands], tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[[_Operands, _Final], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    backward: Callable[[_Operands, _Final, Sequence[torch.Tensor]], None]
 
 
 def _cpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,10 +218,10 @@ def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
 
 
-def _compiled_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _compiled_backward(t: _Operands, final: _Final, totals: Sequence[torch.Tensor]) -> None:
     tensors, scoring = map(_rows, (t.q, t.k, t.v, final.dout)), Scoring(t.scale, alibi=t.alibi)
-    dq, dk, dv = compiled_attention.gradients(*tensors, OfRows(final.sums, final.dots), t.shown, scoring)
-    return _heads(dq), _heads(dk), _heads(dv)
+    compiled_attention.add_gradients_([_rows(total) for total in totals], *tensors,
+                                      OfRows(final.sums, final.dots), t.shown, scoring)
 
 
 def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,10 +238,18 @@ def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, tor
     return ds @ t.spread(t.k.float()), t.joined(dk), t.joined(dv)
 
 
-_ON_CPU = _Kernel(_cpu_forward, _cpu_backward)                  # also of tensors without memory
+def _adding(backward: Callable) -> Callable:
+    """The backward of a `_Kernel` from one that returns dq, dk and dv."""
+    def add(t: _Operands, final: _Final, totals: Sequence[torch.Tensor]) -> None:
+        for total, part in zip(totals, backward(t, final), strict=True):
+            total += part
+    return add
+
+
+_ON_CPU = _Kernel(_cpu_forward, _adding(_cpu_backward))         # also of tensors without memory
 _COMPILED = _Kernel(_compiled_forward, _compiled_backward)      # of a CPU with AVX-512 or AVX2
-_ON_GPU = _Kernel(_gpu_forward, _gpu_backward)
-_ELEMENTARY = _Kernel(_elementary_forward, _elementary_backward)
+_ON_GPU = _Kernel(_gpu_forward, _adding(_gpu_backward))
+_ELEMENTARY = _Kernel(_elementary_forward, _adding(_elementary_backward))
 
 
 def _bias(hidden: torch.Tensor | None, falling: torch.Tensor | None,

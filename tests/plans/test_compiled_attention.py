@@ -180,6 +180,26 @@ def test_bits_depend_neither_on_threads_nor_on_other_samples(s, n, g, samples, p
 
 
 @both_dtypes
+@pytest.mark.parametrize("s, n, g, threads", [(200, 4, 4, 2), (200, 4, 2, 2), (1030, 2, 2, 1),
+                                              (200, 1, 1, 8)])
+def test_gradients_are_added_in_fp32_where_they_belong(s, n, g, threads, dtype, monkeypatch):
+    """To sums of any strides, without rounding to the dtype of the tensors; what lies between them stays."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    scoring, shown = Scoring(0.125), module.Shown(CAUSAL, range(s), range(s))
+    q, k, v, dout = (draw(s, 2, heads, 64, seed=i, dtype=dtype) for i, heads in enumerate((n, g, g, n)))
+    out, lse = module.attend(q, k, v, shown, scoring)
+    arguments = q, k, v, dout, module.OfRows(lse, module.row_dots(dout, out)), shown, scoring
+    wide = torch.full((2, s + 1, n + 2 * g + 1, 64), 7.0)
+    sums = wide[:, :s, :n + 2 * g].zero_().transpose(0, 1).split([n, g, g], dim=2)
+    for times in (1, 2):
+        module.add_gradients_(sums, *arguments)
+        for total, part in zip(sums, module.gradients(*arguments), strict=True):
+            assert torch.equal((total / times).to(dtype), part)
+    assert (wide[:, s:] == 7).all() and (wide[:, :, n + 2 * g:] == 7).all()
+    assert dtype == torch.float32 or not torch.equal(sums[0].to(dtype), sums[0])
+
+
+@both_dtypes
 def test_scores_of_any_size(dtype):
     """The largest is subtracted; infinite and undefined inputs show."""
     q, k, v = (draw(80, 1, 1, 64, seed=i).to(dtype) for i in range(3))

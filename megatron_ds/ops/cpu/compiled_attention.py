@@ -7,7 +7,7 @@ falls with the scores that a pattern hides, to units of 16 queries and 16 keys.
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
     of a query that sees no key. Without gradients."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
-    _run("forward", (*map(_with_rows, (q, k, v)), out), (lse,), shown, scoring)
+    _run("forward", "forward", (*map(_with_rows, (q, k, v)), out), (lse,), shown, scoring)
     return out, lse
 
 
@@ -179,16 +179,25 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Ten
     """dq, dk, dv of what these queries and keys contribute. dout [sq, b, n, d] and `rows` are of all keys."""
     results = [t.new_empty(t.shape) for t in (q, k, v)]
     tensors = *map(_with_rows, (q, k, v, dout)), *results
-    _run("backward", tensors, tuple(t.contiguous() for t in rows), shown, scoring)
+    _run("backward", "backward", tensors, tuple(t.contiguous() for t in rows), shown, scoring)
     return results
 
 
-def _run(name: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tensor, ...], shown: Shown,
-         scoring: Scoring) -> None:
+def add_gradients_(totals: Sequence[torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                   dout: torch.Tensor, rows: OfRows, shown: Shown, scoring: Scoring) -> None:
+    """Add the `gradients` to totals: fp32 of the shapes of q, k and v, channels of a head next to each
+    other. They are not rounded to the dtype of q first."""
+    tensors = *map(_with_rows, (q, k, v, dout)), *totals
+    _run("add_gradients", "backward", tensors, tuple(t.contiguous() for t in rows), shown, scoring)
+
+
+def _run(name: str, memory: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tensor, ...],
+         shown: Shown, scoring: Scoring) -> None:
+    """Call a function of the extension with as much memory as `memory`, forward or backward, needs."""
     q, k, *_ = tensors
     sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
     threads = torch.get_num_threads()
-    count = getattr(functions(q.dtype), f"{name}_bytes_{NAMES[q.dtype]}")(sizes)
+    count = getattr(functions(q.dtype), f"{memory}_bytes_{NAMES[q.dtype]}")(sizes)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
