@@ -179,11 +179,11 @@ def long_plan(kind, heads):
                          ids=["torch", "compiled"])
 def test_heads_over_all_tokens_need_no_more_memory_than_a_ring_but_for_a_second_output(heads, again):
     """Torch's attention keeps its output in the order of heads, and the projection in that of tokens; the
-    compiled one takes heads of 32 channels and keeps what the projection keeps. What a rank works with is
-    less than in a ring."""
+    compiled one takes heads of 32 channels and keeps what the projection keeps. A rank works with no more
+    than in a ring, but for numbers of each row and memory of its threads."""
     (ring, output), (ulysses, _) = (long_plan(kind, heads) for kind in ("p2p", "a2a"))
     assert ulysses.kept <= ring.kept + 2 * again * output
-    assert ulysses.at_work <= ring.at_work
+    assert ulysses.at_work <= ring.at_work + output // 16
 
 
 @COMPILED
