@@ -25,7 +25,7 @@
 
 #include "bf16_vectors.h"
 #ifdef HAS_BF16_PRODUCTS
-#include "attention_plan.h"
+#include "attention_memory.h"
 #endif
 
 namespace py = pybind11;
@@ -84,7 +84,7 @@ void define(py::module_& module, const std::string& name, OfHeads<TENSORS, ARRAY
     module.def(
         name.c_str(),
         [=](const Sizes& sizes, const std::array<Place, TENSORS>& tensors, const std::array<uintptr_t, ARRAYS>& of_rows, float scale,
-            const std::array<int64_t, 3>& positions, const std::array<uintptr_t, 8>& addresses, uintptr_t memory,
+            const std::array<int64_t, 3>& positions, const std::array<uintptr_t, 9>& addresses, uintptr_t memory,
             int threads) { function(sizes, tensors, of_rows, scale, {positions, addresses}, memory, threads); },
         text, py::arg("sizes"), py::arg("tensors"), py::arg("of_rows"), py::arg("scale"), py::arg("positions"),
         py::arg("addresses"), py::arg("memory"), py::arg("threads"));
@@ -109,6 +109,7 @@ PYBIND11_MODULE(_attention, module) {
 #ifdef HAS_BF16_PRODUCTS
     const auto define_set = [&](const char* name, const std::string& dtype, const Functions& functions) {
         py::module_ set = module.def_submodule(name);
+        set.attr("has_tiles") = std::string(name) == "amx";
         define_all(set, dtype, functions);
     };
     define_set("amx", "bf16", avx512::FUNCTIONS<TiledBf16>);

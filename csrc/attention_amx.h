@@ -63,7 +63,7 @@ INLINE void multiply_tile(const Factors<TiledBf16>& x, float* c, int64_t c_row, 
     const uint32_t* b = x.b;
     for (int64_t part = 0, next; part < x.count; part = next) {
         for (next = part + 1; next < x.count && x.parts[next] == x.parts[next - 1] + 1;) ++next;
-        const uint32_t* a = x.a + (x.parts ? x.parts[part] * x.a_part : 0);
+        const uint32_t* a = x.a + (x.parts ? x.parts[part] * x.part_size : 0);
         int64_t depth = (next - part) * x.depth;
         for (; depth >= DEPTH; depth -= DEPTH, a += DEPTH, b += DEPTH * x.b_row) {
             load_tile<4>(a, x.a_row);
@@ -79,8 +79,10 @@ INLINE void multiply_tile(const Factors<TiledBf16>& x, float* c, int64_t c_row, 
 
 template <bool is_added, int R>
 INLINE void multiply_rows(Factors<TiledBf16> x, int64_t rows, float* c, int64_t c_row) {
-    for (int64_t i = 0; i < rows; i += WIDE, x.a += WIDE * x.a_row)
+    for (int64_t i = 0; i < rows; i += WIDE, x.a += WIDE * x.a_row) {
+        x.fetches.step();
         multiply_tile<is_added>(x, c + i * c_row, c_row, std::make_integer_sequence<int, R>());
+    }
 }
 
 // C times a factor of each column, unless all are 1.
@@ -104,14 +106,17 @@ INLINE void multiply_by_tiles(const Factors<N>& x, int64_t rows, int64_t registe
     }
 }
 
-// row(i) of `count` rows, or null → pairs of rows [d, y_row]; zeros for null, and after the last row up to a multiple of 32 rows.
+// row(i) of `count` rows, a multiple of WIDE, or null → pairs of rows [d, y_row]; zeros for null.
 template <typename Row>
 INLINE void turn_pairs(const Row& row, int64_t count, int64_t d, uint32_t* y, int64_t y_row) {
-    for (int64_t at = 0; at < count; at += 2 * WIDE)
+    for (int64_t at = 0; at < count; at += 2 * WIDE) {
+        const int64_t pairs = std::min(WIDE, (count - at) / 2);
+        const __mmask16 written = __mmask16((1u << pairs) - 1);
         for (int64_t j = 0; j < d; j += 2 * WIDE) {
             Integers lower[WIDE], upper[WIDE];
             for (int64_t i = 0; i < WIDE; ++i) {
-                const uint16_t *first = row(at + 2 * i), *second = row(at + 2 * i + 1);
+                const uint16_t* first = i < pairs ? row(at + 2 * i) : nullptr;
+                const uint16_t* second = i < pairs ? row(at + 2 * i + 1) : nullptr;
                 const Integers a = first ? load(first + j) : no_integers(), b = second ? load(second + j) : no_integers();
                 lower[i] = lower_pairs(a, b);
                 upper[i] = upper_pairs(a, b);
@@ -119,8 +124,9 @@ INLINE void turn_pairs(const Row& row, int64_t count, int64_t d, uint32_t* y, in
             transpose(lower);
             transpose(upper);
             for (int64_t i = 0; i < WIDE; ++i) {
-                store(y + (j + i) * y_row + at / 2, lower[i]);
-                store(y + (j + WIDE + i) * y_row + at / 2, upper[i]);
+                _mm512_mask_storeu_epi32(y + (j + i) * y_row + at / 2, written, lower[i]);
+                _mm512_mask_storeu_epi32(y + (j + WIDE + i) * y_row + at / 2, written, upper[i]);
             }
         }
+    }
 }

@@ -4,10 +4,13 @@
 template <typename N>
 struct ForwardWork {
     using Numbers = N;
-    typename N::Packed* keys;                             // of a unit [WIDE, d / PER]
-    typename N::Packed *values, *queries, *p;             // of a part [keys / PER, d], [d / PER, ROWS], [keys / PER, ROWS];
-                                                          // values for tiles [d, keys / PER]
-    float *scores, *out;                                  // [keys, ROWS], [d, ROWS]
+    static constexpr int64_t MOST = UNITS * N::PER;      // units of a part
+
+    typename N::Packed *keys, *values;         // by slot: of a unit [WIDE, d / PER], [WIDE / PER, d]; values for tiles: of a part [d, keys / PER]
+    int32_t *slot_of, *unit_in;                // of units; of slots
+    int64_t slots;
+    typename N::Packed *queries, *p;           // [d / PER, ROWS]; of a part [keys / PER, ROWS]
+    float *scores, *out;                       // [keys, ROWS]; [ROWS, d], for tiles [d, ROWS]
 };
 
 // Rows of a tile: their maxima, sums, and the factor of what was summed before.
@@ -15,11 +18,15 @@ struct Softmax {
     float most[ROWS], sum[ROWS], factor[ROWS];
 };
 
+// A head. Without a slot for each unit that several tiles see, keys are read where they are, and values packed for each part.
 template <typename N>
-struct ForwardTensors {
+struct ForwardHead {
     Rows<const typename N::Number> q, k, v;
     Rows<typename N::Number> out;
     float* lse;
+    Slots slots;
+    bool keeps_units;
+    Fetches fetches;
 };
 
 // Scores times a factor of some units become probabilities times the sum so far.
@@ -71,72 +78,82 @@ INLINE void hide(const Sight& sight, int64_t unit, int64_t low, int64_t high, fl
         }
 }
 
-// Values of a part → for products.
+// Packs a unit: keys and values, or what of them is not read where it is.
 template <typename N>
-INLINE void take_values(const Call& call, const ForwardWork<N>& w, const Part& part, Rows<const typename N::Number> v) {
-    if constexpr (N::HAS_TILES) {
-        const auto row = [&](int64_t i) {
-            const int64_t key = i < part.count * WIDE ? part.units[i / WIDE] * WIDE + i % WIDE : call.keys;
-            return key < call.keys ? v[key] : nullptr;
-        };
-        turn_pairs(row, part.count * WIDE, call.d, w.values, MOST_KEYS);
-    } else {
-        for (int64_t u = 0; u < part.count; ++u) {
-            const int64_t key = part.units[u] * WIDE;
-            take_pairs(v.from(key), std::min(WIDE, call.keys - key), call.d, w.values + u * WIDE / N::PER * call.d);
-        }
-    }
+void take_unit(const Call& call, const ForwardWork<N>& w, int64_t unit, ForwardHead<N>& head) {
+    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), size = WIDE * call.d / N::PER;
+    head.slots.take(unit);
+    const int64_t at = head.slots.of(unit) * size;
+    if (head.keeps_units || count < WIDE) take_rows<N>(head.k.from(key), count, call.d, w.keys + at);
+    if constexpr (!N::HAS_TILES) take_pairs(head.v.from(key), count, call.d, w.values + at);
 }
 
 template <typename N>
-void attend_part(const Call& call, const ForwardWork<N>& w, const Sight& sight, const Part& part, const ForwardTensors<N>& t,
-                 Softmax& rows) {
+INLINE Rows<const typename N::Packed> keys_of(const Call& call, const ForwardWork<N>& w, int64_t unit, const ForwardHead<N>& head) {
     using Packed = typename N::Packed;
-    const int64_t d = call.d, words = d / N::PER, wide = part.high - part.low, left = part.low * WIDE, keys = part.count * WIDE;
+    const int64_t key = unit * WIDE, words = call.d / N::PER;
+    if (head.keeps_units || key + WIDE > call.keys) return {w.keys + head.slots.of(unit) * WIDE * words, words};
+    return {reinterpret_cast<const Packed*>(head.k[key]), head.k.stride / N::PER};
+}
+
+// Values of a part → for tiles.
+template <typename N>
+INLINE void take_values(const Call& call, const ForwardWork<N>& w, const Part& part, const ForwardHead<N>& head) {
+    const auto row = [&](int64_t i) {
+        const int64_t key = i < part.count * WIDE ? part.units[i / WIDE] * WIDE + i % WIDE : call.keys;
+        return key < call.keys ? head.v[key] : nullptr;
+    };
+    turn_pairs(row, part.count * WIDE, call.d, w.values, MOST_KEYS);
+}
+
+template <typename N>
+void attend_part(const Call& call, const ForwardWork<N>& w, const Sight& sight, const Part& part, ForwardHead<N>& head, Softmax& rows) {
+    const int64_t words = call.d / N::PER, wide = part.high - part.low, left = part.low * WIDE;
     const float scale = call.scale * LOG2_E;
     const bool is_scaled_before = sight.plan.slope != 0 || scale <= 0;      // a maximum times a negative number is none
+    int32_t slots[ForwardWork<N>::MOST];
     for (int64_t u = 0; u < part.count; ++u) {
-        const int64_t unit = part.units[u], key = unit * WIDE, at = u * WIDE, count = std::min(WIDE, call.keys - key);
-        if (count < WIDE) take_rows<N>(t.k.from(key), count, d, w.keys);      // else they are read where they are, once
-        const Rows<const Packed> rows_of_k{reinterpret_cast<const Packed*>(t.k[key]), t.k.stride / N::PER};
-        const Rows<const Packed> k = count < WIDE ? Rows<const Packed>{w.keys, words} : rows_of_k;
-        float* scores = w.scores + at * ROWS;
-        multiply<Put::SET>(Factors<N>{k.data, k.stride, 1, w.queries + left, ROWS, words}, WIDE, wide, scores + left, ROWS);
+        const int64_t unit = part.units[u];
+        if (!head.keeps_units || !head.slots.has(unit)) take_unit(call, w, unit, head);
+        slots[u] = N::HAS_TILES ? int32_t(u) : head.slots.of(unit);
+        const Rows<const typename N::Packed> k = keys_of(call, w, unit, head);
+        float* scores = w.scores + u * WIDE * ROWS;
+        multiply<Put::SET>(Factors<N>{k.data, k.stride, 1, w.queries + left, ROWS, words, head.fetches}, WIDE, wide, scores + left, ROWS);
         if (is_scaled_before) scale_and_lower(sight, unit, part.low, part.high, scale, scores);
         hide(sight, unit, part.low, part.high, scores);
     }
-    exponentials<N>(w.scores, is_scaled_before ? 1 : scale, w.p, keys, part.low, part.high, rows);
-    take_values<N>(call, w, part, t.v);
-    const int64_t a_row = N::HAS_TILES ? MOST_KEYS : 1, a_step = N::HAS_TILES ? 1 : d;
-    multiply<Put::RESCALED>(Factors<N>{w.values, a_row, a_step, w.p + left, ROWS, keys / N::PER}, d, wide, w.out + left, ROWS,
-                            rows.factor + left);
+    exponentials<N>(w.scores, is_scaled_before ? 1 : scale, w.p, part.count * WIDE, part.low, part.high, rows);
+    if constexpr (N::HAS_TILES) take_values(call, w, part, head);
+    add_to_queries<Put::RESCALED, N>(part, slots, w.p, w.values, MOST_KEYS, call.d, w.out, rows.factor, head.fetches);
 }
 
 // Tiles [from, to) of a head. sink: of the head, or null.
 template <typename N>
-void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const float* sink, const ForwardTensors<N>& t,
-            int64_t from, int64_t to) {
+void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const float* sink, ForwardHead<N>& head, int64_t from,
+            int64_t to) {
     const int64_t units = (call.keys + WIDE - 1) / WIDE, d = call.d;
     const auto ahead = [&](int64_t unit) {
+        if (head.keeps_units && !head.slots.is_first_request(unit)) return;
         const int64_t key = unit * WIDE, end = std::min(key + WIDE, call.keys);
-        fetch(t.k, key, end, d);
-        fetch(t.v, key, end, d);
+        head.fetches.add(head.k, key, end, d);
+        head.fetches.add(head.v, key, end, d);
     };
     for (int64_t tile = from; tile < to; ++tile) {
         const int64_t query = tile * ROWS, count = std::min(ROWS, call.queries - query);
-        fetch(t.q, query + ROWS, std::min(query + 2 * ROWS, call.queries), d);
-        fetch_to_write(t.out, query, query + count, d);
-        take_columns<N>(t.q.from(query), count, d, w.queries);
+        head.fetches.add(head.out, query, query + count, d);
+        head.fetches.add(head.q, query + ROWS, std::min(query + 2 * ROWS, call.queries), d);
+        take_columns<N>(head.q.from(query), count, d, w.queries);
         std::memset(w.out, 0, sizeof(float) * size_t(d * ROWS));
         Softmax rows;
         std::fill_n(rows.most, ROWS, sink == nullptr ? HIDDEN : *sink * LOG2_E);
         std::fill_n(rows.sum, ROWS, sink == nullptr ? 0.0f : 1.0f);
         const Sight sight{call, plan, tile};
-        for_each_part<UNITS * N::PER>(sight, 0, units, ahead, [&](const Part& part) { attend_part(call, w, sight, part, t, rows); });
+        for_each_part<ForwardWork<N>::MOST>(sight, 0, units, ahead,
+                                            [&](const Part& part) { attend_part(call, w, sight, part, head, rows); });
         for (int64_t i = 0; i < count; ++i) {
             rows.factor[i] = rows.sum[i] == 0 ? 0 : 1 / rows.sum[i];
-            t.lse[query + i] = rows.sum[i] == 0 ? EMPTY : rows.most[i] * LN_2 + std::log(rows.sum[i]);
+            head.lse[query + i] = rows.sum[i] == 0 ? EMPTY : rows.most[i] * LN_2 + std::log(rows.sum[i]);
         }
-        put_columns(w.out, rows.factor, count, d, t.out.from(query));
+        put_queries<N>(w.out, rows.factor, count, d, head.out.from(query));
     }
 }

@@ -8,12 +8,15 @@
 template <typename N>
 int64_t arrange(ForwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
-    const int64_t d = sizes[5], keys = MOST_KEYS * N::PER;
-    arena.take(w.keys, WIDE * d / N::PER);
-    arena.take(w.values, keys * d / N::PER);
+    const int64_t d = sizes[5], units = rounded_up(sizes[1], WIDE) / WIDE, most = w.MOST, of_unit = WIDE * d / N::PER;
+    w.slots = std::max(most, rounded_up(std::min(sizes[1], sizes[6]), WIDE) / WIDE);
+    arena.take(w.keys, w.slots * of_unit);
+    arena.take(w.values, (N::HAS_TILES ? most : w.slots) * of_unit);
+    arena.take(w.slot_of, units);
+    arena.take(w.unit_in, w.slots);
     arena.take(w.queries, ROWS * d / N::PER);
-    arena.take(w.scores, keys * ROWS);
-    arena.take(w.p, keys * ROWS / N::PER);
+    arena.take(w.scores, most * WIDE * ROWS);
+    arena.take(w.p, most * WIDE * ROWS / N::PER);
     arena.take(w.out, d * ROWS);
     return arena.used();
 }
@@ -23,14 +26,16 @@ int64_t arrange(BackwardWork<N>& w, const Sizes& sizes, char* memory) {
     Arena arena(memory);
     const int64_t d = sizes[5], run = rounded_up(std::min(sizes[1], sizes[6]), WIDE);
     const bool has_runs = run < sizes[1];
-    for (auto** of_run : {&w.keys, &w.values}) arena.take(*of_run, run * d / N::PER);
+    w.slots = run / WIDE;
+    for (auto** of_keys : {&w.keys, &w.values}) arena.take(*of_keys, run * d / N::PER);
     w.pairs_row = rounded_up(run, 2 * WIDE) / 2 + WIDE;      // no power of two: rows of a tile would share a set of the cache
     arena.take(w.key_pairs, N::HAS_TILES ? w.pairs_row * d : N::PER == 2 ? run / N::PER * d : 0);
+    for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, run * d);
+    arena.take(w.slot_of, rounded_up(sizes[1], WIDE) / WIDE);
+    arena.take(w.unit_in, w.slots);
     for (auto** of_rows : {&w.query_columns, &w.dout_columns, &w.query_pairs, &w.dout_pairs}) arena.take(*of_rows, ROWS * d / N::PER);
     for (auto** tile : {&w.p, &w.ds, &w.ds_pairs}) arena.take(*tile, MOST_KEYS * ROWS / N::PER);
-    w.next_dq = has_runs ? d * ROWS : 0;
     arena.take(w.dq, d * (has_runs ? rounded_up(sizes[0], ROWS) : ROWS));
-    for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, run * d);
     return arena.used();
 }
 
@@ -55,16 +60,19 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std:
     using Number = typename N::Number;
     const auto& [q, k, v, out] = tensors;
     const Call call = shown.call(sizes, scale);
-    const int64_t heads = sizes[3], group = heads / sizes[4], all = sizes[2] * heads;
+    const int64_t heads = sizes[3], group = heads / sizes[4], all = sizes[2] * heads, units = rounded_up(sizes[1], WIDE) / WIDE;
     if (all == 0) return;
     const Cut cut(rounded_up(sizes[0], ROWS) / ROWS, all % threads == 0 ? 1 : (4 * threads + all - 1) / all);
     // Bindings cannot be captured by name in C++17.
     const auto part = [&, q = q, k = k, v = v, out = out](const ForwardWork<N>& w, int64_t i) {
         const int64_t head = i / cut.parts % heads, sample = i / cut.parts / heads, at = i % cut.parts;
-        const ForwardTensors<N> t{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, head / group),
-                                  rows_of<const Number>(v, sample, head / group), rows_of<Number>(out, sample, head),
-                                  reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries};
-        attend(call, w, shown.plan(sizes, sample, head), shown.sink(head), t, cut.at(at), cut.at(at + 1));
+        const Plan plan = shown.plan(sizes, sample, head);
+        const bool keeps_units = plan.reach <= w.slots;
+        const Slots slots{w.slot_of, w.unit_in, 0, units, keeps_units ? plan.reach : w.MOST, w.slots};
+        ForwardHead<N> of_head{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, head / group),
+                               rows_of<const Number>(v, sample, head / group), rows_of<Number>(out, sample, head),
+                               reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries, slots, keeps_units, {}};
+        attend(call, w, plan, shown.sink(head), of_head, cut.at(at), cut.at(at + 1));
     };
     py::gil_scoped_release released;
     const FlushedSubnormals flushed;
@@ -81,7 +89,6 @@ void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors
     const int64_t heads = sizes[3], key_heads = sizes[4], group = heads / key_heads, all = sizes[2] * key_heads;
     if (all == 0) return;
     const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS, units = rounded_up(sizes[1], WIDE) / WIDE;
-    const int64_t run_units = rounded_up(std::min(sizes[1], sizes[6]), WIDE) / WIDE;
     const Cut by_key((units + REGISTERS - 1) / REGISTERS, all >= threads ? 1 : (4 * threads + all - 1) / all);
     const Cut by_query(tiles, by_key.parts);
     const bool is_split = by_key.parts > 1;
@@ -94,26 +101,23 @@ void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors
         const int64_t last_tile = has_some_queries ? by_query.at(at - by_key.parts + 1) : tiles;
         const int64_t first = has_some_keys ? REGISTERS * by_key.at(at) : 0;
         const int64_t last = has_some_keys ? std::min(units, REGISTERS * by_key.at(at + 1)) : units;
+        // Heads that share keys need them all again.
+        const int64_t first_head = key_head * group, reach = group > 1 ? units : shown.plan(sizes, sample, first_head).reach;
+        const int64_t run_units = reach <= w.slots ? units : w.slots;
         for (int64_t unit = first; unit < last; unit += run_units) {
-            const Run run{unit, std::min(unit + run_units, last), unit == first, unit + run_units >= last};
-            const int64_t key = unit * WIDE, count = std::min(run.to * WIDE, call.keys) - key;
-            for (float* sums : {w.dk, w.dv}) std::fill_n(sums, wanted.keys ? (run.to - unit) * WIDE * call.d : 0, 0.0f);
-            for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
+            const int64_t end = std::min(unit + run_units, last);
+            const Slots slots{w.slot_of, w.unit_in, unit, end, std::min(reach, end - unit), w.slots};
+            Run run{unit, end, unit == first, end == last, wanted, slots, {}};
+            for (int64_t head = first_head; head < first_head + group; ++head) {
                 const int64_t first_row = (sample * heads + head) * call.queries;
                 const auto sums = [&](uintptr_t x) { return reinterpret_cast<const float*>(x) + first_row; };
                 const BackwardTensors<N> t{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, key_head),
                                            rows_of<const Number>(v, sample, key_head), rows_of<const Number>(dout, sample, head),
-                                           sums(of_rows[0]), sums(of_rows[1]), {dq, sample, head, adds}};
-                if (head == key_head * group) take_run(call, w, run, t, wanted);
-                differentiate(call, w, shown.plan(sizes, sample, head), t, run, wanted, first_tile, last_tile);
+                                           sums(of_rows[0]), sums(of_rows[1]), {dq, sample, head, adds},
+                                           {dk, sample, key_head, adds}, {dv, sample, key_head, adds}};
+                differentiate(call, w, shown.plan(sizes, sample, head), t, run, first_tile, last_tile);
+                if (wanted.keys && head == first_head + group - 1) put_run(call, w, run, t);
             }
-            if (!wanted.keys) continue;
-            const auto put = [&](const float* sums, const Place& gradient) {
-                const auto put_to = [&](auto rows) { put_rows(sums, count, call.d, rows); };
-                Gradient<Number>(gradient, sample, key_head, adds).from(key, put_to);
-            };
-            put(w.dk, dk);
-            put(w.dv, dv);
         }
     };
     py::gil_scoped_release released;
@@ -136,9 +140,11 @@ void dots(const std::array<int64_t, 4>& sizes, const std::array<Place, 2>& tenso
     const std::function<void()> job = [&, rows = rows, samples = samples, heads = heads, d = d] {
         for (int64_t i; (i = next.fetch_add(1)) < tiles * samples;) {
             const int64_t sample = i % samples, row = i / samples * ROWS;
-            for (int64_t head = 0; head < heads; ++head)
-                take_dots(rows_of<const Number>(tensors[0], sample, head), rows_of<const Number>(tensors[1], sample, head), row,
-                          std::min(row + ROWS, rows), d, reinterpret_cast<float*>(dots) + (sample * heads + head) * rows);
+            float* to = reinterpret_cast<float*>(dots) + sample * heads * rows;
+            for (int64_t j = row; j < std::min(row + ROWS, rows); ++j)      // the heads of a row are next to each other
+                for (int64_t head = 0; head < heads; ++head)
+                    to[head * rows + j] = dot(rows_of<const Number>(tensors[0], sample, head)[j],
+                                              rows_of<const Number>(tensors[1], sample, head)[j], d);
         }
     };
     py::gil_scoped_release released;

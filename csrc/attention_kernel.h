@@ -80,7 +80,7 @@ private:
 };
 
 // Calls part(Part of at most `Most` units) for all units in [from, to) that the queries of a tile see. ahead(unit) is called for the
-// unit UNITS places later in the list, which may be of the next span or tile, or not be seen at all.
+// unit AHEAD places later in the list, which may be of the next span or tile, or not be seen at all.
 template <int64_t Most, typename Ahead, typename Do>
 INLINE void for_each_part(const Sight& sight, int64_t from, int64_t to, const Ahead& ahead, const Do& part) {
     const Plan& plan = sight.plan;
@@ -92,7 +92,7 @@ INLINE void for_each_part(const Sight& sight, int64_t from, int64_t to, const Ah
         int64_t count = 0;
         for (; unit < end; ++unit) {
             if (sight.sees_nothing(*unit, span.low, span.high)) continue;
-            ahead(unit[UNITS]);
+            ahead(unit[AHEAD]);
             some[count++] = *unit;
             if (count < Most) continue;
             part(Part{some, count, span.low, span.high});

@@ -17,10 +17,11 @@ namespace {
 
 constexpr int64_t ROWS = 64, REGISTERS = ROWS / WIDE;      // queries of a tile, and its registers
 constexpr int64_t UNITS = 4, MOST_KEYS = UNITS * WIDE;     // worked on at once, in forward PER times as many
+constexpr int64_t AHEAD = 8;                               // units that are fetched before they are worked on, as in key_spans.py
 constexpr float LN_2 = 0.693147181f, HIDDEN = -std::numeric_limits<float>::infinity();
 constexpr float EMPTY = std::numeric_limits<float>::infinity();      // log-sum-exp of a row that sees nothing
 
-using Sizes = std::array<int64_t, 7>;      // queries, keys, samples, query heads, key heads, d, keys of a run in backward
+using Sizes = std::array<int64_t, 7>;      // queries, keys, samples, query heads, key heads, d, keys that are packed at a time
 using Place = std::array<int64_t, 4>;      // address, and the strides of rows, samples and heads in elements
 
 // Rows of one head: the numbers of a row lie together.
@@ -50,11 +51,13 @@ struct Span {
     int32_t from, to, low, high;
 };
 
-// Of a head: its spans by tile; the ids of its sample, or null: a query sees keys of its own id; the slope of ALiBi, or 0.
+// Of a head: its spans by tile; how many units are packed at most from the first tile that sees a unit to the last; the ids of its
+// sample, or null: a query sees keys of its own id; the slope of ALiBi, or 0.
 struct Plan {
     const int32_t* first;      // span of each tile, and of the end
     const Span* spans;
     const int32_t* units;      // of all spans
+    int64_t reach;
     const int32_t *query_ids, *key_ids;
     float slope;
 };
@@ -66,11 +69,11 @@ struct Part {
 };
 
 // What queries see: offset, before and after of `Call`; and addresses of what Python has planned: of each head its number among
-// the layouts; of each layout the first span of each tile and of the end; the spans; their units; ids of queries and of keys
-// [samples, a multiple of WIDE], or 0; sinks and slopes [heads], or 0.
+// the layouts; of each layout the first span of each tile and of the end; the spans; their units; the reach of each layout; ids of
+// queries and of keys [samples, a multiple of WIDE], or 0; sinks and slopes [heads], or 0.
 struct Shown {
     std::array<int64_t, 3> positions;
-    std::array<uintptr_t, 8> addresses;
+    std::array<uintptr_t, 9> addresses;
 
     template <typename T>
     const T* at(size_t i) const { return reinterpret_cast<const T*>(addresses[i]); }
@@ -81,10 +84,13 @@ struct Shown {
     Plan plan(const Sizes& sizes, int64_t sample, int64_t head) const {
         const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS;
         const auto ids = [&](size_t i, int64_t count) { return addresses[i] ? at<int32_t>(i) + sample * rounded_up(count, WIDE) : nullptr; };
-        return {at<int32_t>(1) + at<int32_t>(0)[head] * (tiles + 1), at<Span>(2), at<int32_t>(3), ids(4, sizes[0]), ids(5, sizes[1]),
-                addresses[7] ? at<float>(7)[head] : 0};
+        const int32_t layout = at<int32_t>(0)[head];
+        const float slope = addresses[8] ? at<float>(8)[head] : 0;
+        // Without some of its units, because of their ids, a tile may pack units that an earlier tile sees, too.
+        const int64_t reach = addresses[5] ? rounded_up(sizes[1], WIDE) / WIDE : at<int32_t>(4)[layout];
+        return {at<int32_t>(1) + layout * (tiles + 1), at<Span>(2), at<int32_t>(3), reach, ids(5, sizes[0]), ids(6, sizes[1]), slope};
     }
-    const float* sink(int64_t head) const { return addresses[6] ? at<float>(6) + head : nullptr; }
+    const float* sink(int64_t head) const { return addresses[7] ? at<float>(7) + head : nullptr; }
 };
 
 // ------------------------------------------------------------------------------------------------------------------ functions
@@ -101,27 +107,6 @@ struct Functions {
     void (*dots)(const std::array<int64_t, 4>& sizes, const std::array<Place, 2>& tensors, uintptr_t dots, int threads);
     int64_t (*forward_bytes)(const Sizes&);      // memory of a thread
     int64_t (*backward_bytes)(const Sizes&);
-};
-
-// ----------------------------------------------------------------------------------------------------------- memory and parts
-// Takes aligned arrays from a thread's memory; without memory it counts them.
-class Arena {
-public:
-    explicit Arena(char* memory) : memory_(memory) {}
-
-    template <typename T>
-    void take(T*& array, int64_t count) {
-        array = reinterpret_cast<T*>(memory_ + used_);
-        used_ += rounded_up(count * int64_t(sizeof(T)), ALIGNMENT);
-    }
-    int64_t used() const { return used_ + ALIGNMENT; }
-
-    static char* aligned(uintptr_t x) { return reinterpret_cast<char*>(rounded_up(intptr_t(x), ALIGNMENT)); }
-
-private:
-    static constexpr int64_t ALIGNMENT = 64;
-    char* memory_;
-    int64_t used_ = 0;
 };
 
 // Equal parts of some pieces.

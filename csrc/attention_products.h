@@ -3,8 +3,9 @@
 // Of a product C = A B, packed numbers of A are single ones in memory, of any strides; those of B are rows of sixteen or more. One
 // function serves all seven products of attention.
 
-// A of M rows and `depth` packed numbers with any strides, B of `depth` rows of R registers. Of several parts, A begins at multiples
-// of `a_part`, which are anywhere, and B continues: the sums of all parts stay in registers.
+// A of M rows and `depth` packed numbers with any strides, B of `depth` rows of R registers. Of several parts, B begins at multiples
+// of `part_size`, which are anywhere, and A continues: the sums of all parts stay in registers. (On tiles, A is anywhere, and B
+// continues.)
 template <typename N>
 struct Factors {
     using Packed = typename N::Packed;
@@ -12,18 +13,20 @@ struct Factors {
     int64_t a_row, a_step;
     const Packed* b;
     int64_t b_row, depth;
+    Fetches& fetches;      // has a step for some rows of C
     const int32_t* parts = nullptr;
-    int64_t count = 1, a_part = 0;
+    int64_t count = 1, part_size = 0;
 };
 
 // A thread that multiplies numbers of type N has an object of it.
 template <typename N>
 class ReadyToMultiply {};
 
-enum class Put { SET, ADDED, RESCALED };      // C = A B,    C += A B,    C = C factor[column] + A B
+enum class Put { SET, ADDED, RESCALED };      // C = A B,    C += A B,    C = C factor[row] + A B (on tiles factor[column])
 
 template <Put put, int M, int R, typename N>
 INLINE void multiply_of(const Factors<N>& x, float* c, int64_t c_row, const float* factor) {
+    constexpr int APART = 4;      // rows of A: distances to sixteen rows from one pointer would not fit the registers
     Vector sums[M][R];
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
@@ -32,21 +35,24 @@ INLINE void multiply_of(const Factors<N>& x, float* c, int64_t c_row, const floa
             const float* at = c + i * c_row + j * WIDE;
             if (put == Put::SET) sums[i][j] = zeros();
             if (put == Put::ADDED) sums[i][j] = register_of(at);
-            if (put == Put::RESCALED) sums[i][j] = register_of(at) * register_of(factor + j * WIDE);
+            if (put == Put::RESCALED) sums[i][j] = register_of(at) * broadcast(factor[i]);
         }
-    const auto* b = x.b;
+    const typename N::Packed *a[M / APART], *b = x.b;
+    for (int i = 0; i < M / APART; ++i) a[i] = x.a + i * APART * x.a_row;
     for (int64_t part = 0; part < x.count; ++part) {
-        const auto* a = x.a + (x.parts ? x.parts[part] * x.a_part : 0);
-        for (int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
+        if (x.parts != nullptr) b = x.b + x.parts[part] * x.part_size;
+        for (int64_t k = 0; k < x.depth; ++k, b += x.b_row) {
             decltype(register_of(b)) row[R];
 #pragma GCC unroll 16
             for (int j = 0; j < R; ++j) row[j] = register_of(b + j * WIDE);
 #pragma GCC unroll 16
             for (int i = 0; i < M; ++i) {
-                const auto one = broadcast(a[i * x.a_row]);
+                const auto one = broadcast(a[i / APART][i % APART * x.a_row]);
 #pragma GCC unroll 16
                 for (int j = 0; j < R; ++j) sums[i][j] = sum_of(sums[i][j], one, row[j]);
             }
+#pragma GCC unroll 16
+            for (int i = 0; i < M / APART; ++i) a[i] += x.a_step;
         }
     }
 #pragma GCC unroll 16
@@ -57,7 +63,10 @@ INLINE void multiply_of(const Factors<N>& x, float* c, int64_t c_row, const floa
 
 template <Put put, int M, int R, typename N>
 INLINE void multiply_in_steps(Factors<N> x, int64_t rows, float* c, int64_t c_row, const float* factor) {
-    for (int64_t i = 0; i < rows; i += M, x.a += M * x.a_row) multiply_of<put, M, R>(x, c + i * c_row, c_row, factor);
+    for (int64_t i = 0; i < rows; i += M, x.a += M * x.a_row) {
+        x.fetches.step();
+        multiply_of<put, M, R>(x, c + i * c_row, c_row, put == Put::RESCALED ? factor + i : factor);
+    }
 }
 
 template <Put put, typename N>
@@ -79,7 +88,7 @@ INLINE void multiply(const Factors<N>& x, int64_t rows, int64_t registers, float
         for (int64_t j = 0; j < registers; ++j) {
             Factors<N> column = x;
             column.b += j * WIDE;
-            multiply_in_steps<put, SUMS, 1>(column, rows, c + j * WIDE, c_row, put == Put::RESCALED ? factor + j * WIDE : factor);
+            multiply_in_steps<put, SUMS, 1>(column, rows, c + j * WIDE, c_row, factor);
         }
     }
 }
@@ -109,22 +118,6 @@ INLINE void take_rows(Rows<const typename N::Number> x, int64_t count, int64_t d
 // `count` rows → [count / PER, d], of bf16 pairs of rows; zeros as above.
 INLINE void take_pairs(Rows<const float> x, int64_t count, int64_t d, float* y) { take_rows<Fp32>(x, count, d, y); }
 
-// Rows of a head are far from each other, so the processor does not fetch them ahead by itself.
-template <typename Number>
-INLINE void fetch(Rows<const Number> x, int64_t first, int64_t end, int64_t d) {
-    constexpr int64_t LINE = 64 / sizeof(Number);
-    for (int64_t i = first; i < end; ++i)
-        for (int64_t j = 0; j < d; j += LINE) _mm_prefetch(reinterpret_cast<const char*>(x[i] + j), _MM_HINT_T1);
-}
-
-// Rows that will be written soon.
-template <typename Number>
-INLINE void fetch_to_write(Rows<Number> x, int64_t first, int64_t end, int64_t d) {
-    constexpr int64_t LINE = 64 / sizeof(Number);
-    for (int64_t i = first; i < end; ++i)
-        for (int64_t j = 0; j < d; j += LINE) PREFETCH(x[i] + j);
-}
-
 // An fp32 number to which others are added.
 struct Sum {
     float so_far;
@@ -151,27 +144,51 @@ struct Gradient {
     }
 };
 
-// [count, d] → rows.
+// [count, d] times a factor of each row, if there are any → rows.
 template <typename Number>
-void put_rows(const float* x, int64_t count, int64_t d, Rows<Number> y) {
-    constexpr int64_t AHEAD = 16;
-    fetch_to_write(y, 0, std::min(AHEAD, count), d);
+void put_rows(const float* x, const float* factor, int64_t count, int64_t d, Rows<Number> y) {
     for (int64_t i = 0; i < count; ++i) {
-        fetch_to_write(y, i + AHEAD, std::min(i + AHEAD + 1, count), d);
-        for (int64_t j = 0; j < d; j += WIDE) put_row(y[i] + j, register_of(x + i * d + j));
+        const Vector times = broadcast(factor == nullptr ? 1.0f : factor[i]);
+        for (int64_t j = 0; j < d; j += WIDE) put_row(y[i] + j, register_of(x + i * d + j) * times);
     }
 }
 
-// [d, ROWS] times a factor of each column → `count` rows.
+// The same of [d, ROWS].
 template <typename Number>
 void put_columns(const float* x, const float* factor, int64_t count, int64_t d, Rows<Number> y) {
     for (int64_t row = 0; row < count; row += WIDE)
         for (int64_t j = 0; j < d; j += WIDE) {
             Integers tile[WIDE];
-            const Vector factors = register_of(factor + row);
-            for (int64_t i = 0; i < WIDE; ++i)
-                tile[i] = bits_of(register_of(x + (j + i) * ROWS + row) * factors);
+            const Vector times = factor == nullptr ? broadcast(1.0f) : register_of(factor + row);
+            for (int64_t i = 0; i < WIDE; ++i) tile[i] = bits_of(register_of(x + (j + i) * ROWS + row) * times);
             transpose(tile);
             for (int64_t i = 0; i < std::min(WIDE, count - row); ++i) put_row(y[row + i] + j, floats_of(tile[i]));
         }
+}
+
+// ----------------------------------------------------------------------------------------------------------- sums of a tile of queries
+// What some units of keys add to them, [ROWS, d]: x Y of numbers x of each score [keys / PER, ROWS], and of each key Y
+// [WIDE / PER, d] by slot. On tiles the sums are [d, ROWS], and Y is [d, y_row] with the slots next to each other.
+template <Put put, typename N>
+INLINE void add_to_queries(const Part& part, const int32_t* slots, const typename N::Packed* x, const typename N::Packed* y,
+                           int64_t y_row, int64_t d, float* sums, const float* factor, Fetches& fetches) {
+    const int64_t depth = WIDE / N::PER, left = part.low * WIDE, wide = part.high - part.low;
+    if (put == Put::RESCALED) factor += left;
+    if constexpr (N::HAS_TILES) {
+        const Factors<N> factors{y, y_row, 1, x + left, ROWS, depth, fetches, slots, part.count, depth};
+        multiply<put>(factors, d, wide, sums + left, ROWS, factor);
+    } else {
+        for (int64_t j = 0; j < d; j += ROWS) {
+            const Factors<N> factors{x + left, 1, ROWS, y + j, d, depth, fetches, slots, part.count, depth * d};
+            multiply<put>(factors, wide * WIDE, std::min(REGISTERS, (d - j) / WIDE), sums + left * d + j, d, factor);
+        }
+    }
+}
+
+template <typename N, typename Number>
+INLINE void put_queries(const float* sums, const float* factor, int64_t count, int64_t d, Rows<Number> y) {
+    if constexpr (N::HAS_TILES)
+        put_columns(sums, factor, count, d, y);
+    else
+        put_rows(sums, factor, count, d, y);
 }

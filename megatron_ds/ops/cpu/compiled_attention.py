@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 CHANNELS = range(32, 257, 32)           # of a head
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NEEDS = {torch.float32: "neither AVX-512 nor AVX2", torch.bfloat16: "no AVX-512 BF16"}
-RUN = 1024                              # keys whose gradients stay in the cache in backward
+ALL_KEYS, SOME_KEYS = 16 << 20, 2 << 20  # bytes of packed keys and values of a head in forward
+RUN, LONG_RUN = 1024, 8192              # keys whose gradients are summed at a time in backward
 EVERYTHING = 1 << 40                    # positions
 
 
@@ -195,7 +196,7 @@ def _run(name: str, memory: str, tensors: tuple[torch.Tensor, ...], of_rows: tup
          shown: Shown, scoring: Scoring) -> None:
     """Call a function of the extension with as much memory as `memory`, forward or backward, needs."""
     q, k, *_ = tensors
-    sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _run_of_keys(q, k)
+    sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _packed_keys(memory, q, k, shown.pattern)
     threads = torch.get_num_threads()
     count = getattr(functions(q.dtype), f"{memory}_bytes_{NAMES[q.dtype]}")(sizes)
     work = q.new_empty(threads * count, dtype=torch.uint8)
@@ -206,17 +207,30 @@ def _run(name: str, memory: str, tensors: tuple[torch.Tensor, ...], of_rows: tup
     of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
     numbers = [*(shown.ids or (None, None)),
                *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
-    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units)]
+    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units, plan.reach)]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
     getattr(functions(q.dtype), f"{name}_{NAMES[q.dtype]}")(
         sizes, [_place(t) for t in tensors], [t.data_ptr() for t in of_rows], scoring.scale_of(q.shape[3]),
         (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
 
 
-def _run_of_keys(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Keys that backward works on at a time, while it holds dq of all queries; all of them where several
-    query heads share a key, since it would hold the dq of each."""
-    return RUN if q.shape[2] == k.shape[2] else k.shape[0]
+def _packed_keys(memory: str, q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> int:
+    """Keys that a thread holds packed at a time.
+
+    forward   all of them, which serve all queries; of long sequences as many as windows see. Queries that
+              see more read keys where they are.
+    backward  with the sums of their gradients. It works on so many at a time, while it holds dq of all
+              queries; on all where several query heads share a key, since it would hold the dq of each.
+              Queries of a layout are packed again for each such run, for a few of its keys: so their runs
+              are long. On tiles (AMX), keys of a long run would be too far apart.
+    """
+    keys = k.shape[0]
+    if memory == "forward":
+        of_key = 2 * k.shape[3] * k.element_size()
+        return keys if keys * of_key <= ALL_KEYS else SOME_KEYS // of_key
+    if q.shape[2] != k.shape[2]:
+        return keys
+    return RUN if pattern.layout is None or functions(q.dtype).has_tiles else LONG_RUN
 
 
 _spans = lru_cache(maxsize=1024)(key_spans)

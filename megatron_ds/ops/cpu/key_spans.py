@@ -22,7 +22,7 @@ import numpy as np
 from ..attention_pattern import AttentionPattern
 
 UNIT, REGISTERS = 16, 4
-AHEAD = 4               # the kernel prefetches this many units before it computes with them
+AHEAD = 8               # the kernel fetches this many units before it computes with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,16 @@ class KeySpans:
     spans           int32 [spans, 4]: first unit in `units`, the one past its last, first register, the one
                     past its last
     units           int32: numbers of units of keys; after those of the last span, `AHEAD` more
+    reach           int32 [layouts]: the largest number of different units that tiles see from the first tile
+                    that sees a unit to the last, without those of earlier tiles: so many a kernel packs
+                    before it does not need one any more
     """
 
     layout_of_head: np.ndarray
     first: np.ndarray
     spans: np.ndarray
     units: np.ndarray
+    reach: np.ndarray
 
 
 def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
@@ -50,29 +54,34 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
     layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
     layout_of_head = np.empty(heads, dtype=np.int32)
-    firsts, spans, units, total = [], [], [], 0
+    firsts, spans, units, reaches, total = [], [], [], [], 0
     for number, (of_heads, alike) in enumerate(groups):
         layout_of_head[of_heads] = number
         firsts.append([len(spans)])
+        seen_by = []
         for tile in _tiles(replace(pattern, layout=alike), queries, keys):
             for low, high, seen in _runs(tile):
                 spans.append((total, total + len(seen), low, high))
                 units.append(seen)
                 total += len(seen)
             firsts[-1].append(len(spans))
+            seen_by.append(tile.any(0))
+        reaches.append(_reach(np.array(seen_by)))
     return KeySpans(layout_of_head, np.array(firsts, dtype=np.int32),
                     np.array(spans, dtype=np.int32).reshape(-1, 4),
-                    np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32))
+                    np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32),
+                    np.array(reaches, dtype=np.int32))
 
 
 def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
     """Of a pattern without layout: each register sees neighbouring units, later registers none earlier. So
     the units at which registers begin and stop to see divide a tile into its spans."""
-    registers, firsts, spans = -(-len(queries) // UNIT), [0], []
+    registers, firsts, spans, reach = -(-len(queries) // UNIT), [0], [], 0
     starts, stops = (numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers))
     for first in range(0, registers, REGISTERS):
         start, stop = (numbers[first:first + REGISTERS] for numbers in (starts, stops))
-        edges = np.unique((start, stop))
+        edges, some = np.unique((start, stop)), start < stop
+        reach = max(reach, stop.max() - start[some].min() if some.any() else 0)
         sees = (start <= edges[:-1]) & (edges[:-1] < stop)                          # [registers, intervals]
         for i in np.flatnonzero(sees.any(0)):
             low = int(sees[:, i].argmax())
@@ -80,7 +89,19 @@ def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: in
         firsts.append(len(spans))
     units = -(-len(keys) // UNIT)
     return KeySpans(np.zeros(heads, dtype=np.int32), np.array([firsts], dtype=np.int32),
-                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units + AHEAD, dtype=np.int32))
+                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units + AHEAD, dtype=np.int32),
+                    np.array([reach], dtype=np.int32))
+
+
+def _reach(seen: np.ndarray) -> int:
+    """seen: bool [tiles, units]."""
+    seen = seen[:, seen.any(0)]
+    if not seen.size:
+        return 0
+    first, last = seen.argmax(0), len(seen) - 1 - seen[::-1].argmax(0)
+    so_far = np.cumsum(np.bincount(first, minlength=len(seen)))              # units, after each tile
+    before = np.where(first > 0, so_far[first - 1], 0)
+    return int((so_far[last] - before).max())
 
 
 def _seen_by(pattern: AttentionPattern, queries: range, keys: range,

@@ -1,0 +1,74 @@
+"""Compiled attention packs a key once for the queries that see it, in as little memory as they need."""
+
+import pytest
+import torch
+
+from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from megatron_ds.ops.core_attention import attention, reference_attention
+from megatron_ds.ops.cpu import compiled_attention as module
+from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
+from tests.harness.instruction_sets import instruction_set  # noqa: F401
+from tests.plans.test_compiled_attention import assert_near, both_dtypes, draw, gradients, projected
+from tests.plans.test_compiled_layouts import pattern_of
+
+S = 432
+PATTERNS = {"causal": CAUSAL, "all": FULL, "window of 20": AttentionPattern(left=20),
+            "window of 150": AttentionPattern(left=150), "both sides": AttentionPattern(False, 40, 90),
+            **{case: pattern_of(case, 16, S // 16, 2) for case in ("fixed", "bigbird", "local", "dense")}}
+
+
+@both_dtypes
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("packed_keys", [64, 160, 400])
+@pytest.mark.parametrize("case", PATTERNS)
+def test_with_memory_for_fewer_keys_it_computes_the_same(case, packed_keys, apart, dtype, monkeypatch):
+    pattern, documents = PATTERNS[case], None
+    s = S - 5 if pattern.layout is None else S
+    if apart:
+        documents = Documents(document_numbers(draw(1, s).abs() < 0.02))
+    packed, heads = projected(s, 2, 2, 64, samples=1, dtype=dtype)
+    monkeypatch.setattr(module, "_packed_keys", lambda *_: packed_keys)
+    out = attention(*heads, pattern=pattern, documents=documents)
+    expected = reference_attention(*(t.double() for t in heads), pattern=pattern,
+                                   mask=documents.foreign if apart else None)
+    assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
+
+
+def packed_times(plan, layout, slots):
+    """How often units are packed, if a unit takes the slot of the one that was packed first."""
+    held, times = [], {}
+    first = plan.first[layout]
+    for start, stop, *_ in plan.spans[first[0]:first[-1]]:
+        for unit in plan.units[start:stop].tolist():
+            if unit not in held:
+                times[unit] = times.get(unit, 0) + 1
+                held = [*held, unit][-slots:]
+    return times
+
+
+@pytest.mark.parametrize("queries, keys", [(range(S), range(S)), (range(160, S), range(S)),
+                                           (range(S), range(64, 272)), (range(208, 416), range(0, 208))])
+@pytest.mark.parametrize("case", PATTERNS)
+def test_with_slots_for_the_reach_each_unit_is_packed_once(case, queries, keys):
+    plan = key_spans(PATTERNS[case], queries, keys, heads=2)
+    for layout, reach in enumerate(plan.reach.tolist()):
+        times = packed_times(plan, layout, max(1, reach))
+        assert set(times.values()) <= {1} and len(times) >= reach
+
+
+@pytest.mark.parametrize("pattern, reach", [
+    (CAUSAL, 64), (AttentionPattern(left=0), 4), (AttentionPattern(left=160), 14),
+    (AttentionPattern(False, 16, 32), 7), (pattern_of("local", 16, 64, 1), 10)])
+def test_the_reach_of_windows_is_that_of_a_tile(pattern, reach):
+    assert key_spans(pattern, range(1024), range(1024), heads=1).reach.max() == reach
+
+
+@both_dtypes
+def test_of_long_sequences_memory_holds_what_windows_see(dtype):
+    """A sixteenth or less of the keys and values of 128k tokens: each thread would hold a copy of a head."""
+    count = getattr(module.functions(dtype), f"forward_bytes_{module.NAMES[dtype]}")
+    q = torch.empty(2**17, 1, 1, 64, dtype=dtype, device="meta")
+    packed_keys = module._packed_keys("forward", q, q, CAUSAL)
+    held = count((2**17, 2**17, 1, 1, 1, 64, packed_keys))
+    assert module.SOME_KEYS / 2 < held < module.SOME_KEYS + 2**18 and UNIT * 16 < packed_keys
