@@ -65,11 +65,12 @@ void put_unit(const Call& call, const BackwardWork<N>& w, int64_t unit, int64_t 
     t.dv.from(key, [&](auto rows) { put_rows(w.dv + at, nullptr, count, call.d, rows); });
 }
 
+// Packs a unit and clears its sums. No tile that follows sees the unit that had the slot: its gradients are complete.
 template <typename N>
 void take_unit(const Call& call, const BackwardWork<N>& w, Run& run, int64_t unit, const BackwardTensors<N>& t) {
-    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), d = call.d, before = run.slots.take(unit), slot = run.slots.of(unit);
+    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), d = call.d, before = run.slots.take(unit);
+    const int64_t slot = run.slots.of(unit), row = slot * WIDE;
     if (run.wanted.keys && before != Slots::NONE) put_unit(call, w, before, slot, t);
-    const int64_t row = slot * WIDE;
     take_rows<N>(t.k.from(key), count, d, w.keys + row * d / N::PER);
     take_rows<N>(t.v.from(key), count, d, w.values + row * d / N::PER);
     if (run.wanted.keys)

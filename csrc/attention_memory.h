@@ -32,7 +32,7 @@ class Slots {
 public:
     static constexpr int32_t NONE = -1;
 
-    // Of units [first, last), of which `reach` have to have slots at a time. There is memory for `most` slots, as many or more:
+    // Of units [first, last), of which `reach` have to have slots at a time. There is memory for `most` slots, at least as many:
     // slot_of [last - first], unit_in [most].
     Slots(int32_t* slot_of, int32_t* unit_in, int64_t first, int64_t last, int64_t reach, int64_t most)
         : slot_of_(slot_of - first), unit_in_(unit_in), first_(first), last_(last),
@@ -73,7 +73,7 @@ private:
 };
 
 // Rows that will be read or written soon. The rows of a head are far from each other, so the processor does not fetch them ahead by
-// itself; and it waits where more than some 64 lines are on their way. So products fetch a few lines at each of their steps.
+// itself; and with more than some 64 lines on their way the next prefetch waits. So products fetch a few lines at each of their steps.
 class Fetches {
 public:
     // Rows [from, to) of d numbers, unless too much is waiting.
