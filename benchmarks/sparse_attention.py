@@ -38,15 +38,24 @@ LAYOUTS = {
     "local, 129 sliding": dict(mode="local", num_sliding_window_blocks=129),
     "local, 33 sliding": dict(mode="local", num_sliding_window_blocks=33),
     "fixed, 4 local, 1 global": dict(mode="fixed", num_local_blocks=4, num_global_blocks=1),
+    "variable, 64 local, 2 random": dict(mode="variable", local_window_blocks=(64,), num_random_blocks=2),
     "bigbird, 9 sliding, 16 random": dict(mode="bigbird", num_sliding_window_blocks=9, num_random_blocks=16),
+    "bigbird, 3 sliding, 1 random": dict(mode="bigbird", num_sliding_window_blocks=3, num_random_blocks=1),
 }
 PLAIN = "without a layout"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def options(mode: str, block: int, **more: int) -> SparseOptions:
+def options(mode: str, block: int, **more: int | tuple[int, ...]) -> SparseOptions:
     """The options of a layout."""
     return SparseOptions(mode, block, **{f"sparse_{name}": value for name, value in more.items()})
+
+
+def scaled(value: str | int | tuple[int, ...], block: int) -> str | int | tuple[int, ...]:
+    """A number of blocks of 16 tokens, in blocks of other sizes; at least one. A mode stays."""
+    if isinstance(value, tuple):
+        return tuple(scaled(count, block) for count in value)
+    return value if isinstance(value, str) else max(1, value * 16 // block)
 
 
 def main() -> None:
@@ -74,7 +83,7 @@ def measure(args: argparse.Namespace, block: int) -> None:
     tensors = [torch.randn(shape, generator=draw).to(DTYPES[args.dtype]).requires_grad_() for _ in range(3)]
     patterns = {"dense": pattern_of(options("dense", block), s, args.heads, causal)}
     for name, more in LAYOUTS.items():
-        chosen = {key: value if key == "mode" else max(1, value * 16 // block) for key, value in more.items()}
+        chosen = {key: scaled(value, block) for key, value in more.items()}
         patterns[name] = pattern_of(options(block=block, **chosen), s, args.heads, causal)
     turns: dict[str, Callable[[], torch.Tensor]] = {
         name: lambda pattern=pattern: attention(*tensors, pattern=pattern)
