@@ -84,7 +84,7 @@ void define(py::module_& module, const std::string& name, OfHeads<TENSORS, ARRAY
     module.def(
         name.c_str(),
         [=](const Sizes& sizes, const std::array<Place, TENSORS>& tensors, const std::array<uintptr_t, ARRAYS>& of_rows, float scale,
-            const std::array<int64_t, 3>& positions, const std::array<uintptr_t, 9>& addresses, uintptr_t memory,
+            const std::array<int64_t, 3>& positions, const std::array<uintptr_t, 10>& addresses, uintptr_t memory,
             int threads) { function(sizes, tensors, of_rows, scale, {positions, addresses}, memory, threads); },
         text, py::arg("sizes"), py::arg("tensors"), py::arg("of_rows"), py::arg("scale"), py::arg("positions"),
         py::arg("addresses"), py::arg("memory"), py::arg("threads"));

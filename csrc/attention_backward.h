@@ -8,7 +8,7 @@ struct BackwardWork {
     using Packed = typename N::Packed;
     Packed *keys, *values, *key_pairs;              // of a unit: [WIDE, d / PER] twice, [WIDE / PER, d] or for tiles a part of [d, pairs_row]
     float *dk, *dv;                                 // of a unit: [WIDE, d] twice
-    int32_t *slot_of, *unit_in;                     // of units; of slots
+    int32_t *slot_of, *free;                        // of units; slots
     int64_t slots;
     Packed *query_columns, *dout_columns;           // [d / PER, ROWS]
     Packed *query_pairs, *dout_pairs;               // [ROWS / PER, d]
@@ -35,6 +35,7 @@ struct Run {
     Wanted wanted;
     Slots slots;
     Fetches fetches;
+    bool is_last_head;           // of those that share the keys
 };
 
 // Of the rows of a tile: the log-sum-exp to base 2, and scale D.
@@ -57,7 +58,7 @@ INLINE void take_sums(const float* lse, const float* dots, int64_t count, float 
     }
 }
 
-// dk and dv of a unit, of a slot → the tensors.
+// dk and dv of a unit, from a slot → the tensors.
 template <typename N>
 void put_unit(const Call& call, const BackwardWork<N>& w, int64_t unit, int64_t slot, const BackwardTensors<N>& t) {
     const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), at = slot * WIDE * call.d;
@@ -65,12 +66,11 @@ void put_unit(const Call& call, const BackwardWork<N>& w, int64_t unit, int64_t 
     t.dv.from(key, [&](auto rows) { put_rows(w.dv + at, nullptr, count, call.d, rows); });
 }
 
-// Packs a unit and clears its sums. No tile that follows sees the unit that had the slot: its gradients are complete.
+// Packs a unit and clears its sums.
 template <typename N>
 void take_unit(const Call& call, const BackwardWork<N>& w, Run& run, int64_t unit, const BackwardTensors<N>& t) {
-    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), d = call.d, before = run.slots.take(unit);
-    const int64_t slot = run.slots.of(unit), row = slot * WIDE;
-    if (run.wanted.keys && before != Slots::NONE) put_unit(call, w, before, slot, t);
+    run.slots.give(unit);
+    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), d = call.d, row = run.slots.of(unit) * WIDE;
     take_rows<N>(t.k.from(key), count, d, w.keys + row * d / N::PER);
     take_rows<N>(t.v.from(key), count, d, w.values + row * d / N::PER);
     if (run.wanted.keys)
@@ -82,9 +82,9 @@ void take_unit(const Call& call, const BackwardWork<N>& w, Run& run, int64_t uni
         take_pairs(t.k.from(key), count, d, w.key_pairs + row * d / N::PER);
 }
 
-// After the last tile: dk and dv of the units that have slots, and zeros for those that no tile has seen.
+// After the last tile: dk and dv of the units that still have slots, and zeros for those that no tile has seen.
 template <typename N>
-void put_run(const Call& call, const BackwardWork<N>& w, Run& run, const BackwardTensors<N>& t) {
+void put_run(const Call& call, const BackwardWork<N>& w, const Run& run, const BackwardTensors<N>& t) {
     for (int64_t unit = run.from; unit < run.to; ++unit)
         if (run.slots.has(unit)) put_unit(call, w, unit, run.slots.of(unit), t);
     for (float* sums : {w.dk, w.dv}) std::fill_n(sums, WIDE * call.d, 0.0f);
@@ -188,6 +188,10 @@ void differentiate(const Call& call, const BackwardWork<N>& w, const Plan& plan,
             is_taken = true;
             differentiate_part(call, w, sight, sums, run, part, t, dq);
         });
+        if (run.is_last_head)
+            take_back_slots(sight, run.slots, [&](int64_t unit) {
+                if (run.wanted.keys) put_unit(call, w, unit, run.slots.of(unit), t);
+            });
         if (is_written) t.dq.from(query, [&](auto rows) { put_queries<N>(dq, nullptr, count, d, rows); });
     }
 }

@@ -7,7 +7,7 @@ struct ForwardWork {
     static constexpr int64_t MOST = UNITS * N::PER;      // units of a part
 
     typename N::Packed *keys, *values;         // by slot: of a unit [WIDE, d / PER], [WIDE / PER, d]; values for tiles: of a part [d, keys / PER]
-    int32_t *slot_of, *unit_in;                // of units; of slots
+    int32_t *slot_of, *free;                   // of units; slots
     int64_t slots;
     typename N::Packed *queries, *p;           // [d / PER, ROWS]; of a part [keys / PER, ROWS]
     float *scores, *out;                       // [keys, ROWS]; [ROWS, d], for tiles [d, ROWS]
@@ -18,7 +18,7 @@ struct Softmax {
     float most[ROWS], sum[ROWS], factor[ROWS];
 };
 
-// A head. Without a slot for each unit that several tiles see, keys are read where they are, and values packed for each part.
+// A head. Without slots for all units that later tiles see again, keys are read where they are, and values packed for each part.
 template <typename N>
 struct ForwardHead {
     Rows<const typename N::Number> q, k, v;
@@ -80,19 +80,32 @@ INLINE void hide(const Sight& sight, int64_t unit, int64_t low, int64_t high, fl
 
 // Packs a unit: keys and values, or what of them is not read where it is.
 template <typename N>
-void take_unit(const Call& call, const ForwardWork<N>& w, int64_t unit, ForwardHead<N>& head) {
-    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), size = WIDE * call.d / N::PER;
-    head.slots.take(unit);
-    const int64_t at = head.slots.of(unit) * size;
+void take_unit(const Call& call, const ForwardWork<N>& w, int64_t unit, int64_t slot, const ForwardHead<N>& head) {
+    const int64_t key = unit * WIDE, count = std::min(WIDE, call.keys - key), at = slot * WIDE * call.d / N::PER;
     if (head.keeps_units || count < WIDE) take_rows<N>(head.k.from(key), count, call.d, w.keys + at);
     if constexpr (!N::HAS_TILES) take_pairs(head.v.from(key), count, call.d, w.values + at);
 }
 
+// The slot of a packed unit, number u of a part.
 template <typename N>
-INLINE Rows<const typename N::Packed> keys_of(const Call& call, const ForwardWork<N>& w, int64_t unit, const ForwardHead<N>& head) {
+INLINE int32_t packed(const Call& call, const ForwardWork<N>& w, int64_t unit, int64_t u, ForwardHead<N>& head) {
+    if (!head.keeps_units) {
+        take_unit(call, w, unit, u, head);
+        return int32_t(u);
+    }
+    if (!head.slots.has(unit)) {
+        head.slots.give(unit);
+        take_unit(call, w, unit, head.slots.of(unit), head);
+    }
+    return head.slots.of(unit);
+}
+
+template <typename N>
+INLINE Rows<const typename N::Packed> keys_of(const Call& call, const ForwardWork<N>& w, int64_t unit, int64_t slot,
+                                              const ForwardHead<N>& head) {
     using Packed = typename N::Packed;
     const int64_t key = unit * WIDE, words = call.d / N::PER;
-    if (head.keeps_units || key + WIDE > call.keys) return {w.keys + head.slots.of(unit) * WIDE * words, words};
+    if (head.keeps_units || key + WIDE > call.keys) return {w.keys + slot * WIDE * words, words};
     return {reinterpret_cast<const Packed*>(head.k[key]), head.k.stride / N::PER};
 }
 
@@ -114,9 +127,9 @@ void attend_part(const Call& call, const ForwardWork<N>& w, const Sight& sight, 
     int32_t slots[ForwardWork<N>::MOST];
     for (int64_t u = 0; u < part.count; ++u) {
         const int64_t unit = part.units[u];
-        if (!head.keeps_units || !head.slots.has(unit)) take_unit(call, w, unit, head);
-        slots[u] = N::HAS_TILES ? int32_t(u) : head.slots.of(unit);
-        const Rows<const typename N::Packed> k = keys_of(call, w, unit, head);
+        const int32_t slot = packed(call, w, unit, u, head);
+        const Rows<const typename N::Packed> k = keys_of(call, w, unit, slot, head);
+        slots[u] = N::HAS_TILES ? int32_t(u) : slot;
         float* scores = w.scores + u * WIDE * ROWS;
         multiply<Put::SET>(Factors<N>{k.data, k.stride, 1, w.queries + left, ROWS, words, head.fetches}, WIDE, wide, scores + left, ROWS);
         if (is_scaled_before) scale_and_lower(sight, unit, part.low, part.high, scale, scores);
@@ -150,6 +163,7 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
         const Sight sight{call, plan, tile};
         for_each_part<ForwardWork<N>::MOST>(sight, 0, units, ahead,
                                             [&](const Part& part) { attend_part(call, w, sight, part, head, rows); });
+        if (head.keeps_units) take_back_slots(sight, head.slots, [](int64_t) {});
         for (int64_t i = 0; i < count; ++i) {
             rows.factor[i] = rows.sum[i] == 0 ? 0 : 1 / rows.sum[i];
             head.lse[query + i] = rows.sum[i] == 0 ? EMPTY : rows.most[i] * LN_2 + std::log(rows.sum[i]);

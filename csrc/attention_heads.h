@@ -13,7 +13,7 @@ int64_t arrange(ForwardWork<N>& w, const Sizes& sizes, char* memory) {
     arena.take(w.keys, w.slots * of_unit);
     arena.take(w.values, (N::HAS_TILES ? most : w.slots) * of_unit);
     arena.take(w.slot_of, units);
-    arena.take(w.unit_in, w.slots);
+    arena.take(w.free, w.slots);
     arena.take(w.queries, ROWS * d / N::PER);
     arena.take(w.scores, most * WIDE * ROWS);
     arena.take(w.p, most * WIDE * ROWS / N::PER);
@@ -32,7 +32,7 @@ int64_t arrange(BackwardWork<N>& w, const Sizes& sizes, char* memory) {
     arena.take(w.key_pairs, N::HAS_TILES ? w.pairs_row * d : N::PER == 2 ? run / N::PER * d : 0);
     for (float** sums : {&w.dk, &w.dv}) arena.take(*sums, run * d);
     arena.take(w.slot_of, rounded_up(sizes[1], WIDE) / WIDE);
-    arena.take(w.unit_in, w.slots);
+    arena.take(w.free, w.slots);
     for (auto** of_rows : {&w.query_columns, &w.dout_columns, &w.query_pairs, &w.dout_pairs}) arena.take(*of_rows, ROWS * d / N::PER);
     for (auto** tile : {&w.p, &w.ds, &w.ds_pairs}) arena.take(*tile, MOST_KEYS * ROWS / N::PER);
     arena.take(w.dq, d * (has_runs ? rounded_up(sizes[0], ROWS) : ROWS));
@@ -67,11 +67,12 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std:
     const auto part = [&, q = q, k = k, v = v, out = out](const ForwardWork<N>& w, int64_t i) {
         const int64_t head = i / cut.parts % heads, sample = i / cut.parts / heads, at = i % cut.parts;
         const Plan plan = shown.plan(sizes, sample, head);
-        const bool keeps_units = plan.reach <= w.slots;
-        const Slots slots{w.slot_of, w.unit_in, 0, units, keeps_units ? plan.reach : w.MOST, w.slots};
+        const bool keeps_units = plan.live <= w.slots;
+        const Fetches fetches(keeps_units ? 16 : 8);      // keys that are read where they are need many lines
         ForwardHead<N> of_head{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, head / group),
                                rows_of<const Number>(v, sample, head / group), rows_of<Number>(out, sample, head),
-                               reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries, slots, keeps_units, {}};
+                               reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries, {w.slot_of, w.free, 0, units, std::min(plan.live, w.slots)},
+                               keeps_units, fetches};
         attend(call, w, plan, shown.sink(head), of_head, cut.at(at), cut.at(at + 1));
     };
     py::gil_scoped_release released;
@@ -102,12 +103,12 @@ void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors
         const int64_t first = has_some_keys ? REGISTERS * by_key.at(at) : 0;
         const int64_t last = has_some_keys ? std::min(units, REGISTERS * by_key.at(at + 1)) : units;
         // Heads that share keys need them all again.
-        const int64_t first_head = key_head * group, reach = group > 1 ? units : shown.plan(sizes, sample, first_head).reach;
-        const int64_t run_units = reach <= w.slots ? units : w.slots;
+        const int64_t first_head = key_head * group, live = group > 1 ? units : shown.plan(sizes, sample, first_head).live;
+        const int64_t run_units = live <= w.slots ? units : w.slots;
         for (int64_t unit = first; unit < last; unit += run_units) {
             const int64_t end = std::min(unit + run_units, last);
-            const Slots slots{w.slot_of, w.unit_in, unit, end, std::min(reach, end - unit), w.slots};
-            Run run{unit, end, unit == first, end == last, wanted, slots, {}};
+            const Slots slots{w.slot_of, w.free, unit, end, std::min(live, end - unit)};
+            Run run{unit, end, unit == first, end == last, wanted, slots, Fetches(16), false};
             for (int64_t head = first_head; head < first_head + group; ++head) {
                 const int64_t first_row = (sample * heads + head) * call.queries;
                 const auto sums = [&](uintptr_t x) { return reinterpret_cast<const float*>(x) + first_row; };
@@ -115,8 +116,9 @@ void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors
                                            rows_of<const Number>(v, sample, key_head), rows_of<const Number>(dout, sample, head),
                                            sums(of_rows[0]), sums(of_rows[1]), {dq, sample, head, adds},
                                            {dk, sample, key_head, adds}, {dv, sample, key_head, adds}};
+                run.is_last_head = head == first_head + group - 1;
                 differentiate(call, w, shown.plan(sizes, sample, head), t, run, first_tile, last_tile);
-                if (wanted.keys && head == first_head + group - 1) put_run(call, w, run, t);
+                if (wanted.keys && run.is_last_head) put_run(call, w, run, t);
             }
         }
     };

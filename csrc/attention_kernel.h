@@ -101,3 +101,16 @@ INLINE void for_each_part(const Sight& sight, int64_t from, int64_t to, const Ah
         if (count > 0) part(Part{some, count, span.low, span.high});
     }
 }
+
+// Takes back the slots of units that no tile after this one sees, after done(unit).
+template <typename Do>
+INLINE void take_back_slots(const Sight& sight, Slots& slots, const Do& done) {
+    const Plan& plan = sight.plan;
+    for (int32_t i = plan.first[sight.tile]; i < plan.first[sight.tile + 1]; ++i)
+        for (int32_t j = plan.spans[i].from; j < plan.spans[i].to; ++j) {
+            const int32_t unit = plan.units[j];
+            if (plan.last_tile[unit] != sight.tile || !slots.has(unit)) continue;
+            done(unit);
+            slots.take_back(unit);
+        }
+}

@@ -51,13 +51,14 @@ struct Span {
     int32_t from, to, low, high;
 };
 
-// Of a head: its spans by tile; how many units are packed at most from the first tile that sees a unit to the last; the ids of its
-// sample, or null: a query sees keys of its own id; the slope of ALiBi, or 0.
+// Of a head: its spans by tile; the last tile that sees a unit; how many units there are at most at a time between the first and the
+// last tile that see them; the ids of its sample, or null: a query sees keys of its own id; the slope of ALiBi, or 0.
 struct Plan {
     const int32_t* first;      // span of each tile, and of the end
     const Span* spans;
     const int32_t* units;      // of all spans
-    int64_t reach;
+    const int32_t* last_tile;
+    int64_t live;
     const int32_t *query_ids, *key_ids;
     float slope;
 };
@@ -69,11 +70,11 @@ struct Part {
 };
 
 // What queries see: offset, before and after of `Call`; and addresses of what Python has planned: of each head its number among
-// the layouts; of each layout the first span of each tile and of the end; the spans; their units; the reach of each layout; ids of
-// queries and of keys [samples, a multiple of WIDE], or 0; sinks and slopes [heads], or 0.
+// the layouts; of each layout the first span of each tile and of the end; the spans; their units; of each layout the last
+// tile of each unit, and the units at a time; ids of queries and of keys [samples, a multiple of WIDE], or 0; sinks and slopes [heads], or 0.
 struct Shown {
     std::array<int64_t, 3> positions;
-    std::array<uintptr_t, 9> addresses;
+    std::array<uintptr_t, 10> addresses;
 
     template <typename T>
     const T* at(size_t i) const { return reinterpret_cast<const T*>(addresses[i]); }
@@ -85,12 +86,11 @@ struct Shown {
         const int64_t tiles = rounded_up(sizes[0], ROWS) / ROWS;
         const auto ids = [&](size_t i, int64_t count) { return addresses[i] ? at<int32_t>(i) + sample * rounded_up(count, WIDE) : nullptr; };
         const int32_t layout = at<int32_t>(0)[head];
-        const float slope = addresses[8] ? at<float>(8)[head] : 0;
-        // Without some of its units, because of their ids, a tile may pack units that an earlier tile sees, too.
-        const int64_t reach = addresses[5] ? rounded_up(sizes[1], WIDE) / WIDE : at<int32_t>(4)[layout];
-        return {at<int32_t>(1) + layout * (tiles + 1), at<Span>(2), at<int32_t>(3), reach, ids(5, sizes[0]), ids(6, sizes[1]), slope};
+        const float slope = addresses[9] ? at<float>(9)[head] : 0;
+        return {at<int32_t>(1) + layout * (tiles + 1), at<Span>(2), at<int32_t>(3), at<int32_t>(4) + layout * (rounded_up(sizes[1], WIDE) / WIDE),
+                at<int32_t>(5)[layout], ids(6, sizes[0]), ids(7, sizes[1]), slope};
     }
-    const float* sink(int64_t head) const { return addresses[7] ? at<float>(7) + head : nullptr; }
+    const float* sink(int64_t head) const { return addresses[8] ? at<float>(8) + head : nullptr; }
 };
 
 // ------------------------------------------------------------------------------------------------------------------ functions

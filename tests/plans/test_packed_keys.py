@@ -35,33 +35,33 @@ def test_with_memory_for_fewer_keys_it_computes_the_same(case, packed_keys, apar
     assert_near([out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])])
 
 
-def packed_times(plan, layout, slots):
-    """How often units are packed, if a unit takes the slot of the one that was packed first."""
-    held, times = [], {}
+def tiles_of(plan, layout):
+    """The units that each tile sees."""
     first = plan.first[layout]
-    for start, stop, *_ in plan.spans[first[0]:first[-1]]:
-        for unit in plan.units[start:stop].tolist():
-            if unit not in held:
-                times[unit] = times.get(unit, 0) + 1
-                held = [*held, unit][-slots:]
-    return times
+    spans = [plan.spans[first[i]:first[i + 1]] for i in range(len(first) - 1)]
+    return [{unit for start, stop, *_ in some for unit in plan.units[start:stop].tolist()} for some in spans]
 
 
 @pytest.mark.parametrize("queries, keys", [(range(S), range(S)), (range(160, S), range(S)),
                                            (range(S), range(64, 272)), (range(208, 416), range(0, 208))])
 @pytest.mark.parametrize("case", PATTERNS)
-def test_with_slots_for_the_reach_each_unit_is_packed_once(case, queries, keys):
+def test_units_live_from_the_first_tile_that_sees_them_to_the_last(case, queries, keys):
     plan = key_spans(PATTERNS[case], queries, keys, heads=2)
-    for layout, reach in enumerate(plan.reach.tolist()):
-        times = packed_times(plan, layout, max(1, reach))
-        assert set(times.values()) <= {1} and len(times) >= reach
+    for layout, live in enumerate(plan.live.tolist()):
+        tiles, times = tiles_of(plan, layout), {}
+        for number, units in enumerate(tiles):
+            for unit in units:
+                times.setdefault(unit, []).append(number)
+        last = [times.get(unit, [-1])[-1] for unit in range(-(-len(keys) // UNIT))]
+        assert plan.last_tile[layout].tolist() == last
+        assert live == max(sum(t[0] <= i <= t[-1] for t in times.values()) for i in range(len(tiles)))
 
 
-@pytest.mark.parametrize("pattern, reach", [
+@pytest.mark.parametrize("pattern, live", [
     (CAUSAL, 64), (AttentionPattern(left=0), 4), (AttentionPattern(left=160), 14),
-    (AttentionPattern(False, 16, 32), 7), (pattern_of("local", 16, 64, 1), 10)])
-def test_the_reach_of_windows_is_that_of_a_tile(pattern, reach):
-    assert key_spans(pattern, range(1024), range(1024), heads=1).reach.max() == reach
+    (AttentionPattern(False, 16, 32), 7), (pattern_of("local", 16, 64, 1), 8)])
+def test_of_a_window_the_units_of_a_tile_live(pattern, live):
+    assert key_spans(pattern, range(1024), range(1024), heads=1).live.max() == live
 
 
 @both_dtypes

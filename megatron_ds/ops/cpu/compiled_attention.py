@@ -207,7 +207,8 @@ def _run(name: str, memory: str, tensors: tuple[torch.Tensor, ...], of_rows: tup
     of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
     numbers = [*(shown.ids or (None, None)),
                *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
-    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units, plan.reach)]
+    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units,
+                                        plan.last_tile, plan.live)]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
     getattr(functions(q.dtype), f"{name}_{NAMES[q.dtype]}")(
         sizes, [_place(t) for t in tensors], [t.data_ptr() for t in of_rows], scoring.scale_of(q.shape[3]),

@@ -34,16 +34,17 @@ class KeySpans:
     spans           int32 [spans, 4]: first unit in `units`, the one past its last, first register, the one
                     past its last
     units           int32: numbers of units of keys; after those of the last span, `AHEAD` more
-    reach           int32 [layouts]: the largest number of different units that tiles see from the first tile
-                    that sees a unit to the last, without those of earlier tiles: so many a kernel packs
-                    before it does not need one any more
+    last_tile       int32 [layouts, units of keys]: the last tile that sees a unit; -1: none
+    live            int32 [layouts]: the largest number of units, over tiles, that are seen by the tile, or
+                    by an earlier and a later one. So many have to be packed at a time
     """
 
     layout_of_head: np.ndarray
     first: np.ndarray
     spans: np.ndarray
     units: np.ndarray
-    reach: np.ndarray
+    last_tile: np.ndarray
+    live: np.ndarray
 
 
 def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
@@ -54,7 +55,7 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
     layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
     layout_of_head = np.empty(heads, dtype=np.int32)
-    firsts, spans, units, reaches, total = [], [], [], [], 0
+    firsts, spans, units, lives, total = [], [], [], [], 0
     for number, (of_heads, alike) in enumerate(groups):
         layout_of_head[of_heads] = number
         firsts.append([len(spans)])
@@ -66,42 +67,47 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
                 total += len(seen)
             firsts[-1].append(len(spans))
             seen_by.append(tile.any(0))
-        reaches.append(_reach(np.array(seen_by)))
+        lives.append(_lives(np.array(seen_by)))
     return KeySpans(layout_of_head, np.array(firsts, dtype=np.int32),
                     np.array(spans, dtype=np.int32).reshape(-1, 4),
                     np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32),
-                    np.array(reaches, dtype=np.int32))
+                    *_arrays(lives))
 
 
 def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
     """Of a pattern without layout: each register sees neighbouring units, later registers none earlier. So
     the units at which registers begin and stop to see divide a tile into its spans."""
-    registers, firsts, spans, reach = -(-len(queries) // UNIT), [0], [], 0
+    registers, units, firsts, spans = -(-len(queries) // UNIT), -(-len(keys) // UNIT), [0], []
+    last_tile, live = np.full(units, -1), 0
     starts, stops = (numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers))
     for first in range(0, registers, REGISTERS):
         start, stop = (numbers[first:first + REGISTERS] for numbers in (starts, stops))
         edges, some = np.unique((start, stop)), start < stop
-        reach = max(reach, stop.max() - start[some].min() if some.any() else 0)
+        if some.any():
+            last_tile[start[some].min():stop.max()] = first // REGISTERS
+            live = max(live, stop.max() - start[some].min())
         sees = (start <= edges[:-1]) & (edges[:-1] < stop)                          # [registers, intervals]
         for i in np.flatnonzero(sees.any(0)):
             low = int(sees[:, i].argmax())
             spans.append((edges[i], edges[i + 1], low, low + sees[:, i].sum()))
         firsts.append(len(spans))
-    units = -(-len(keys) // UNIT)
     return KeySpans(np.zeros(heads, dtype=np.int32), np.array([firsts], dtype=np.int32),
                     np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units + AHEAD, dtype=np.int32),
-                    np.array([reach], dtype=np.int32))
+                    *_arrays([(last_tile, live)]))
 
 
-def _reach(seen: np.ndarray) -> int:
-    """seen: bool [tiles, units]."""
-    seen = seen[:, seen.any(0)]
-    if not seen.size:
-        return 0
-    first, last = seen.argmax(0), len(seen) - 1 - seen[::-1].argmax(0)
-    so_far = np.cumsum(np.bincount(first, minlength=len(seen)))              # units, after each tile
-    before = np.where(first > 0, so_far[first - 1], 0)
-    return int((so_far[last] - before).max())
+def _lives(seen: np.ndarray) -> tuple[np.ndarray, int]:
+    """`last_tile` and `live` of one layout. seen: bool [tiles, units]."""
+    tiles, some = len(seen), seen.any(0)
+    last = np.where(some, tiles - 1 - seen[::-1].argmax(0), -1)
+    begun = np.cumsum(np.bincount(seen.argmax(0)[some], minlength=tiles))
+    ended = np.cumsum(np.bincount(last[some], minlength=tiles))
+    return last, int((begun - np.concatenate(([0], ended[:-1]))).max())
+
+
+def _arrays(lives: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+    last_tiles, live = zip(*lives, strict=True)
+    return np.stack(last_tiles).astype(np.int32), np.array(live, dtype=np.int32)
 
 
 def _seen_by(pattern: AttentionPattern, queries: range, keys: range,
