@@ -6,7 +6,7 @@ struct ForwardWork {
     using Numbers = N;
     static constexpr int64_t MOST = UNITS * N::PER;      // units of a part
 
-    typename N::Packed *keys, *values;         // by slot: of a unit [WIDE, d / PER], [WIDE / PER, d]; values for tiles: of a part [d, keys / PER]
+    typename N::Packed *keys, *values;         // by slot: [WIDE, d / PER], [WIDE / PER, d]; values for tiles: of a part [d, keys / PER]
     int32_t *slot_of, *free;                   // of units; slots
     int64_t slots;
     typename N::Packed *queries, *p;           // [d / PER, ROWS]; of a part [keys / PER, ROWS]

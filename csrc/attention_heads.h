@@ -68,10 +68,11 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std:
         const int64_t head = i / cut.parts % heads, sample = i / cut.parts / heads, at = i % cut.parts;
         const Plan plan = shown.plan(sizes, sample, head);
         const bool keeps_units = plan.live <= w.slots;
-        const Fetches fetches(keeps_units ? 16 : 8);      // keys that are read where they are need many lines
+        const Slots slots(w.slot_of, w.free, 0, units, std::min(plan.live, w.slots));
+        const Fetches fetches(keeps_units ? LINES_OF_STEP : LINES_OF_STEP / 2);      // fewer, if keys are fetched for each tile again
         ForwardHead<N> of_head{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, head / group),
                                rows_of<const Number>(v, sample, head / group), rows_of<Number>(out, sample, head),
-                               reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries, {w.slot_of, w.free, 0, units, std::min(plan.live, w.slots)},
+                               reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries, slots,
                                keeps_units, fetches};
         attend(call, w, plan, shown.sink(head), of_head, cut.at(at), cut.at(at + 1));
     };
@@ -107,8 +108,8 @@ void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors
         const int64_t run_units = live <= w.slots ? units : w.slots;
         for (int64_t unit = first; unit < last; unit += run_units) {
             const int64_t end = std::min(unit + run_units, last);
-            const Slots slots{w.slot_of, w.free, unit, end, std::min(live, end - unit)};
-            Run run{unit, end, unit == first, end == last, wanted, slots, Fetches(16), false};
+            const Slots slots(w.slot_of, w.free, unit, end, std::min(live, end - unit));
+            Run run{unit, end, unit == first, end == last, wanted, slots, Fetches(LINES_OF_STEP), false};
             for (int64_t head = first_head; head < first_head + group; ++head) {
                 const int64_t first_row = (sample * heads + head) * call.queries;
                 const auto sums = [&](uintptr_t x) { return reinterpret_cast<const float*>(x) + first_row; };

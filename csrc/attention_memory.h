@@ -66,11 +66,13 @@ private:
     int64_t first_, last_, count_, given_ = 0, returned_ = 0;
 };
 
+constexpr int64_t LINES_OF_STEP = 16;
+
 // Rows that will be read or written soon. The rows of a head are far from each other, so the processor does not fetch them ahead by
 // itself; and with more than some 64 lines on their way the next prefetch waits. So products fetch a few lines at each of their steps.
 class Fetches {
 public:
-    // lines: of a step.
+    // lines: that a step fetches, at most.
     explicit Fetches(int64_t lines) : lines_(lines) {}
 
     // Rows [from, to) of d numbers, unless too much is waiting.

@@ -70,8 +70,9 @@ struct Part {
 };
 
 // What queries see: offset, before and after of `Call`; and addresses of what Python has planned: of each head its number among
-// the layouts; of each layout the first span of each tile and of the end; the spans; their units; of each layout the last
-// tile of each unit, and the units at a time; ids of queries and of keys [samples, a multiple of WIDE], or 0; sinks and slopes [heads], or 0.
+// the layouts; of each layout the first span of each tile and of the end; the spans; their units; of each layout the last tile of
+// each unit, and the number of units at a time; ids of queries and of keys [samples, a multiple of WIDE], or 0; sinks and slopes
+// [heads], or 0.
 struct Shown {
     std::array<int64_t, 3> positions;
     std::array<uintptr_t, 10> addresses;
@@ -87,8 +88,9 @@ struct Shown {
         const auto ids = [&](size_t i, int64_t count) { return addresses[i] ? at<int32_t>(i) + sample * rounded_up(count, WIDE) : nullptr; };
         const int32_t layout = at<int32_t>(0)[head];
         const float slope = addresses[9] ? at<float>(9)[head] : 0;
-        return {at<int32_t>(1) + layout * (tiles + 1), at<Span>(2), at<int32_t>(3), at<int32_t>(4) + layout * (rounded_up(sizes[1], WIDE) / WIDE),
-                at<int32_t>(5)[layout], ids(6, sizes[0]), ids(7, sizes[1]), slope};
+        const int32_t* last_tile = at<int32_t>(4) + layout * (rounded_up(sizes[1], WIDE) / WIDE);
+        return {at<int32_t>(1) + layout * (tiles + 1), at<Span>(2), at<int32_t>(3), last_tile, at<int32_t>(5)[layout],
+                ids(6, sizes[0]), ids(7, sizes[1]), slope};
     }
     const float* sink(int64_t head) const { return addresses[8] ? at<float>(8) + head : nullptr; }
 };
