@@ -32,7 +32,7 @@ namespace py = pybind11;
 
 #ifdef HAS_BF16_PRODUCTS
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prfchw")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 namespace {
 namespace avx512 {
 #include "attention_avx512.h"
@@ -47,7 +47,7 @@ namespace avx512 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,prfchw")
+#pragma GCC target("avx2,fma")
 namespace {
 namespace avx2 {
 #include "attention_avx2.h"

@@ -18,7 +18,8 @@ struct Softmax {
     float most[ROWS], sum[ROWS], factor[ROWS];
 };
 
-// A head. Without slots for all units that later tiles see again, keys are read where they are, and values packed for each part.
+// A head. Without slots for all units that later tiles see again, and for a single tile, keys are read where they are, and values packed
+// for each part.
 template <typename N>
 struct ForwardHead {
     Rows<const typename N::Number> q, k, v;
@@ -146,7 +147,7 @@ void attend(const Call& call, const ForwardWork<N>& w, const Plan& plan, const f
             int64_t to) {
     const int64_t units = (call.keys + WIDE - 1) / WIDE, d = call.d;
     const auto ahead = [&](int64_t unit) {
-        if (head.keeps_units && !head.slots.is_first_request(unit)) return;
+        if (!head.keeps_units || !head.slots.is_first_request(unit)) return;      // keys that are read where they are would fill the queue
         const int64_t key = unit * WIDE, end = std::min(key + WIDE, call.keys);
         head.fetches.add(head.k, key, end, d);
         head.fetches.add(head.v, key, end, d);

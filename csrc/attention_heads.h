@@ -67,13 +67,12 @@ void forward(const Sizes& sizes, const std::array<Place, 4>& tensors, const std:
     const auto part = [&, q = q, k = k, v = v, out = out](const ForwardWork<N>& w, int64_t i) {
         const int64_t head = i / cut.parts % heads, sample = i / cut.parts / heads, at = i % cut.parts;
         const Plan plan = shown.plan(sizes, sample, head);
-        const bool keeps_units = plan.live <= w.slots;
-        const Slots slots(w.slot_of, w.free, 0, units, std::min(plan.live, w.slots));
-        const Fetches fetches(keeps_units ? LINES_OF_STEP : LINES_OF_STEP / 2);      // fewer, if keys are fetched for each tile again
+        const bool keeps_units = plan.live <= w.slots && cut.at(at + 1) - cut.at(at) > 1;
+        const Slots slots(w.slot_of, w.free, 0, units, std::min(plan.live, w.slots), false);
         ForwardHead<N> of_head{rows_of<const Number>(q, sample, head), rows_of<const Number>(k, sample, head / group),
                                rows_of<const Number>(v, sample, head / group), rows_of<Number>(out, sample, head),
                                reinterpret_cast<float*>(of_rows[0]) + (sample * heads + head) * call.queries, slots,
-                               keeps_units, fetches};
+                               keeps_units, {}};
         attend(call, w, plan, shown.sink(head), of_head, cut.at(at), cut.at(at + 1));
     };
     py::gil_scoped_release released;
@@ -103,13 +102,15 @@ void differentiate_heads(const Sizes& sizes, const std::array<Place, 7>& tensors
         const int64_t last_tile = has_some_queries ? by_query.at(at - by_key.parts + 1) : tiles;
         const int64_t first = has_some_keys ? REGISTERS * by_key.at(at) : 0;
         const int64_t last = has_some_keys ? std::min(units, REGISTERS * by_key.at(at + 1)) : units;
-        // Heads that share keys need them all again.
-        const int64_t first_head = key_head * group, live = group > 1 ? units : shown.plan(sizes, sample, first_head).live;
+        // Heads that share keys need them all again. Tiles sum neighbouring slots together: with slots in the order of units their sums do not
+        // depend on the tile at which a part of the work begins.
+        const int64_t first_head = key_head * group;
+        const int64_t live = group > 1 || N::HAS_TILES ? units : shown.plan(sizes, sample, first_head).live;
         const int64_t run_units = live <= w.slots ? units : w.slots;
         for (int64_t unit = first; unit < last; unit += run_units) {
             const int64_t end = std::min(unit + run_units, last);
-            const Slots slots(w.slot_of, w.free, unit, end, std::min(live, end - unit));
-            Run run{unit, end, unit == first, end == last, wanted, slots, Fetches(LINES_OF_STEP), false};
+            const Slots slots(w.slot_of, w.free, unit, end, std::min(live, end - unit), N::HAS_TILES);
+            Run run{unit, end, unit == first, end == last, wanted, slots, {}, false};
             for (int64_t head = first_head; head < first_head + group; ++head) {
                 const int64_t first_row = (sample * heads + head) * call.queries;
                 const auto sums = [&](uintptr_t x) { return reinterpret_cast<const float*>(x) + first_row; };

@@ -1,13 +1,14 @@
 // Attention of one head in fp32 or bf16: forward, and the gradients from the kept output and log-sum-exp.
 //
-//   forward     S = c K Qᵀ     m = max S     P = 2^(S - m)     l = Σ P     Oᵀ = Vᵀ P / l     lse = ln 2 (m + log2 l)
+//   forward     S = c K Qᵀ     m = max S     P = 2^(S - m)     l = Σ P     O = Pᵀ V / l      lse = ln 2 (m + log2 l)
 //   backward    P = 2^(S - lse / ln 2)       dP = V dOᵀ        dS = scale P (dP - D)         D = rowsum(dO O)
-//               dV = P dO      dK = dS Q     dQᵀ = Kᵀ dS       c = scale / ln 2
+//               dV = P dO      dK = dS Q     dQ = dSᵀ K        c = scale / ln 2
 //
 // Formulas: Dao et al. 2022 (arXiv:2205.14135), algorithms 1 and 4; blocks of queries outside as in Dao 2023 (arXiv:2307.08691).
 //
 // Layout: scores are [keys, queries], so that a register holds one key's scores with sixteen queries. The maximum, the sum and
-// what belongs to a row are then elementwise; P and dS are written in the order in which the next product reads them.
+// what belongs to a row are then elementwise; P and dS are written in the order in which the next product reads them. On tiles (AMX)
+// O and dQ are transposed until they are written.
 //
 // Work: by tiles, registers and units (attention_plan.h). Units of whose ids no query has any are not computed, either; units of
 // which a part is hidden have a mask.

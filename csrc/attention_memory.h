@@ -27,12 +27,13 @@ private:
 };
 
 // Where packed units of keys are: a unit has a slot from the first tile of queries that sees it to the last. Free slots are given in
-// turn, so that units of a window, which come and go in order, lie in order.
+// turn, so that units of a window, which come and go in order, lie in order; or each unit has a slot of its own.
 class Slots {
 public:
-    // For units [first, last), of which at most `count` have slots at a time. slot_of [last - first] and free [count] are memory.
-    Slots(int32_t* slot_of, int32_t* free, int64_t first, int64_t last, int64_t count)
-        : slot_of_(slot_of - first), free_(free), first_(first), last_(last), count_(count) {
+    // For units [first, last), of which at most `count` have slots at a time; all of them with slots of their own. slot_of
+    // [last - first] and free [count] are memory.
+    Slots(int32_t* slot_of, int32_t* free, int64_t first, int64_t last, int64_t count, bool are_own)
+        : slot_of_(slot_of - first), free_(free), first_(first), last_(last), count_(count), are_own_(are_own) {
         std::fill(slot_of, slot_of + last - first, NEVER);
         for (int64_t i = 0; i < count; ++i) free[i] = int32_t(i);
     }
@@ -49,11 +50,11 @@ public:
     }
 
     void give(int64_t unit) {
-        slot_of_[unit] = free_[given_];
+        slot_of_[unit] = are_own_ ? int32_t(unit - first_) : free_[given_];
         given_ = after(given_);
     }
     void take_back(int64_t unit) {
-        free_[returned_] = slot_of_[unit];
+        if (!are_own_) free_[returned_] = slot_of_[unit];
         returned_ = after(returned_);
         slot_of_[unit] = LEFT;
     }
@@ -64,18 +65,15 @@ private:
 
     int32_t *slot_of_, *free_;      // the free ones are those from given_ to returned_
     int64_t first_, last_, count_, given_ = 0, returned_ = 0;
+    bool are_own_;
 };
-
-constexpr int64_t LINES_OF_STEP = 16;
 
 // Rows that will be read or written soon. The rows of a head are far from each other, so the processor does not fetch them ahead by
 // itself; and with more than some 64 lines on their way the next prefetch waits. So products fetch a few lines at each of their steps.
 class Fetches {
 public:
-    // lines: that a step fetches, at most.
-    explicit Fetches(int64_t lines) : lines_(lines) {}
-
-    // Rows [from, to) of d numbers, unless too much is waiting.
+    // Rows [from, to) of d numbers, unless too much is waiting. Rows that will be written are fetched as if to be read: no other core has
+    // them.
     template <typename T>
     void add(const Rows<T>& x, int64_t from, int64_t to, int64_t d) {
         if (from >= to || waiting_ == MOST) return;
@@ -88,7 +86,7 @@ public:
     }
 
 private:
-    static constexpr int64_t LINE = 64;      // bytes
+    static constexpr int64_t LINE = 64, LINES = 16;      // bytes; of a step, about: it ends with a whole row
     static constexpr int MOST = 64;
     struct Block {
         const char* row;
@@ -98,7 +96,7 @@ private:
     // Not within each product, whose loops have no registers left.
     __attribute__((noinline)) void fetch() {
         Block& block = blocks_[first_];
-        for (int64_t fetched = 0; fetched < lines_ * LINE && block.rows > 0; fetched += block.bytes) {
+        for (int64_t fetched = 0; fetched < LINES * LINE && block.rows > 0; fetched += block.bytes) {
             for (int64_t at = 0; at < block.bytes; at += LINE) _mm_prefetch(block.row + at, _MM_HINT_T0);
             block.row += block.stride;
             --block.rows;
@@ -109,7 +107,6 @@ private:
     }
 
     Block blocks_[MOST];
-    int64_t lines_;
     int first_ = 0, waiting_ = 0;
 };
 

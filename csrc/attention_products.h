@@ -167,8 +167,9 @@ void put_columns(const float* x, const float* factor, int64_t count, int64_t d, 
 }
 
 // ----------------------------------------------------------------------------------------------------------- sums of a tile of queries
-// What some units of keys add to them, [ROWS, d]: x Y of numbers x of each score [keys / PER, ROWS], and of each key Y
-// [WIDE / PER, d] by slot. On tiles the sums are [d, ROWS], and Y is [d, y_row] with the slots next to each other.
+// What some units of keys add to the sums of a tile of queries, [ROWS, d]: xᵀ Y, where x has a number of each score
+// [keys / PER, ROWS], and Y [WIDE / PER, d] is that of each unit, by slot. On tiles the sums are [d, ROWS], and Y is [d, y_row] with the
+// slots next to each other.
 template <Put put, typename N>
 INLINE void add_to_queries(const Part& part, const int32_t* slots, const typename N::Packed* x, const typename N::Packed* y,
                            int64_t y_row, int64_t d, float* sums, const float* factor, Fetches& fetches) {

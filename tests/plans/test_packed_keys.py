@@ -20,15 +20,18 @@ PATTERNS = {"causal": CAUSAL, "all": FULL, "window of 20": AttentionPattern(left
 
 @both_dtypes
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("packed_keys", [64, 160, 400])
+@pytest.mark.parametrize("packed_keys, threads", [(64, 1), (160, 1), (400, 1), (160, 5), (400, 16)])
 @pytest.mark.parametrize("case", PATTERNS)
-def test_with_memory_for_fewer_keys_it_computes_the_same(case, packed_keys, apart, dtype, monkeypatch):
+def test_with_memory_for_fewer_keys_it_computes_the_same(case, packed_keys, threads, apart, dtype,
+                                                         monkeypatch):
+    """On threads that divide heads, too."""
     pattern, documents = PATTERNS[case], None
     s = S - 5 if pattern.layout is None else S
     if apart:
         documents = Documents(document_numbers(draw(1, s).abs() < 0.02))
     packed, heads = projected(s, 2, 2, 64, samples=1, dtype=dtype)
     monkeypatch.setattr(module, "_packed_keys", lambda *_: packed_keys)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     out = attention(*heads, pattern=pattern, documents=documents)
     expected = reference_attention(*(t.double() for t in heads), pattern=pattern,
                                    mask=documents.foreign if apart else None)
@@ -62,6 +65,29 @@ def test_units_live_from_the_first_tile_that_sees_them_to_the_last(case, queries
     (AttentionPattern(False, 16, 32), 7), (pattern_of("local", 16, 64, 1), 8)])
 def test_of_a_window_the_units_of_a_tile_live(pattern, live):
     assert key_spans(pattern, range(1024), range(1024), heads=1).live.max() == live
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", ["window of 150", "both sides", "fixed", "bigbird", "local"])
+def test_bits_do_not_depend_on_threads(case, dtype, monkeypatch):
+    """A thread that begins with a later tile gives units other slots."""
+    packed, heads = projected(S, 2, 2, 64, samples=1, dtype=dtype)
+    results = []
+    for threads in (1, 5, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        out = attention(*heads, pattern=PATTERNS[case])
+        results.append([out.detach(), *gradients(out, [packed])])
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@both_dtypes
+@pytest.mark.parametrize("left", [1023, 4095])
+def test_there_is_memory_for_windows_of_usual_sizes(left, dtype):
+    pattern, s = AttentionPattern(left=left), 2**17
+    q = torch.empty(s, 1, 1, 64, dtype=dtype, device="meta")
+    live = key_spans(pattern, range(2 * left), range(2 * left), heads=1).live.max()
+    assert live * UNIT <= module._packed_keys("forward", q, q, pattern)
+    assert left > 1023 or live * UNIT <= module._packed_keys("backward", q, q, pattern)
 
 
 @both_dtypes

@@ -27,8 +27,11 @@ logger = logging.getLogger(__name__)
 CHANNELS = range(32, 257, 32)           # of a head
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NEEDS = {torch.float32: "neither AVX-512 nor AVX2", torch.bfloat16: "no AVX-512 BF16"}
-ALL_KEYS, SOME_KEYS = 16 << 20, 2 << 20  # bytes of packed keys and values of a head in forward
+# Bytes of packed keys and values in forward: of all threads for whole heads, of a thread at least, and of a
+# thread where heads have more.
+ALL_KEYS, LEAST_KEYS, SOME_KEYS = 16 << 20, 4 << 20, 2 << 20
 RUN, LONG_RUN = 1024, 8192              # keys whose gradients are summed at a time in backward
+BESIDE_WINDOW = 80                      # keys that a tile of 64 queries sees besides those of a window
 EVERYTHING = 1 << 40                    # positions
 
 
@@ -218,20 +221,23 @@ def _run(name: str, memory: str, tensors: tuple[torch.Tensor, ...], of_rows: tup
 def _packed_keys(memory: str, q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> int:
     """Keys that a thread holds packed at a time.
 
-    forward   all of them, which serve all queries; of long sequences as many as windows see. Queries that
-              see more read keys where they are.
+    forward   all of a head, which serve all its queries; of long sequences as many as windows see. Queries
+              that see more read keys where they are.
     backward  with the sums of their gradients. It works on so many at a time, while it holds dq of all
               queries; on all where several query heads share a key, since it would hold the dq of each.
               Queries of a layout are packed again for each such run, for a few of its keys: so their runs
-              are long. On tiles (AMX), keys of a long run would be too far apart.
+              are long. With tiles (AMX), rows of the transposed keys of a long run would be too far apart.
     """
     keys = k.shape[0]
     if memory == "forward":
         of_key = 2 * k.shape[3] * k.element_size()
-        return keys if keys * of_key <= ALL_KEYS else SOME_KEYS // of_key
+        whole = max(LEAST_KEYS, ALL_KEYS // torch.get_num_threads())
+        return keys if keys * of_key <= whole else SOME_KEYS // of_key + BESIDE_WINDOW
     if q.shape[2] != k.shape[2]:
         return keys
-    return RUN if pattern.layout is None or functions(q.dtype).has_tiles else LONG_RUN
+    if pattern.layout is not None and not functions(q.dtype).has_tiles:
+        return LONG_RUN
+    return RUN if pattern.left is None else RUN + BESIDE_WINDOW
 
 
 _spans = lru_cache(maxsize=1024)(key_spans)
