@@ -29,7 +29,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NEEDS = {torch.float32: "neither AVX-512 nor AVX2", torch.bfloat16: "no AVX-512 BF16"}
 # Bytes of packed keys and values in forward: of all threads for whole heads, of a thread at least, and of a
 # thread where heads have more.
-ALL_KEYS, LEAST_KEYS, SOME_KEYS = 16 << 20, 4 << 20, 2 << 20
+ALL_KEYS, LEAST_KEYS, SOME_KEYS = 64 << 20, 4 << 20, 2 << 20
 RUN, LONG_RUN = 1024, 8192              # keys whose gradients are summed at a time in backward
 BESIDE_WINDOW = 80                      # keys that a tile of 64 queries sees besides those of a window
 EVERYTHING = 1 << 40                    # positions
