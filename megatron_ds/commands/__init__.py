@@ -1,0 +1,1 @@
+"""The commands of `megatron-ds`, one module each; tools/ of the checkout has a script for each of them."""
