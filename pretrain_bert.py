@@ -12,7 +12,7 @@ Real text takes a corpus of sentences (tools/preprocess_data.py --split-sentence
 docs/flags.md; the plan alone: --dry-run.
 """
 
-from megatron_ds.cli import run_command
+from megatron_ds.commands import run
 
 if __name__ == "__main__":
-    run_command("megatron_ds.training.pretrain", "pretrain", model="bert")
+    run("train-bert")

@@ -10,7 +10,7 @@ Four CPU ranks as TP 2 × PP 2:  torchrun --nproc-per-node 4 pretrain_gpt.py --t
 All flags: python pretrain_gpt.py --help, or docs/flags.md.
 """
 
-from megatron_ds.cli import run_command
+from megatron_ds.commands import run
 
 if __name__ == "__main__":
-    run_command("megatron_ds.training.pretrain", "pretrain")
+    run("train")

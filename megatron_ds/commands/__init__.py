@@ -1,1 +1,136 @@
-"""The commands of `megatron-ds`, one module each; tools/ of the checkout has a script for each of them."""
+"""`megatron-ds COMMAND …` and `python -m megatron_ds COMMAND …`: one module for each command.
+
+`COMMANDS` is the table of them. A module is imported when its command runs, so that the list of commands
+is printed at once, also where torch is not installed. Scripts in tools/ of the checkout run the same
+commands.
+"""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, NoReturn
+
+from ..cli import main_guard, run_command
+from ..errors import ConfigError
+from ..registry import did_you_mean
+from ..version import __version__
+
+PROGRAM = "megatron-ds"
+PRETRAIN = "megatron_ds.training.pretrain"
+
+
+@dataclass(frozen=True)
+class Command:
+    """module: of this folder, or absolute; summary: a line of the list of commands.
+
+    function   takes the command line and returns the exit code
+    before     flags that the command adds in front of those given
+    defaults   further arguments of the function
+    rank       of the printed errors; None: that of the launcher's environment
+    """
+
+    module: str
+    summary: str
+    function: str = "main"
+    before: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+
+
+def _training(summary: str, *before: str, **defaults: Any) -> Command:
+    return Command(PRETRAIN, summary, "pretrain", before, defaults)
+
+
+def _alone(module: str, summary: str) -> Command:
+    """A command of one process, whatever launcher started it."""
+    return Command(module, summary, "run_tool", rank=0)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": _training("train a GPT, or a BERT with --model bert"),
+    "train-bert": _training("train a BERT", model="bert"),
+    "plan": _training("print the memory, traffic and schedule of a training; nothing runs", "--dry-run"),
+    "generate": Command("generate_text", "continue text with a trained model", "run_tool"),
+    "check": Command("check_recipe", "list what a recipe of Megatron or DeepSpeed would do here"),
+    "engine-check": Command("check_recipe", "the same for the JSON of a program that calls initialize()",
+                            before=("--for", "engine")),
+    "corpus": Command("build_corpus", "build a corpus of English from the documentation of this Python"),
+    "tokenizer": Command("train_tokenizer", "train a tokenizer on text"),
+    "preprocess": Command("preprocess_data", "turn text into tokens for training"),
+    "merge": Command("merge_datasets", "merge several corpora into one"),
+    "inspect": Command("inspect_dataset", "show what is in a corpus, and check it"),
+    "analyze": Command("analyze_data", "measure how difficult samples are, for a curriculum"),
+    "prepare-cache": Command("prepare_cache", "build the index maps of a training before it starts"),
+    "convert": _alone("convert_checkpoint", "convert checkpoints of Hugging Face, Megatron and DeepSpeed"),
+    "export": _alone("checkpoint_to_safetensors", "write weights, with this package's names, as safetensors"),
+    "zero-to-fp32": _alone("weights_of_zero", "take the fp32 weights out of an engine's checkpoint"),
+    "upcycle": _alone("upcycle_checkpoint", "make a checkpoint with experts from a dense one"),
+    "verify": _alone("verify_checkpoint", "compare a checkpoint with its checksums"),
+    "longest-sequence": Command("find_longest_sequence", "find the longest sequence that fits the memory"),
+    "schedule": Command("show_schedule", "draw a pipeline schedule, planned or measured"),
+    "plot-loss": Command("plot_loss", "draw the loss curve of a run"),
+    "plot-experts": Command("plot_expert_load", "draw how evenly the experts of a run are used"),
+    "draw-context": Command("draw_context", "draw how context-parallel ranks share a sequence",
+                            "run_tool"),
+}
+EXAMPLES = f"""examples:
+  {PROGRAM} train --mock-data --vocab-size 512 --num-layers 2 --hidden-size 64 --num-attention-heads 4 \\
+      --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3
+  torchrun --nproc-per-node 4 -m megatron_ds train --config run.yaml --tensor-model-parallel-size 2
+  {PROGRAM} plan --world-size 1024 --config run.yaml
+  {PROGRAM} check train.sh ds_config.json
+  {PROGRAM} generate --load runs/tiny --prompt "Once"
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command that the first word names, and exit with its code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(__version__)
+        sys.exit(0)
+    name, *rest = words
+    if name not in COMMANDS:
+        sys.exit(main_guard(lambda: _unknown(name)))
+    run(name, rest, f"{PROGRAM} {name}")
+
+
+def run(name: str, argv: Sequence[str] | None = None, program: str | None = None) -> NoReturn:
+    """Run one command, and exit with its code. program: its name in the page of --help"""
+    command = COMMANDS[name]
+    argv = [*command.before, *(sys.argv[1:] if argv is None else argv)]
+    sys.argv = [program or sys.argv[0], *argv]
+    if command.module == PRETRAIN:
+        run_command(PRETRAIN, command.function, argv=argv, **command.defaults)
+    sys.exit(main_guard(lambda: _function_of(command)(argv, **command.defaults), rank=command.rank))
+
+
+def _function_of(command: Command) -> Any:
+    return getattr(import_module(f"{__name__}.{command.module}"), command.function)
+
+
+def overview() -> str:
+    """The page of `megatron-ds --help`."""
+    width = max(map(len, COMMANDS)) + 4
+    columns = min(shutil.get_terminal_size().columns, 110)
+    lines = [f"usage: {PROGRAM} COMMAND …   (or: python -m megatron_ds COMMAND …)", "",
+             f"megatron_ds {__version__}. `{PROGRAM} COMMAND --help` lists the flags of a command.", ""]
+    for name, command in COMMANDS.items():
+        lines += textwrap.wrap(command.summary, columns, initial_indent=f"  {name}".ljust(width),
+                               subsequent_indent=" " * width)
+    return "\n".join([*lines, "", EXAMPLES])
+
+
+def _unknown(name: str) -> NoReturn:
+    """Raise ConfigError with the nearest command. Names of files in tools/ are known, too."""
+    tool = name.removeprefix("tools/").removesuffix(".py").replace("-", "_")
+    modules = {command.module: known for known, command in reversed(COMMANDS.items())}
+    hint = (f"; it is {modules[tool]!r} here." if tool in modules
+            else did_you_mean(name, [*COMMANDS]) or did_you_mean(tool, [*modules]))
+    raise ConfigError(f"unknown command {name!r}{hint or '.'} Commands: {', '.join(COMMANDS)}.")

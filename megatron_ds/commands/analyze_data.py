@@ -1,6 +1,6 @@
 """Measure how difficult each training sample is, for a curriculum that starts with the easy ones.
 
-    python tools/analyze_data.py --metrics vocab_rarity seqlen --output analysis --workers 2 \\
+    megatron-ds analyze --metrics vocab_rarity seqlen --output analysis --workers 2 \\
         --data-path corpus_text_document --seq-length 128 \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer
 
@@ -55,6 +55,7 @@ SHARDS = 16
 
 
 def make_parser() -> Arguments:
+    """The flags of the tool itself; all others are those of the training."""
     parser = Arguments(__doc__)
     add = parser.add_argument_group("analysis; other flags are those of the training").add_argument
     add("--metrics", nargs="+", required=True, metavar="METRIC",
@@ -109,6 +110,7 @@ class Corpus:
 
 
 def run(args: argparse.Namespace, training: Sequence[str]) -> None:
+    """Analyze the corpus that the flags of the training name."""
     corpus, output = Corpus(training), Path(args.output)
     specs = [parse_metric(text, corpus.vocab_size, corpus.seq_length) for text in dict.fromkeys(args.metrics)]
     logger.info("%s samples of sequence length %d in %d "
@@ -128,6 +130,7 @@ def run(args: argparse.Namespace, training: Sequence[str]) -> None:
 
 def analyse(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Sequence[str], corpus: Corpus,
             output: Path) -> None:
+    """Map and reduce each metric, or do the half that --task names."""
     todo = [spec for spec in specs if not is_reduced(output, spec, corpus.identity)]
     for spec in specs:
         if spec not in todo:
@@ -143,6 +146,7 @@ def analyse(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Seq
 
 def map_shards(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Sequence[str], corpus: Corpus,
                output: Path) -> None:
+    """Measure the samples of each shard that has no files yet."""
     shards = range(args.num_shards) if args.shard_index is None else [args.shard_index]
     started = time.monotonic()
     work = partial(map_shard, save=output, num_shards=args.num_shards, specs=specs,
@@ -183,9 +187,6 @@ def _map_here(work: partial, shard: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return main_guard(lambda: run(*parse_arguments(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Build a corpus of real English without a download, from the documentation that ships with your Python.
 
-    python tools/build_corpus.py --output corpus.jsonl
+    megatron-ds corpus --output corpus.jsonl
 
 Takes the running text of the topics of `help()` and of the docstrings of the standard library, read from its
 source without importing it: more than a million characters in a few seconds. One JSON line per document; the
@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
@@ -51,6 +50,7 @@ def _letters(text: str) -> int:
 
 
 def help_topics() -> Iterator[str]:
+    """The text of each topic of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError:                                     # a separate package in some distributions
@@ -105,6 +105,7 @@ def write(texts: Sequence[str], output: Path) -> None:
 
 
 def run(output: Path) -> None:
+    """Write the corpus to `output`, and print its size."""
     texts = documents()
     if not texts:
         raise DataError(f"no documentation was found below {sysconfig.get_paths()['stdlib']}: this Python is "
@@ -114,10 +115,7 @@ def run(output: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
     parser = Arguments(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines to write")
     return main_guard(lambda: run(parser.parse_args(argv).output))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
-"""Say what a recipe of Megatron-LM, Megatron-DeepSpeed or DeepSpeed would do here, without running it.
+"""List what a recipe of Megatron-LM, Megatron-DeepSpeed or DeepSpeed would do here, without running it.
 
-    python tools/check_recipe.py train.sh
-    python tools/check_recipe.py ds_config.json model_config.yaml
-    python tools/check_recipe.py train.sh --arguments ckpt logs --set NUM_GPUS=16
-    python tools/check_recipe.py --summary recipes/*.sh
+    megatron-ds check train.sh
+    megatron-ds check ds_config.json model_config.yaml
+    megatron-ds check train.sh --arguments ckpt logs --set NUM_GPUS=16
+    megatron-ds check --summary recipes/*.sh
 
 Every flag and key is done, accepted because there is nothing to do, refused with the reason and what to write
 instead, or unknown; at the end is the command line to write here. The exit code is 0 if all files would run,
@@ -11,21 +11,17 @@ otherwise 1. Scripts are read, not run: values that only a run could know, such 
 """
 
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron_ds.cli import Arguments, main_guard  # noqa: E402
-from megatron_ds.errors import ConfigError  # noqa: E402
+from megatron_ds.cli import Arguments
+from megatron_ds.errors import ConfigError
 
 WIDTH = 110
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Check all files. Returns the exit code."""
     parser = Arguments(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON")
@@ -35,7 +31,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not state it")
     parser.add_argument("--summary", action="store_true",
                         help="one line for each file, then how often each flag is refused or unknown")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     variables = dict(_pair(text) for text in args.variables)
     from megatron_ds.recipes.recipe_file import read_recipe
     from megatron_ds.recipes.verdict import assess
@@ -112,7 +108,3 @@ def _wrapped(words: Sequence[str]) -> Iterator[str]:
             line = "       "
         line += " " + word
     yield line
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(main))

@@ -1,7 +1,7 @@
 """Export the weights of a checkpoint, of any layout and ZeRO stage, to a folder of safetensors as Hugging
 Face's.
 
-    python tools/checkpoint_to_safetensors.py --load quickstart/checkpoints --output quickstart/safetensors
+    megatron-ds export --load quickstart/checkpoints --output quickstart/safetensors
 
 One tensor is in memory at a time. For an engine's checkpoint, buffers are included, and the names are
 those of the module that was trained: `from_pretrained` reads the folder when the model's config.json is
@@ -9,14 +9,13 @@ in it.
 
 Tensors of a pretraining run keep this package's names, such as
 decoder.layers.0.self_attention.linear_qkv.weight. `from_pretrained` of Hugging Face needs other names, and
-some tensors split or joined: tools/convert_checkpoint.py writes those. A config.json with the sizes of the
+some tensors split or joined: megatron-ds convert writes those. A config.json with the sizes of the
 model, the tokenizer and the iteration is written to the folder, unless it has one of another program.
 """
 
 import argparse
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.group import solo
 
@@ -34,7 +33,8 @@ CONFIG, MODEL_TYPE = "config.json", "megatron_ds"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def parse_arguments(argv=None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True,
@@ -48,6 +48,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Write the folder, and print where it is."""
     if args.max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive "
                           "number of bytes.")
@@ -84,8 +85,9 @@ def write_config(file: Path, run: Mapping, dtype: str) -> None:
               "tokenizer": tokenizer}
     write_durably(file, json.dumps(values, indent=2) + "\n")
     print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs "
-          "those that tools/convert_checkpoint.py writes")
+          "those that megatron-ds convert writes")
 
 
-if __name__ == "__main__":
-    sys.exit(main_guard(lambda: main(parse_arguments()), rank=0))
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
+    return main(parse_arguments(argv))

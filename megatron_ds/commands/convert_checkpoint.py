@@ -1,7 +1,7 @@
 """Convert a checkpoint between formats: of this package, Hugging Face, Megatron-LM and DeepSpeed.
 
-    python tools/convert_checkpoint.py --load Llama-3.2-1B --save runs/llama --to megatron_ds --verify
-    python tools/convert_checkpoint.py --load runs/llama --save llama-finetuned --to huggingface
+    megatron-ds convert --load Llama-3.2-1B --save runs/llama --to megatron_ds --verify
+    megatron-ds convert --load runs/llama --save llama-finetuned --to huggingface
 
 The format of --load is detected, or given by --from. Tensors are converted one at a time; the target is
 complete or does not exist. Optimizer state, iteration and loss scale are carried where both formats have
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.conversion.formats import ALIASES, FORMATS, Format, Wishes, detected, format_of
 from megatron_ds.conversion.stored_tensor import LogicalCheckpoint
 from megatron_ds.errors import CheckpointError, ConfigError
@@ -36,6 +36,7 @@ OF_VERIFY = {"vocab_size", "qkv_packing"}           # also used to read what was
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     names = ", ".join((*FORMATS, *ALIASES))
@@ -83,6 +84,7 @@ def size_of(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Read one format and write the other. Returns the exit code."""
     source = format_of(args.source) if args.source else detected(args.load)
     default = "huggingface" if source.name == "megatron_ds" else "megatron_ds"
     target = format_of(args.target or default)
@@ -170,9 +172,6 @@ def progress(total: int):
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")    # torch: huge pages, 3/4 of the system time
     return main(make_parser().parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(run_tool, rank=0))

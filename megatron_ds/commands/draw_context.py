@@ -1,16 +1,16 @@
 """Draw which rank holds which tokens of a sequence, and which scores of causal attention it computes.
 
-    python tools/draw_context.py --context-parallel-size 4 --output who_holds_what.svg
+    megatron-ds draw-context --context-parallel-size 4 --output who_holds_what.svg
 
 Left: two chunks on each rank, one from each half of the sequence, so that all have equally many scores.
 Right: one run of tokens on each rank.
 """
 
 import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.context import Part, SequenceSlice
 
@@ -18,7 +18,8 @@ COLOURS = ("#4878a8", "#e08c3c", "#62a06a", "#b8566b", "#8472a8", "#8c6f5a", "#c
 CELL, MARGIN, TOP = 26, 20, 84
 
 
-def parse_arguments(argv=None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--context-parallel-size", type=int, default=4, help="ranks that share a sequence (default 4)")
@@ -76,6 +77,7 @@ def _panel(title: str, owner: list[int], left: int) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Write the picture."""
     if args.context_parallel_size < 2:
         raise ConfigError(f"--context-parallel-size {args.context_parallel_size}: one rank holds all tokens. "
                           "Use 2 or more.")
@@ -86,5 +88,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main_guard(lambda: main(parse_arguments())))
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
+    return main(parse_arguments(argv))

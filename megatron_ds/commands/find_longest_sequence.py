@@ -1,8 +1,8 @@
 """The longest sequence that a run can train on in a given memory, by plans of ever better lengths.
 
-    python tools/longest_sequence.py --memory 4GiB --num-layers 6 --hidden-size 384 --num-attention-heads 6 \\
+    megatron-ds longest-sequence --memory 4GiB --num-layers 6 --hidden-size 384 --num-attention-heads 6 \\
         --vocab-size 8192 --position-embedding-type rope --micro-batch-size 1 --lr 1e-3 --train-iters 1
-    python tools/longest_sequence.py --memory 70GiB --device cuda --world-size 8 \\
+    megatron-ds longest-sequence --memory 70GiB --device cuda --world-size 8 \\
         --tensor-model-parallel-size 8 --sequence-parallel --bf16 … the flags of the run
 
 The flags are those of pretrain_gpt.py, without --seq-length. --memory is of one rank. --libraries is what a
@@ -16,9 +16,9 @@ from --memory.
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.config.parse import read
 from megatron_ds.planning.dry_run import in_bytes
@@ -31,15 +31,15 @@ from megatron_ds.planning.longest_sequence import (
     without_length,
 )
 
-SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
 ON_A_GPU = 1 << 30
 SMALL = ("--num-layers 1 --num-attention-heads 4 --mock-data --micro-batch-size 1 --lr 1e-3 --eval-iters 0 "
          "--hidden-dropout 0 --attention-dropout 0 --train-iters 1").split()
 TOKENS, MOST_CHANNELS, MOST_WORDS = 256, 512, 16384
 
 
-def main() -> int:
-    args, flags = _parser().parse_known_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search the longest sequence, and print it with its peak."""
+    args, flags = _parser().parse_known_args(argv)
     flags = without_length(flags)
     given = read(flags)                                                 # without rules, which need a length
     dry = ["--dry-run"] if given.is_default("plan.dry_run") else []
@@ -85,15 +85,11 @@ def _libraries(args, config: RunConfig) -> int:
     flags = [*SMALL, "--hidden-size", str(min(model.hidden_size, MOST_CHANNELS) // 8 * 8), "--vocab-size",
              str(min(model.vocab_size or MOST_WORDS, MOST_WORDS)), "--seq-length", str(TOKENS),
              *(["--recompute-granularity", how] if how else [])]
-    process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "megatron_ds", "train", *flags],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit("training a small model to measure the memory of libraries failed: give "
                          "--libraries.")
     planned = peak_by_plan(lambda _: parse([*flags, "--dry-run"], world_size=1), "cpu")(TOKENS)
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) - planned
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(main))

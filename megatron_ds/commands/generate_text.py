@@ -1,12 +1,12 @@
 """Continue a text with a trained model, from a checkpoint of any layout.
 
-    python tools/generate_text.py --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
-    torchrun --nproc-per-node 2 tools/generate_text.py --load … --prompt … --tensor-model-parallel-size 2
+    megatron-ds generate --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
+    torchrun --nproc-per-node 2 megatron-ds generate --load … --prompt … --tensor-model-parallel-size 2
 """
 
 import argparse
 import os
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.tokenizer_files import FIELDS, tokenizer_of
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
+from megatron_ds.config import RunConfig
 from megatron_ds.config.config_text import from_dict
+from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Ending, Sampling, generate
@@ -31,7 +33,8 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.run_model import DTYPES
 
 
-def parse_arguments(argv=None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
@@ -59,7 +62,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(args: argparse.Namespace, launch) -> int:
+def main(args: argparse.Namespace, launch: launching.Launch) -> int:
+    """Load the model, and print the text that continues each prompt."""
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number.")
     if args.context_parallel_size != 1:
@@ -106,7 +110,7 @@ def find_step(directory: Path, iteration: int | None) -> int:
     return step
 
 
-def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
+def load_model(config: RunConfig, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
     """The whole model on this tensor-parallel rank, weights and bias of experts from the checkpoint."""
     ctx = ParallelContext(mesh, precision=Precision(DTYPES[config.optimizer.params_dtype]),
                           device=mesh.device, seed=config.train.seed)
@@ -116,8 +120,9 @@ def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.Modul
     return modules
 
 
-def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling,
-         args: argparse.Namespace) -> None:
+def show(prompt: str, tokenizer: Tokenizer, modules: torch.nn.ModuleList, config: RunConfig, mesh: Mesh,
+         sampling: Sampling, args: argparse.Namespace) -> None:
+    """Print the text that continues one prompt, as it is generated."""
     ids = tokenizer.encode(prompt)
     room = config.model.positions - len(ids)
     if room < 1:
@@ -135,5 +140,6 @@ def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling
             print("-" * 80, flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main_guard(lambda: main(parse_arguments(), launching.read_launch(os.environ))))
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
+    return main(parse_arguments(argv), launching.read_launch(os.environ))

@@ -1,17 +1,16 @@
 """Show the contents of a `.bin/.idx` corpus, and check it for damage.
 
-    python tools/inspect_dataset.py corpus_text_document
-    python tools/inspect_dataset.py corpus_text_document --document 7 --tokenizer-type HuggingFaceTokenizer \\
+    megatron-ds inspect corpus_text_document
+    megatron-ds inspect corpus_text_document --document 7 --tokenizer-type HuggingFaceTokenizer \\
         --tokenizer-model tokenizer/
-    python tools/inspect_dataset.py *_text_document.idx --check
+    megatron-ds inspect *_text_document.idx --check
 
 Counts documents, sequences and tokens, and draws a histogram of document lengths. --check reads every row of
 the index, and all tokens if there are checksums. The .bin/.idx pair holds no checksums, as in Megatron;
-tools/preprocess_data.py writes them to PREFIX.json, and --write-checksums adds them to other corpora.
+megatron-ds preprocess writes them to PREFIX.json, and --write-checksums adds them to other corpora.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,6 +30,7 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
 def make_parser() -> Arguments:
+    """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
@@ -76,6 +76,7 @@ def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
 
 
 def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
+    """Print the sizes of a corpus and how it was made."""
     counts, least, most = histogram(corpus)
     print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, "
           f"{corpus.num_tokens:,} tokens of {corpus.dtype.newbyteorder('=')}")
@@ -95,6 +96,7 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
 
 
 def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
+    """Print the tokens of one document, and their text if a tokenizer is given."""
     count = corpus.num_documents
     if not -count <= number < count:
         raise ConfigError(f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}.")
@@ -113,6 +115,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
 
 
 def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
+    """Compare a corpus with its index and its checksums. Raises DataError."""
     corpus.check()
     if record is None:
         print("the index is whole. The tokens cannot be verified: there are no checksums (see "
@@ -128,6 +131,7 @@ def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
 
 
 def write_checksums(corpus: IndexedDataset) -> CorpusRecord:
+    """Write the checksums of a corpus that has none."""
     corpus.check()
     with ThreadPoolExecutor() as pool:
         record = record_of(corpus.prefix, pool.map)
@@ -137,6 +141,7 @@ def write_checksums(corpus: IndexedDataset) -> CorpusRecord:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Do what the flags name for each corpus."""
     for prefix in args.prefix:
         corpus, record = IndexedDataset(prefix), read_record(prefix)
         if args.write_checksums and not record:
@@ -149,8 +154,5 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
     return main_guard(lambda: run(make_parser().parse_args(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Merge several corpora into one: all documents, in order.
 
-    python tools/merge_datasets.py --input shards/ --output-prefix corpus_text_document
-    python tools/merge_datasets.py --input corpus_00000_of_00002_text_document \\
+    megatron-ds merge --input shards/ --output-prefix corpus_text_document
+    megatron-ds merge --input corpus_00000_of_00002_text_document \\
         corpus_00001_of_00002_text_document --output-prefix corpus_text_document
 
 Of a folder, all .bin/.idx pairs are merged, ordered by name. A missing shard is an error.
@@ -26,6 +26,7 @@ SHARD = re.compile(r"(.*)_(\d{5})_of_(\d{5})(_.*)")
 
 
 def make_parser() -> Arguments:
+    """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH",
@@ -64,10 +65,11 @@ def check_shards(prefixes: Sequence[str]) -> None:
             more = " …" if len(missing) > 10 else ""
             raise DataError(f"of {count} shards {name}_…{key} {len(missing)} are missing: "
                             f"{', '.join(map(str, missing[:10]))}{more}. Make them with "
-                            f"tools/preprocess_data.py --num-shards {count} --shard-index I before merging.")
+                            f"megatron-ds preprocess --num-shards {count} --shard-index I before merging.")
 
 
 def run(args: argparse.Namespace) -> None:
+    """Merge the corpora, and log the size of the result."""
     if args.workers < 1:
         raise ConfigError(f"--workers {args.workers}: use a positive number.")
     prefixes, started = prefixes_of(args.input, args.output_prefix), time.monotonic()
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     record = merge(prefixes, output, workers=args.workers)
     if record is None:
         logger.info("%s has no checksums, since some of its parts have none. To add them: "
-                    "tools/inspect_dataset.py %s --write-checksums", output, output)
+                    "megatron-ds inspect %s --write-checksums", output, output)
     corpus = IndexedDataset(output)
     logger.info("%s documents, %s tokens of %d corpora in %.1f s: "
                 "%s", f"{corpus.num_documents:,}", f"{corpus.num_tokens:,}",
@@ -84,9 +86,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return main_guard(lambda: run(make_parser().parse_args(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Draw how evenly the experts are used over a run, from its metrics.jsonl, by layer.
 
-    python tools/plot_expert_load.py --metrics moe/metrics.jsonl --output expert_load.png
+    megatron-ds plot-experts --metrics moe/metrics.jsonl --output expert_load.png
 
 Upper panel: slots of the most loaded expert, relative to the mean of its layer; 1 is an even load. Lower
 panel: entropy of the router; at most ln E for E experts. Where experts have a capacity, a third panel has the
@@ -8,11 +8,11 @@ share of dropped slots.
 """
 
 import re
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.metrics_file import read_metrics
 
@@ -61,6 +61,7 @@ def smoothed(points: list[tuple[int, float]], window: int) -> list[tuple[int, fl
 
 
 def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
+    """Write the picture, with one line for each layer."""
     try:
         import matplotlib
     except ImportError:
@@ -88,14 +89,15 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     plt.close(figure)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
     parser = Arguments(__doc__)
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--title", default="Load of the experts", help="title of the picture")
     parser.add_argument("--window", type=int, default=5,
                         help="draw the mean over this many points (default 5; 1: every point)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.window < 1:
         raise ConfigError(f"--window {args.window} is not a number of points. Use 1 or more.")
     if not args.metrics.exists():
@@ -104,7 +106,3 @@ def main() -> int:
     draw(curves_of(read_metrics(args.metrics)), args.output, title=args.title, window=args.window)
     print(f"wrote {args.output}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(main))

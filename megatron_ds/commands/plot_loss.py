@@ -1,13 +1,13 @@
 """Draw the loss curve of a run from its metrics.jsonl: of the newest run in the file, each step once.
 
-    python tools/plot_loss.py --metrics quickstart/metrics.jsonl --output loss.png
+    megatron-ds plot-loss --metrics quickstart/metrics.jsonl --output loss.png
 """
 
 import math
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.metrics_file import read_metrics
 
@@ -28,6 +28,7 @@ def read(path: Path) -> dict[str, list[dict]]:
 
 def draw(records: dict[str, list[dict]], output: Path, *, title: str, marks: list[tuple[int, str]],
          vocab_size: int | None) -> None:
+    """Write the picture, with one curve for each kind of loss."""
     try:
         import matplotlib
     except ImportError:
@@ -61,13 +62,15 @@ def draw(records: dict[str, list[dict]], output: Path, *, title: str, marks: lis
 
 
 def read_mark(text: str) -> tuple[int, str]:
+    """(step, label) of "STEP=TEXT". Raises ConfigError."""
     step, _, words = text.partition("=")
     if not step.isdigit():
         raise ConfigError(f"--mark {text!r}: write STEP=TEXT, such as 300=resumed.")
     return int(step), words
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
     parser = Arguments(__doc__)
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
@@ -76,12 +79,8 @@ def main() -> int:
                         help="also draw the loss of a uniform guess among this many tokens")
     parser.add_argument("--mark", action="append", default=[], metavar="STEP=TEXT",
                         help="vertical line at a step, with a label; may be given several times")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     draw(read(args.metrics), args.output, title=args.title, marks=[read_mark(text) for text in args.mark],
          vocab_size=args.vocab_size)
     print(f"wrote {args.output}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(main))

@@ -1,6 +1,6 @@
 """Build the index maps of a run before it starts, on one machine, without GPUs, from the flags of the run.
 
-    python tools/prepare_cache.py --prepare-cache-world-size 64 --data-cache-path cache FLAGS_OF_PRETRAIN_GPT
+    megatron-ds prepare-cache --prepare-cache-world-size 64 --data-cache-path cache FLAGS_OF_PRETRAIN_GPT
 
 The run then maps these files and starts at once. The tool also prints how many samples the run draws from
 each corpus. The number of ranks is needed to check the flags and, with --micro-batch-size but no
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.cli import main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.data.loading.blend import parse_blend, read_sources
 from megatron_ds.data.loading.cache import default_cache
@@ -28,8 +28,9 @@ WORLD = "--prepare-cache-world-size"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    flags, world_size = _world_size(list(sys.argv[1:] if argv is None else argv))
+    flags, world_size = _world_size(argv)
     config = parse(flags, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
     if config.data.mock_data:
         raise ConfigError("--mock-data has no index maps to prepare. Give the --data-path of the run.")
@@ -42,15 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _world_size(arguments: list[str]) -> tuple[list[str], int]:
+def _world_size(argv: Sequence[str] | None) -> tuple[list[str], int]:
     """(the flags of the run, the world size)."""
-    if WORLD not in arguments:
-        return arguments, 1
-    at = arguments.index(WORLD)
-    number = arguments[at + 1] if at + 1 < len(arguments) else ""
+    parser = Arguments(__doc__)
+    parser.add_argument(WORLD, default="1", metavar="N", dest="size",
+                        help="world size of the run (default 1)")
+    args, flags = parser.parse_known_args(argv)
+    number = args.size
     if not number.isdigit() or int(number) < 1:
         raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give the world size of the run.")
-    return arguments[:at] + arguments[at + 2:], int(number)
+    return flags, int(number)
 
 
 def _folders(config: RunConfig) -> list[Path]:
@@ -70,7 +72,3 @@ def _check_writable(folder: Path) -> None:
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}. Name another folder with "
                         "--data-cache-path, here and in the run.") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(main))

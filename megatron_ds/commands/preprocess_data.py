@@ -1,8 +1,8 @@
 """Turn text into the tokens that training reads.
 
-    python tools/preprocess_data.py --input books/ --output-prefix books --append-eod --workers 2 \\
+    megatron-ds preprocess --input books/ --output-prefix books --append-eod --workers 2 \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
-    python tools/preprocess_data.py --input corpus.jsonl more.parquet --output-prefix corpus --append-eod \\
+    megatron-ds preprocess --input corpus.jsonl more.parquet --output-prefix corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
 Input: plain text (.txt, .md); one JSON object per line (.jsonl and other names, or - for standard input);
@@ -12,7 +12,7 @@ Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with chec
 its ending to training as --data-path. An error leaves no output behind.
 
 On many machines, each machine makes one shard, chosen by --num-shards and by --shard-index,
-SLURM_ARRAY_TASK_ID or RANK. A finished shard is not made again. tools/merge_datasets.py merges the shards
+SLURM_ARRAY_TASK_ID or RANK. A finished shard is not made again. megatron-ds merge merges the shards
 into one corpus.
 """
 
@@ -55,6 +55,7 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
 def make_parser() -> Arguments:
+    """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument_group("text").add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
@@ -115,6 +116,7 @@ def make_parser() -> Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked together. Raises ConfigError."""
     args = make_parser().parse_args(argv)
     for name in ("workers", "log_interval", "partitions", "num_shards"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
@@ -160,6 +162,7 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Write the corpus, or one shard of it, and log what was written."""
     args.input = files_of(args.input)
     check_files(args.input, args.json_keys)
     shard, started = shard_of(args, os.environ), time.monotonic()
@@ -180,6 +183,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Written:
+    """Make all shards in processes of this machine or on Ray, and merge them."""
     make()                                               # raises here, once, if the tokenizer flags are wrong
     each = args.workers // args.partitions
     address = None if args.ray == "local" else args.ray
@@ -193,6 +197,7 @@ def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Wr
 
 
 def cut_of(args: argparse.Namespace) -> TextCut:
+    """How plain text is cut into documents."""
     return TextCut(args.text_documents, args.text_separator)
 
 
@@ -212,6 +217,7 @@ def splitter(args: argparse.Namespace) -> Splitter | None:
 
 
 def report(args: argparse.Namespace, written: Written, shard: Shard | None, seconds: float) -> None:
+    """Log what was written."""
     prefix = shard_prefix(args.output_prefix, shard) if shard else args.output_prefix
     outputs = ", ".join(output_prefix(prefix, key, args.split_sentences) for key in args.json_keys)
     if written.done_before:
@@ -238,6 +244,7 @@ def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
 
 
 def progress_bar(args: argparse.Namespace):
+    """(function that shows the progress, function that ends the bar), for a terminal."""
     from tqdm import tqdm
     total, done = bytes_done(args.input)
     bar = tqdm(total=total or None, unit="B", unit_scale=True, unit_divisor=1000)
@@ -250,6 +257,7 @@ def progress_bar(args: argparse.Namespace):
 
 
 def progress_lines(args: argparse.Namespace):
+    """A function that logs the progress every --log-interval documents."""
     total, done = bytes_done(args.input)
     shown = 0
 
@@ -264,9 +272,6 @@ def progress_lines(args: argparse.Namespace):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return main_guard(lambda: run(parse_arguments(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

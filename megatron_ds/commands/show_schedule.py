@@ -1,10 +1,10 @@
 """Show a pipeline schedule in the terminal, as a picture or as a Chrome trace: planned, or measured in a run.
 
-    python tools/show_schedule.py --schedule 1f1b --pipeline-size 4 --microbatches 8
-    python tools/show_schedule.py --schedule zb-v --pipeline-size 4 --microbatches 8 --output zb-v.svg
-    python tools/show_schedule.py --schedule 1f1b zb-h1 zb-auto --pipeline-size 4 --microbatches 8 \\
+    megatron-ds schedule --schedule 1f1b --pipeline-size 4 --microbatches 8
+    megatron-ds schedule --schedule zb-v --pipeline-size 4 --microbatches 8 --output zb-v.svg
+    megatron-ds schedule --schedule 1f1b zb-h1 zb-auto --pipeline-size 4 --microbatches 8 \\
         --costs 1 1.2 0.7 --transfer 0.05 --memory-limit 8 --output compared.png
-    python tools/show_schedule.py --schedule zb-h1 --pipeline-size 2 --microbatches 4 \\
+    megatron-ds schedule --schedule zb-h1 --pipeline-size 2 --microbatches 4 \\
         --measured runs/traces --output both.svg
 
 Times are in the units of --costs (seconds with --measured). The bubble is the fraction of all ranks' time in
@@ -13,10 +13,10 @@ opens in https://ui.perfetto.dev. "peak alive" is the maximum number of live act
 micro-batch at one stage.
 """
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers
@@ -38,8 +38,9 @@ DRAW = {".svg": lambda panels, path, width: path.write_text(svg(panels, width), 
         ".png": save_png}
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
+    args = _parser().parse_args(argv)
     measured = _measured(args) if args.measured else None
     panels = [_planned(name, args, measured) for name in args.schedule]
     if measured:
@@ -162,7 +163,3 @@ def _or(value: int | None, default: int) -> int:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" + ("" if n == 1 else "es" if noun.endswith("h") else "s")
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(main))

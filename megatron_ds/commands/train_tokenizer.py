@@ -1,7 +1,7 @@
 """Train a tokenizer on your own text: byte-level BPE, as of GPT-2, or BERT's WordPiece.
 
-    python tools/train_tokenizer.py --input books/ --vocab-size 2048 --output tokenizer/
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/ \\
+    megatron-ds tokenizer --input books/ --vocab-size 2048 --output tokenizer/
+    megatron-ds tokenizer --input corpus.jsonl --vocab-size 2048 --output tokenizer/ \\
         --kind wordpiece
 
 Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same
@@ -27,6 +27,7 @@ KINDS = {"bpe": train_byte_level_bpe, "wordpiece": train_word_pieces,
 
 
 def make_parser() -> Arguments:
+    """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP + ". About 100 MB of text are "
@@ -47,10 +48,12 @@ def make_parser() -> Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked together. Raises ConfigError."""
     return make_parser().parse_args(argv)
 
 
 def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    """The texts of all inputs, in order."""
     for path in paths:
         for block in read_blocks(path, keys=keys):
             columns, bad = texts_of(block, keys)
@@ -61,6 +64,7 @@ def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Train the tokenizer and write its files."""
     paths = files_of(args.input)
     check_files(paths, args.json_keys)
     size = KINDS[args.kind](read_texts(paths, args.json_keys), args.vocab_size, args.output,
@@ -69,9 +73,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return main_guard(lambda: run(parse_arguments(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,14 @@
 """Make a checkpoint of a model with experts from one of a dense model (upcycling).
 
-    python tools/upcycle_checkpoint.py --load runs/dense --save runs/experts --num-experts 8 \\
+    megatron-ds upcycle --load runs/dense --save runs/experts --num-experts 8 \\
         --moe-router-topk 2
-    python tools/upcycle_checkpoint.py --load runs/dense --save runs/fine --num-experts 16 \\
+    megatron-ds upcycle --load runs/dense --save runs/fine --num-experts 16 \\
         --moe-router-topk 4 --moe-upcycling-granularity 2
 
 Each expert is a copy of the feed-forward of its layer, or one of G parts of its width, and the router is new.
 With softmax over the chosen experts (the default), or with several normalized sigmoids, and without a
-capacity, the model computes what the dense one did; the last line printed says if it does. Train it with
-pretrain_gpt.py --load DIR --finetune, or with --no-load-optim to keep the iteration and the place in the
+capacity, the model computes what the dense one did; the last line printed states whether it does. Train it
+with pretrain_gpt.py --load DIR --finetune, or with --no-load-optim to keep the iteration and the place in the
 data.
 
 All flags of pretrain_gpt.py that describe experts and routers are accepted (see below); flags that change
@@ -40,7 +40,7 @@ from megatron_ds.checkpoint.tokenizer_files import KEY as TOKENIZER_FILES
 from megatron_ds.checkpoint.tokenizer_files import named_copies
 from megatron_ds.checkpoint.upcycling import Upcycling, counted, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, Source, parse
 from megatron_ds.config.config_text import explanation, invocation, to_dict
 from megatron_ds.config.flags import CONFIG_FLAG
@@ -54,6 +54,7 @@ from megatron_ds.training.pretrain import KNOWN_NAMES
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The flags of the tool itself; all others are those of the training."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, help="checkpoint folder of the dense run (its --save)")
@@ -88,6 +89,7 @@ def main(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def find_step(args: argparse.Namespace) -> int:
+    """The iteration to read: --iteration, or the latest. Raises CheckpointError."""
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
         raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give the folder that was "
@@ -96,6 +98,7 @@ def find_step(args: argparse.Namespace) -> int:
 
 
 def check_dense(run: Mapping, directory: Path) -> None:
+    """Raise CheckpointError for a checkpoint that has experts or no options."""
     if "engine" in run:
         raise CheckpointError(f"--load {directory} was saved by an engine (megatron_ds.initialize), whose "
                               "modules are not known. Give a checkpoint of pretrain_gpt.py or "
@@ -146,6 +149,7 @@ def new_run(run: Mapping, run_id: str, config: RunConfig, identity: Mapping,
 
 
 def write(args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mapping) -> None:
+    """Write the checkpoint with experts."""
     pieces = upcycling.pieces(StoredTensors(args.load, step, (WEIGHT,)))
     check_room(args.save, pieces, coordinates={}, world=solo(), saves=1, limit=None)
     for path in {Path(path).parts[0] for path in named_copies(args.load, run).values()}:
@@ -171,9 +175,6 @@ def progress(total: int):
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
     args, flags = make_parser().parse_known_args(argv)
     return main(args, flags)
-
-
-if __name__ == "__main__":
-    sys.exit(main_guard(run_tool, rank=0))

@@ -1,22 +1,23 @@
 """Read every byte of a checkpoint, and compare it with the saved checksums, for instance after copying it.
 
-    python tools/verify_checkpoint.py --load quickstart/checkpoints
+    megatron-ds verify --load quickstart/checkpoints
 
 The exit code is 0 if no file has changed, else 2, with a line for each changed file.
 """
 
 import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.load import find_checkpoint
 from megatron_ds.checkpoint.run_file import damaged_files
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.errors import CheckpointError
 
 
-def parse_arguments(argv=None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
     parser.add_argument("--iteration", type=int,
@@ -25,6 +26,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Compare all files with their checksums. Raises CheckpointError."""
     step = args.iteration
     if step is None:
         tracker = read_tracker(args.load)
@@ -42,5 +44,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main_guard(lambda: main(parse_arguments()), rank=0))
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
+    return main(parse_arguments(argv))

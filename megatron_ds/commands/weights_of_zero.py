@@ -1,19 +1,20 @@
 """Take the fp32 weights out of an engine's checkpoint, with the arguments of DeepSpeed's script of this name.
 
-    python tools/zero_to_fp32.py saved pytorch_model.bin            # one file for torch.load
-    python tools/zero_to_fp32.py saved exported --safe_serialization
+    megatron-ds zero-to-fp32 saved pytorch_model.bin            # one file for torch.load
+    megatron-ds zero-to-fp32 saved exported --safe_serialization
 
-Checkpoints of pretrain_gpt.py, and formats other than fp32: tools/checkpoint_to_safetensors.py.
+Checkpoints of pretrain_gpt.py, and formats other than fp32: megatron-ds export.
 """
 
 import argparse
-import sys
+from collections.abc import Sequence
 
-from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.cli import Arguments
 from megatron_ds.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 
-def parse_arguments(argv=None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("checkpoint_dir", help="the save_dir of engine.save_checkpoint")
@@ -22,12 +23,13 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--safe_serialization", action="store_true", help="write safetensors")
     add("-t", "--tag", help="which checkpoint (default: what was saved last)")
     add("--exclude_frozen_parameters", action="store_true",
-        help="refused: a checkpoint does not say which were frozen")
+        help="refused: a checkpoint does not record which were frozen")
     add("-d", "--debug", action="store_true", help="print the names of the tensors")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> int:
+    """Write the weights, and print their number."""
     names = convert_zero_checkpoint_to_fp32_state_dict(
         args.checkpoint_dir, args.output_dir, args.max_shard_size, args.safe_serialization, args.tag,
         args.exclude_frozen_parameters)
@@ -37,5 +39,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main_guard(lambda: main(parse_arguments()), rank=0))
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its errors are raised."""
+    return main(parse_arguments(argv))

@@ -53,7 +53,7 @@ class CurriculumConfig:
     curriculum_metrics: tuple[str, ...] = option((),
         help="Easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" "
              "inside, as JSON text. Easier to write in a DeepSpeed JSON.",
-        avoid="It needs an analysis by tools/analyze_data.py.")
+        avoid="It needs an analysis by megatron-ds analyze.")
     curriculum_cluster_path: str | None = option(None,
         help="Directory for the samples that several metrics admit. Default: --data-cache-path, or next to "
              "the first index.")
@@ -161,7 +161,7 @@ def read_metric(text: str) -> Metric:
     for key, path in zip(("index_to_sample_path", "index_to_metric_path"), paths):
         if not (isinstance(path, str) and path) and (key == "index_to_sample_path" or kind == "value"):
             raise ConfigError(f"{where}: {key} is {path!r}; give the prefix of a .bin/.idx pair that "
-                              "tools/analyze_data.py wrote.")
+                              "megatron-ds analyze wrote.")
     difficulty = make_difficulty(block, where)
     if kind == "percentile" and block["min_difficulty"] < 1:
         raise ConfigError(f"{where}: min_difficulty {block['min_difficulty']} of {block['max_difficulty']} "

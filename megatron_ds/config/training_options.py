@@ -350,7 +350,7 @@ class LoggingConfig:
         avoid="Turn it off where a recording of the terminal must hold plain lines.")
     trace: str | None = option(None,
         help="Directory for timelines of the pipeline's instructions, one file per pipeline rank, for "
-             "tools/show_schedule.py or chrome://tracing. Default: none are written.")
+             "megatron-ds schedule or chrome://tracing. Default: none are written.")
     trace_steps: tuple[int, ...] | None = option(None, count=2, at_least=1, unit="steps",
         help="FIRST LAST: the steps that --trace records, counted from the start of this process. Default: "
              "2 3.",

@@ -61,12 +61,12 @@ FLAGS = MOE_FLAGS | MEGATRON_FLAGS | table(
         "--data-impl": Answer(
             "datasets are always memory-mapped .bin/.idx files",
             "only memory-mapped .bin/.idx datasets can be read. Convert the corpus with "
-            "tools/preprocess_data.py, then write --data-impl mmap or remove the "
+            "megatron-ds preprocess, then write --data-impl mmap or remove the "
             "flag.", ("mmap", "infer", None, "auto")),
         "--dataset-impl": Answer(
             "datasets are always memory-mapped .bin/.idx files",
             "only memory-mapped .bin/.idx datasets can be read. Convert the corpus with "
-            "tools/preprocess_data.py, then write --data-impl mmap or remove the "
+            "megatron-ds preprocess, then write --data-impl mmap or remove the "
             "flag.", ("mmap", "infer", None, "auto")),
         "--exit-signal": Answer(
             "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C",

@@ -35,7 +35,7 @@ MOE_FLAGS = table(
         "experts work in the width of the model. Remove it.": "--moe-latent-size",
         "the capacity is that of an expert, not of a rank: write --moe-expert-capacity-factor.":
             "--moe-expert-rank-capacity-factor",
-        "tools/upcycle_checkpoint.py makes experts of a dense checkpoint. Load its result, and remove this.":
+        "megatron-ds upcycle makes experts of a dense checkpoint. Load its result, and remove this.":
             "--moe-upcycling-granularity --moe-use-upcycling",
         "write --recompute-granularity full, which recomputes whole layers.": "--moe-layer-recompute",
         "activations of experts stay on the device. Remove it.":

@@ -156,7 +156,7 @@ def family_for(checkpoint: LogicalCheckpoint, model: ModelConfig, wishes: Wishes
         what = (f"--family {name} differs" if wishes.family else
                 f"no family of Hugging Face computes what this model does. The nearest, {name}, differs")
         raise CheckpointError(f"{what} from this model in {listing(differences[name])}. Export it with "
-                              "tools/checkpoint_to_safetensors.py, whose tensors keep our names.")
+                              "megatron-ds export, whose tensors keep our names.")
     return FAMILIES[name]
 
 

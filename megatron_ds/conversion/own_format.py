@@ -65,7 +65,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     run = read_run(folder, step)
     if "engine" in run:
         raise CheckpointError(f"{folder} was saved by an engine (megatron_ds.initialize), whose module is "
-                              "not known. Export its tensors with tools/checkpoint_to_safetensors.py.")
+                              "not known. Export its tensors with megatron-ds export.")
     require(run, folder, "config", "identity.model.vocab_size", "progress")
     config = from_dict(run["config"])
     model = replace(config.model, vocab_size=run["identity"]["model"]["vocab_size"])

@@ -148,7 +148,7 @@ def _check(engine: EngineStatus, folder: Path, run: Mapping[str, Any], with_opti
     theirs, ours = run.get("engine"), _description(engine)
     if theirs is None:
         raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have "
-                              "other names. tools/checkpoint_to_safetensors.py extracts them.")
+                              "other names. megatron-ds export extracts them.")
     require(run, folder, "engine.parameters", "engine.elements", "engine.optimizer", "progress", "optimizer",
             "client_state")
     if any(theirs[key] != ours[key] for key in ("parameters", "elements")):

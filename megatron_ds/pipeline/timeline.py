@@ -153,7 +153,7 @@ def _read(path: Path) -> dict[int, list[Entry]]:
         raise DataError(f"{path}: no such file. A run with --trace writes timelines.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such "
-                        "files are written by --trace and by tools/show_schedule.py "
+                        "files are written by --trace and by megatron-ds schedule "
                         "--chrome-trace.") from None
     return timelines
 

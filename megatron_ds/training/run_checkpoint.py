@@ -274,7 +274,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
         advice = (" Use --finetune to train its weights on other data, from step 0." if only_data else
                   why_positions_differ(ours["model"], theirs["model"]))
         if any(ours["model"].get("experts", ())) and not any(theirs["model"]["experts"]):
-            advice = (f" To give the dense model experts, run tools/upcycle_checkpoint.py --load {directory} "
+            advice = (f" To give the dense model experts, run megatron-ds upcycle --load {directory} "
                       "--save DIR --num-experts N, and load DIR with --finetune.")
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
     before, now = (about["config"]["optimizer"]["optimizer"] for about in (saved, current))

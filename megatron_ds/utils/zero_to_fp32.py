@@ -2,7 +2,7 @@
 folder.
 
     state = get_fp32_state_dict_from_zero_checkpoint("saved")               # of the last tag, on one process
-    python tools/zero_to_fp32.py saved pytorch_model.bin
+    megatron-ds zero-to-fp32 saved pytorch_model.bin
 
 The checkpoint may be of any ZeRO stage, number of ranks and tensor-parallel size. Weights are the fp32
 masters. Tied parameters have the first of their names; `load_state_dict_from_zero_checkpoint` adds the

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ds.commands.analyze_data import main
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_batch_size
 from megatron_ds.data.curriculum.difficulty_analysis import map_shard, percentiles, reduce_metric
@@ -24,7 +25,6 @@ from megatron_ds.training.samples import make_order
 from tests.harness.documents import ROOT
 from tests.harness.sentences import write_sentences
 from tests.harness.warm import warm_python
-from tools.analyze_data import main
 
 VOCAB = 50
 

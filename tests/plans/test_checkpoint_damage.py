@@ -375,7 +375,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(name, two_saves, tmp_
 # ---- The tool that reads everything.
 
 def test_the_tool_names_every_file_that_is_not_the_saved_one(two_saves, tmp_path, capsys):
-    from tools.verify_checkpoint import main, parse_arguments
+    from megatron_ds.commands.verify_checkpoint import main, parse_arguments
 
     folder = tmp_path / "saves"
     shutil.copytree(two_saves, folder)

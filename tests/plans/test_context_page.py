@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron_ds.commands.draw_context import main, owners, parse_arguments, shares
 from megatron_ds.errors import ConfigError
 from tests.harness.documents import ROOT
-from tools.draw_context import main, owners, parse_arguments, shares
 
 
 def test_the_picture_of_the_page_is_what_its_command_makes(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
 from megatron_ds.checkpoint.load import read_run
+from megatron_ds.commands.convert_checkpoint import run_tool
 from megatron_ds.config import parse
 from megatron_ds.conversion.family import entries_of, model_of
 from megatron_ds.conversion.formats import Wishes, format_of
@@ -23,7 +24,6 @@ from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.training import from_checkpoint
 from megatron_ds.training.from_checkpoint import options_of_checkpoint
-from tools.convert_checkpoint import run_tool
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "num_key_value_heads": 1, "intermediate_size": 12, "vocab_size": 11, "max_position_embeddings": 16,

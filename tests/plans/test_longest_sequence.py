@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ds.commands import find_longest_sequence as longest_sequence
 from megatron_ds.config import parse
 from megatron_ds.config.parse import read
 from megatron_ds.errors import ConfigError
@@ -20,7 +21,6 @@ from megatron_ds.planning.longest_sequence import (
 from megatron_ds.planning.run_model import describe_layers
 from megatron_ds.planning.world_plan import plan_world, recomputed_flops
 from tests.plans.test_activations import JOB, RANKS, STYLES, kept
-from tools import longest_sequence
 
 PEAKS = {"line": lambda n: 5000 + 37 * n, "square": lambda n: n * n // 7, "steps": lambda n: n // 1000 * 9000,
          "flat, then steep": lambda n: 10 if n < 5000 else n**3}

@@ -1,12 +1,11 @@
 """Index maps built off-line are those that the run looks for."""
 
-import importlib.util
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_ds.commands import prepare_cache
 from megatron_ds.config import parse
 from megatron_ds.data.loading import datasets
 from megatron_ds.data.samples import gpt_data
@@ -22,14 +21,6 @@ FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
          ).split()
 
 
-def tool():
-    path = Path(__file__).parents[2] / "tools" / "prepare_cache.py"
-    spec = importlib.util.spec_from_file_location("prepare_cache", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def corpora(tmp_path):
     for name, documents in (("a", 60), ("b", 25)):
@@ -41,7 +32,7 @@ def corpora(tmp_path):
 
 def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, monkeypatch, capsys):
     flags = [*FLAGS, *corpora, "--data-cache-path", str(tmp_path / "kept")]
-    assert tool().main(["--prepare-cache-world-size", "4", *flags]) == 0
+    assert prepare_cache.main(["--prepare-cache-world-size", "4", *flags]) == 0
     printed = capsys.readouterr().out
     assert "train data" in printed and "60.00%" in printed and str(tmp_path / "kept") in printed
     # parts of two corpora and a blend; the lock
@@ -57,8 +48,8 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, mon
 def test_what_cannot_be_prepared_is_an_error(corpora, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="file/cache cannot be written: Not a directory"):
-        tool().main([*FLAGS, *corpora, "--data-cache-path", str(tmp_path / "file" / "cache")])
+        prepare_cache.main([*FLAGS, *corpora, "--data-cache-path", str(tmp_path / "file" / "cache")])
     with pytest.raises(ConfigError, match="no index maps"):
-        tool().main([*FLAGS, "--mock-data"])
+        prepare_cache.main([*FLAGS, "--mock-data"])
     with pytest.raises(ConfigError, match="world-size none is not a number"):
-        tool().main(["--prepare-cache-world-size", "none", *FLAGS])
+        prepare_cache.main(["--prepare-cache-world-size", "none", *FLAGS])

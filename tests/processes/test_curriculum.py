@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from megatron_ds.commands.analyze_data import main as analyze
 from megatron_ds.data.text.indexed import IndexedWriter
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
@@ -19,7 +20,6 @@ from tests.harness.pretraining import (
     run_pretrain,
     train,
 )
-from tools.analyze_data import main as analyze
 
 LENGTHS = [8, 8, 12, 12, 16, 16]                          # of the six steps: 6 + 2 t, down to a multiple of 4
 

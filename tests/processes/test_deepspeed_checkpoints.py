@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_ds.commands.convert_checkpoint import run_tool
 from megatron_ds.config import parse
 from megatron_ds.conversion import deepspeed_format
 from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
@@ -24,7 +25,6 @@ from tests.harness import deepspeed_modules as modules
 from tests.harness import deepspeed_runs as runs
 from tests.harness.threads import run_ranks
 from tests.harness.warm import warm_python
-from tools.convert_checkpoint import run_tool
 from tools.layout_comparison import merge, parse_layout, train_layout
 
 ROOT = Path(__file__).parents[2]

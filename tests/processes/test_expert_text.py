@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 
 from megatron_ds.checkpoint.load import read_run
+from megatron_ds.commands.generate_text import load_model
 from megatron_ds.config.config_text import from_dict
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.pretraining import MOCK, STEPS, VOCAB, train
-from tools.generate_text import load_model
 
 SIGMOID = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-router-score-function", "sigmoid",
            "--moe-router-enable-expert-bias", "--expert-model-parallel-size", "2"]

@@ -1,14 +1,13 @@
 """Folders of Hugging Face → checkpoints of this package → folders of Hugging Face: outputs and files stay."""
 
 import json
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ds.commands import convert_checkpoint
 from megatron_ds.conversion.family import model_of
 from megatron_ds.conversion.formats import Wishes, detected
 from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
@@ -27,7 +26,6 @@ from tests.harness.pretraining import run_file, run_pretrain, train
 from tools.layout_comparison import DOCUMENT_ENDS, random_samples
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 UNUSED_ROWS = "model.decoder.embed_positions.weight"        # of OPT: the first two
 
 
@@ -45,7 +43,7 @@ def there_and_back(theirs, folder):
 
 
 def run_tool(*argv):
-    return runpy.run_path(str(TOOL))["run_tool"]([str(word) for word in argv])
+    return convert_checkpoint.run_tool([str(word) for word in argv])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_ds.commands.upcycle_checkpoint import run_tool
 from megatron_ds.config import parse
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError
@@ -12,7 +13,6 @@ from megatron_ds.training.run_checkpoint import check_same_run, describe_run
 from tests.harness.pretraining import MOCK, STEPS, losses, run_file, run_pretrain, saved_state, train
 from tests.harness.spoilers import state_written_instead_of_training
 from tests.processes.test_resume import HALF, halfway
-from tools.upcycle_checkpoint import run_tool
 
 EXPERTS = ["--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias",
            "--moe-router-dtype", "fp64"]
@@ -103,7 +103,7 @@ def test_a_run_with_experts_refuses_a_dense_checkpoint_and_names_the_tool(dense)
     assert refused.code == 2 and "Traceback" not in refused.err
     assert "model.experts: checkpoint [0, 0], this run [4, 4]" in refused.err
     assert refused.err.count(": checkpoint ") == 1
-    assert f"tools/upcycle_checkpoint.py --load {dense} --save" in refused.err
+    assert f"megatron-ds upcycle --load {dense} --save" in refused.err
 
 
 def test_an_upcycled_checkpoint_begins_with_the_loss_of_the_dense_model(tmp_path, dense):

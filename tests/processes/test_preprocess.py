@@ -4,9 +4,9 @@ import gzip
 import hashlib
 import json
 import os
-import runpy
 import subprocess
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ NULL = partial(make_tokenizer, "NullTokenizer", vocab_size=100)
 
 def run_tool(capsys, name, *argv):
     """(exit code, what it said) of a tool, run in this process."""
-    code = runpy.run_path(str(TOOLS / f"{name}.py"))["main"]([str(a) for a in argv])
+    code = import_module(f"megatron_ds.commands.{name}").main([str(a) for a in argv])
     said = capsys.readouterr()
     return code, said.out + said.err
 

@@ -3,7 +3,6 @@ gone."""
 
 import json
 import os
-import runpy
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_ds.checkpoint.tokenizer_files import keep_tokenizer_files, tokenizer_of
 from megatron_ds.cli import main_guard
+from megatron_ds.commands import generate_text
 from megatron_ds.config import parse
 from megatron_ds.config.config_text import to_dict
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
@@ -19,7 +19,6 @@ from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.launch import read_launch
 from tests.harness.pretraining import MOCK, run_file, train
 
-TOOL = Path(__file__).parents[2] / "tools" / "generate_text.py"
 BPE = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
 FILES = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "tok/vocab.json",
          "--merge-file", "tok/merges.txt"]
@@ -43,9 +42,8 @@ def flags_of(tokenizer):
 
 def generated(capsys, *argv):
     """(exit code, what is printed) of the tool."""
-    tool = runpy.run_path(str(TOOL))
-    code = main_guard(lambda: tool["main"](tool["parse_arguments"]([str(word) for word in argv]),
-                                           read_launch({})))
+    words = [str(word) for word in argv]
+    code = main_guard(lambda: generate_text.main(generate_text.parse_arguments(words), read_launch({})))
     said = capsys.readouterr()
     return code, said.out + said.err
 

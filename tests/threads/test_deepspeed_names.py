@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megatron_ds
+from megatron_ds.commands import weights_of_zero as zero_to_fp32
 from megatron_ds.errors import CheckpointError, ConfigError, NotInitializedError
 from megatron_ds.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from megatron_ds.utils.zero_to_fp32 import (
@@ -19,7 +20,6 @@ from megatron_ds.utils.zero_to_fp32 import (
 )
 from tests.harness.engine_runs import Odd, Stack, config_of, make, on_ranks, train
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
-from tools import zero_to_fp32
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megatron_ds
+from megatron_ds.commands.checkpoint_to_safetensors import main as checkpoint_to_safetensors
+from megatron_ds.commands.checkpoint_to_safetensors import parse_arguments
 from megatron_ds.engine import from_safetensors
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
@@ -17,8 +19,6 @@ from megatron_ds.mpu.mesh import Mesh
 from tests.harness.checkpoints import rewrite_run
 from tests.harness.engine_runs import WIDTH, Odd, config_of, loss_of, make, on_ranks, train, weights
 from tests.harness.threads import run_ranks
-from tools.checkpoint_to_safetensors import main as checkpoint_to_safetensors
-from tools.checkpoint_to_safetensors import parse_arguments
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ds.commands import generate_text
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import make_caches, run_layers
 from megatron_ds.models.attention import SelfAttention
@@ -14,7 +15,6 @@ from megatron_ds.mpu.mesh import Mesh
 from tests.harness.gpt_runs import make_batch, make_model
 from tests.harness.plain_gpt import ALIBI, LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt
 from tests.harness.threads import run_ranks
-from tools import generate_text
 
 MORE = {
     "alibi": ALIBI,

@@ -7,6 +7,7 @@ import torch
 
 from megatron_ds.checkpoint.index import read_index
 from megatron_ds.checkpoint.pieces import key, views, written_here
+from megatron_ds.commands import checkpoint_to_safetensors, generate_text, verify_checkpoint
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.grid import Grid
@@ -17,7 +18,6 @@ from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
 from tests.harness.threads import run_ranks
 from tests.threads import test_engine_experts as engine_experts
-from tools import checkpoint_to_safetensors, generate_text, verify_checkpoint
 from tools.compare_layouts import tiny_job
 
 # The first layer is dense. Routers remember a bias and the last shares.

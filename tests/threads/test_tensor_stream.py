@@ -15,12 +15,12 @@ from megatron_ds.checkpoint.safetensors_folder import (
 )
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.whole_tensors import TensorStream
+from megatron_ds.commands.checkpoint_to_safetensors import main, parse_arguments
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import change_index, reseal
 from tests.harness.states import Layout, logical_tensor, model_specs, pieces_of, tp_coordinates, world_group
 from tests.harness.threads import run_ranks
-from tools.checkpoint_to_safetensors import main, parse_arguments
 
 LAYOUTS = [Layout(), Layout(tp=2, dp=2, stage=1), Layout(tp=2, cuts=(5,), dp=2, stage=0),
            Layout(dp=3, stage=1, cuts=(3, 9))]
@@ -226,7 +226,7 @@ def test_a_config_json_says_what_the_tensors_are(tmp_path, capsys):
     assert found == {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": "float32",
                      "iteration": 12, "megatron_ds_version": "0.9", "model": MODEL,
                      "tokenizer": {"tokenizer_type": "NullTokenizer"}}
-    assert "needs those that tools/convert_checkpoint.py writes" in capsys.readouterr().out
+    assert "needs those that megatron-ds convert writes" in capsys.readouterr().out
 
 
 def test_a_config_json_of_the_user_stays_and_an_engines_export_gets_none(tmp_path):

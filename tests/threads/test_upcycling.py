@@ -14,6 +14,7 @@ from megatron_ds.checkpoint.run_file import checksum_of
 from megatron_ds.checkpoint.tokenizer_files import named_copies
 from megatron_ds.checkpoint.upcycling import Upcycling, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
+from megatron_ds.commands.upcycle_checkpoint import run_tool
 from megatron_ds.config import parse
 from megatron_ds.config.parse import read
 from megatron_ds.data.tokenizers import build_tokenizer
@@ -27,7 +28,6 @@ from megatron_ds.training.step import train_step
 from tests.harness.pretraining import saved_state
 from tools.compare_layouts import tiny_job
 from tools.layout_comparison import mock_samples, open_loader
-from tools.upcycle_checkpoint import run_tool
 
 STEP, BATCH, LAYERS = 7, 4, 2
 FFN = "weight/decoder.layers.{}.mlp.{}linear_fc{}.{}"

@@ -107,10 +107,10 @@ class MetricIndex:
                         "checked", self, path)
         elif identity is not None and (differing := describes(description, identity)):
             raise DataError(f"{self} {path} was made from other data: {differing}. Give the flags of the "
-                            "analysis, or run tools/analyze_data.py again with the flags of the training.")
+                            "analysis, or run megatron-ds analyze again with the flags of the training.")
         if found != total:
             raise DataError(f"{self} {path} sorts {found} samples, and an epoch of the training data has "
-                            f"{total}: it was made from other data. Run tools/analyze_data.py with the flags "
+                            f"{total}: it was made from other data. Run megatron-ds analyze with the flags "
                             "of the training.")
 
 
@@ -228,7 +228,7 @@ class CurriculumOrder:
         if len(samples) and samples.max() >= total:
             raise DataError(f"the index of the curriculum names sample {samples.max()}, and the dataset has "
                             f"{total}: it was made from other data. Make it again with "
-                            "tools/analyze_data.py.")
+                            "megatron-ds analyze.")
         return samples
 
     def _drawn(self, j: np.ndarray, stage: np.ndarray, bound: np.ndarray) -> np.ndarray:

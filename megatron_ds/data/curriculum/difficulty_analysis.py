@@ -52,7 +52,7 @@ def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise DataError(f"{folder / name} cannot be read: {error}. Remove it, and run tools/analyze_data.py "
+        raise DataError(f"{folder / name} cannot be read: {error}. Remove it, and run megatron-ds analyze "
                         "again.") from None
 
 

@@ -69,7 +69,7 @@ class ListFile:
             size = self.bin_path.stat().st_size
         except FileNotFoundError as error:
             raise DataError(f"{error.filename} does not exist. Index files are .bin/.idx pairs, as "
-                            "tools/analyze_data.py writes them; give their common name without its "
+                            "megatron-ds analyze writes them; give their common name without its "
                             "ending.") from None
         except OSError as error:
             raise DataError(f"cannot read {error.filename}: {error.strerror}.") from None
@@ -101,7 +101,7 @@ class ListFile:
         return np.dtype(CODES[code]).newbyteorder("<"), rows
 
     def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self.idx_path} is damaged: {what}. Make it again with tools/analyze_data.py.")
+        return DataError(f"{self.idx_path} is damaged: {what}. Make it again with megatron-ds analyze.")
 
 
 def write_list_file(prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:

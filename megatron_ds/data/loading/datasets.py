@@ -259,7 +259,7 @@ class _Builder:
         ranges = cut(count, part.shares)
         if not corpus.num_tokens:
             raise DataError("the corpus is empty. Make it again from some text with "
-                            "tools/preprocess_data.py.")
+                            "megatron-ds preprocess.")
         if not self.has_text(part, [prefix]):
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
             raise DataError(f"the {part.name} part is empty: {self.split} divides the {count} documents "
@@ -275,4 +275,4 @@ class _Builder:
         if highest >= size:
             raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: "
                             "the corpus was made with another tokenizer. Give the tokenizer flags that "
-                            "tools/preprocess_data.py had, or preprocess the text again.")
+                            "megatron-ds preprocess had, or preprocess the text again.")

@@ -84,7 +84,7 @@ class BertDataset:
                 raise DataError(
                     f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside "
                     f"the vocabulary of {size}: the corpus was made with another tokenizer. Give the flags "
-                    "that tools/preprocess_data.py had, or preprocess the text again.")
+                    "that megatron-ds preprocess had, or preprocess the text again.")
 
 
 def make_sample(sentences: Sequence[np.ndarray], target: int, pieces: WordPieces, options: BertOptions,
@@ -163,14 +163,14 @@ def check_documents(bounds: np.ndarray, lengths: np.ndarray, least: int) -> None
         why = ("most likely the corpus was made without --split-sentences" if counts.max(initial=0) <= 1
                else "they are too short")
         raise DataError(f"none of its {len(counts)} documents has {least} sentences, the least for a sample: "
-                        f"{why}. Make it again with tools/preprocess_data.py --split-sentences, or train "
+                        f"{why}. Make it again with megatron-ds preprocess --split-sentences, or train "
                         "without pairs: --bert-no-binary-head.")
     for first, stop in zip(bounds[:-1][enough].tolist(), bounds[1:][enough].tolist()):
         if stop - first == 1 or lengths[first:stop].max() <= LONG_SENTENCE:
             return
     raise DataError(f"each of its {int(enough.sum())} documents with {least} sentences or more has a "
                     f"sentence of more than {LONG_SENTENCE} tokens, and such documents are left out, as in "
-                    "Megatron. Split the text into sentences: tools/preprocess_data.py --split-sentences.")
+                    "Megatron. Split the text into sentences: megatron-ds preprocess --split-sentences.")
 
 
 class MockBertDataset:

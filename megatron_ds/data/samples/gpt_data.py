@@ -158,7 +158,7 @@ class GPTCollator:
         row, column = outside.nonzero()[0].tolist()
         raise DataError(f"sample {indices[row]} holds token id {rows[row, column]}, outside the vocabulary "
                         f"of {self.vocab_size}: the corpus was made with another tokenizer. Give the flags "
-                        "that tools/preprocess_data.py had, or preprocess the text again.")
+                        "that megatron-ds preprocess had, or preprocess the text again.")
 
 
 def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,

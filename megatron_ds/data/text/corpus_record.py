@@ -2,7 +2,7 @@
 
 The record is written after the `.bin/.idx` pair is complete, and removed before a new pair replaces the old
 one. So a shard is complete exactly when it has the record that its command would write. The pair itself holds
-no checksums, as in Megatron, and training does not read the record; `tools/inspect_dataset.py --check`
+no checksums, as in Megatron, and training does not read the record; `megatron-ds inspect --check`
 compares.
 """
 
@@ -141,7 +141,7 @@ def check_sums(prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..
         if found != piece.sha256:
             raise DataError(f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: "
                             "their SHA-256 is not the recorded one. Copy the file again, or make it again "
-                            "with tools/preprocess_data.py.")
+                            "with megatron-ds preprocess.")
     if sha256_of(idx_path) != record.idx_sha256:
         raise DataError(f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again.")
 

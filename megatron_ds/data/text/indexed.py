@@ -263,7 +263,7 @@ def _map(path: Path) -> memoryview:
         return memoryview(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "
-                        f"tools/preprocess_data.py writes them. {_corpora_near(path)}") from None
+                        f"megatron-ds preprocess writes them. {_corpora_near(path)}") from None
     except OSError as e:
         raise DataError(f"cannot read {path}: {e.strerror}.") from None
 
@@ -338,4 +338,4 @@ def _sync(file) -> None:
 
 def _damaged(path: Path, what: str) -> DataError:
     return DataError(f"{path} is damaged: {what}. Copy it again, or make it again with "
-                     "tools/preprocess_data.py.")
+                     "megatron-ds preprocess.")

@@ -76,7 +76,7 @@ def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str, 
     wrong = []
     missing = [flag(field) for field in fields if not getattr(options, field)]
     if missing:
-        wrong.append(f"{kind} needs {' and '.join(missing)}. tools/train_tokenizer.py makes such files from "
+        wrong.append(f"{kind} needs {' and '.join(missing)}. megatron-ds tokenizer makes such files from "
                      "your text.")
     for field in fields:
         path = getattr(options, field)
