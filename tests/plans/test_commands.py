@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.commands import COMMANDS, PRETRAIN, check_recipe, main, overview
+from tests.harness.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--mock-data --vocab-size 64 --num-layers 1 --hidden-size 32 --num-attention-heads 2 "
@@ -76,13 +77,12 @@ def test_every_tool_of_the_checkout_is_a_command():
     assert {COMMANDS[name].module for name in names} | {PRETRAIN} == {c.module for c in COMMANDS.values()}
 
 
-def test_python_m_and_the_script_of_the_checkout_are_the_same(tmp_path):
-    outputs = set()
-    for start in (["-m", "megatron_ds", "corpus"], [ROOT / "tools/build_corpus.py"]):
-        done = subprocess.run([sys.executable, *start, "--output", tmp_path / "c.jsonl"], cwd=ROOT,
-                              check=True, capture_output=True, text=True, timeout=120)
-        outputs.add((done.stdout, (tmp_path / "c.jsonl").read_text()))
-    assert len(outputs) == 1
+def test_python_m_and_the_script_of_the_checkout_are_the_same():
+    outputs = []
+    for start in (["-m", "megatron_ds", "schedule"], [ROOT / "tools/show_schedule.py"]):
+        words = [warm_python(), *start, "--schedule", "1f1b", "--pipeline-size", "2", "--microbatches", "3"]
+        outputs.append(subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120))
+    assert outputs[0].stdout == outputs[1].stdout and "bubble" in outputs[0].stdout
 
 
 def test_the_list_is_printed_where_torch_is_not_installed(tmp_path):
@@ -97,3 +97,20 @@ def test_the_list_is_printed_where_torch_is_not_installed(tmp_path):
 
 def test_summaries_fit_a_line():
     assert all(len(command.summary) <= 80 for command in COMMANDS.values())
+
+
+SCRIPTS = {"train": "pretrain_gpt.py", "train-bert": "pretrain_bert.py", "plan": "pretrain_gpt.py --dry-run",
+           "engine-check": "tools/check_recipe.py --for engine",
+           "longest-sequence": "tools/longest_sequence.py", "zero-to-fp32": "tools/zero_to_fp32.py"}
+
+
+def page_row(name):
+    command = COMMANDS[name]
+    script = SCRIPTS.get(name, f"tools/{command.module}.py")
+    assert (ROOT / script.split()[0]).exists()
+    return f"| `{name}` | `{script}` | {command.summary} |"
+
+
+def test_the_page_has_every_command():
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.startswith("| `")] == [page_row(name) for name in COMMANDS]

@@ -1,4 +1,4 @@
-"""What reaches users: the sources of GPU kernels in sdists, wheels and installations, and in editable ones.
+"""What reaches users: the command, and the sources of GPU kernels, in sdists, wheels and installations.
 
 Built offline, in a copy of the checkout, without the extensions: setup.py does without them where pybind11
 is missing.
@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -90,3 +92,38 @@ def test_sources_that_an_earlier_build_had_do_not_stay(checkout):
     stale.write_text("")
     names = zipfile.ZipFile(build("wheel", checkout)).namelist()
     assert not [n for n in names if n.endswith("removed.cu")] and [n for n in names if n.endswith("norm.cu")]
+
+
+@pytest.fixture(scope="module")
+def installed(checkout, tmp_path_factory):
+    """A virtual environment with the wheel and no checkout; torch is that of this Python."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin/python"
+    site = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder)
+    Path(site.strip(), "torch_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index",
+        "--no-compile", str(build("wheel", checkout)), folder=folder, PYTHONPATH="")
+    return folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="paths of POSIX")
+def test_a_wheel_alone_has_every_command(installed, tmp_path):
+    job = ("--vocab-size 64 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+           "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3").split()
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_ds train".split()
+
+    def megatron_ds(*words):
+        return run(str(installed / "bin/megatron-ds"), *words, folder=tmp_path, PYTHONPATH="")
+
+    assert "examples:" in megatron_ds("--help")
+    layout = ["--tensor-model-parallel-size", "2", "--save", "run"]
+    printed = run(str(installed / "bin/python"), *torchrun, *job, *layout, folder=tmp_path, PYTHONPATH="",
+                  OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    assert "the last checkpoint is run/iter_0000002" in printed
+    assert "all files are as they were saved" in megatron_ds("verify", "--load", "run")
+    (tmp_path / "train.sh").write_text(f"python pretrain_gpt.py {' '.join(job)}")
+    assert "write here" in megatron_ds("check", "train.sh")
+    where = run(str(installed / "bin/python"), "-c", "import megatron_ds; print(megatron_ds.__file__)",
+                folder=tmp_path, PYTHONPATH="")
+    assert Path(where.strip()).is_relative_to(installed)
