@@ -7,7 +7,8 @@
 
 Every flag and key is done, accepted because there is nothing to do, refused with the reason and what to write
 instead, or unknown; at the end is the command line to write here. The exit code is 0 if all files would run,
-otherwise 1. Scripts are read, not run: values that only a run could know, such as $1, are not checked.
+1 if one would not, and 2 if one cannot be read. Scripts are read, not run: values that only a run could know,
+such as $1, are not checked.
 """
 
 import shlex
@@ -19,6 +20,7 @@ from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError
 
 WIDTH = 110
+UNREADABLE = "cannot be read"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             assessed = [assess(training, KNOWN_NAMES, RULES, args.world_size) for training in trainings]
         except ConfigError as error:
             print(f"{path}: cannot be read: {error}" if args.summary else f"{error}\n")
-            obstacles["cannot be read"] += 1
+            obstacles[UNREADABLE] += 1
             continue
         is_accepted = all(one.is_accepted for one in assessed)
+        obstacles[UNREADABLE] += not all(one.is_read for one in assessed)
         accepted += is_accepted
         if args.summary:
             names = sorted(set().union(*(_obstacles(one) for one in assessed)))
@@ -58,8 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("\n".join(_report(path, training, one)))
     if args.summary:
         print(f"\n{accepted} of {len(args.files)} accepted")
-        for name, count in obstacles.most_common():
+        for name, count in (+obstacles).most_common():       # those that occur
             print(f"{count:5}  {name}")
+    if obstacles[UNREADABLE]:
+        return 2
     return 0 if accepted == len(args.files) else 1
 
 

@@ -6,8 +6,14 @@
     megatron-ds inspect *_text_document.idx --check
 
 Counts documents, sequences and tokens, and draws a histogram of document lengths. --check reads every row of
+<<<<<<< ours
 the index, and all tokens if there are checksums. The .bin/.idx pair holds no checksums, as in Megatron;
 megatron-ds preprocess writes them to PREFIX.json, and --write-checksums adds them to other corpora.
+=======
+the index, and all tokens if there are checksums or the ids could be negative. The .bin/.idx pair holds no
+checksums, as in Megatron; tools/preprocess_data.py writes them to PREFIX.json, and --write-checksums adds
+them to other corpora.
+>>>>>>> theirs
 """
 
 import argparse
@@ -117,6 +123,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
 def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     """Compare a corpus with its index and its checksums. Raises DataError."""
     corpus.check()
+    corpus.check_tokens()
     if record is None:
         print("the index is whole. The tokens cannot be verified: there are no checksums (see "
               "--write-checksums)")

@@ -8,6 +8,7 @@ are ignored, but names are checked.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -206,7 +207,7 @@ def unique_keys(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """
     def block_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in a block, and JSON "
                               "would keep only the last. Remove one.")
@@ -225,6 +226,10 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
                           f"{error.colno}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
+    except ConfigError:                                               # it is a ValueError, too
+        raise
+    except ValueError:
+        raise ConfigError(f"{path}: a number has more digits than can be read.") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} should contain one block {{ … }} of keys.")
     return document

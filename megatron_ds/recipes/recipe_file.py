@@ -14,6 +14,7 @@ from typing import Any
 from ..config.flags import spellings
 from ..config.unsupported import answer_to_flag
 from ..errors import ConfigError
+from .budget import LARGEST_YAML, MOST_LAUNCHES, text_of_file
 from .shell_script import Script, read_script
 from .shell_tokens import ShellError
 from .shell_values import IS_OPEN, Scope, fields_of, opened
@@ -41,12 +42,14 @@ class Training:
     words    its command line, with open values (`shell_values`)
     ranks    how many processes; None if the recipe does not state it
     files    name → text of the files that the recipe would write: the JSON for --deepspeed_config
+    copies   names of `files` that are not the recipe's own: messages show none of their values
     """
 
     script: str
     words: tuple[str, ...]
     ranks: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
 
 
 def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()) -> list[Training]:
@@ -56,13 +59,16 @@ def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[st
     """
     try:
         if path.suffix == ".json":
-            text = path.read_text(encoding="utf-8-sig")
+            text = text_of_file(path)
             return [Training("", ("--deepspeed_config", str(path)), files={str(path): text})]
         if path.suffix in (".yaml", ".yml"):
             return _of_yaml(path, Scope(dict(variables), list(arguments)))
         return _of_script(read_script(path, variables, arguments), path)
     except ShellError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{path} ')}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: this is not a recipe: its brackets or conditions are nested too "
+                          "deep.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: this is not a text file.") from None
     except OSError as error:
@@ -71,8 +77,12 @@ def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[st
 
 def _of_script(script: Script, path: Path) -> list[Training]:
     """The trainings of a script; each has the files that its command line names."""
-    found = [Training(launch.script, launch.words, launch.ranks, _files(script, launch.words))
-             for launch in script.launches if _is_training(launch.script, launch.words)]
+    found = []
+    for launch in script.launches:
+        if _is_training(launch.script, launch.words):
+            files = _files(script, launch.words)
+            copies = frozenset(filter(script.is_copy, files))
+            found.append(Training(launch.script, launch.words, launch.ranks, files, copies))
     if not found:
         raise ConfigError(f"{path}: no training command in it: no Python file is started with flags such as "
                           "--num-layers. If another script sets the variables, give that one.")
@@ -99,15 +109,15 @@ def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
 
 
 def _of_yaml(path: Path, scope: Scope) -> list[Training]:
-    import yaml
-    try:
-        root = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is not YAML: {' '.join(str(error).split())[:200]}.") from None
+    from .bounded_yaml import load_yaml
+    root = load_yaml(text_of_file(path, LARGEST_YAML))
     if not isinstance(root, dict):
         raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
     blocks = [value for name, value in root.items() if MODEL_ARGS.fullmatch(str(name))]
     if blocks:
+        if len(blocks) > MOST_LAUNCHES:
+            raise ConfigError(f"{path}: more than {MOST_LAUNCHES} blocks of MODEL_ARGS: this is not a "
+                              "recipe.")
         for block in blocks:
             if not isinstance(block, dict | None):
                 raise ConfigError(f"{path}: MODEL_ARGS should be a block of `--flag: value` lines, not "

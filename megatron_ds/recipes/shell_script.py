@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .budget import MOST_LAUNCHES, MOST_WORDS, Budget, text_of_file, whole
 from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, Statement, statements_of
 from .shell_tokens import ShellError
-from .shell_values import Scope, array_of, closed, fields_of, is_true, opened, shown, value_of
+from .shell_values import Scope, array_of, closed, fields_of, is_true, matches, opened, shown, value_of
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.S)
 DECLARING = {"export", "local", "readonly", "declare", "typeset"}
@@ -39,11 +40,15 @@ class Launch:
 
 @dataclass
 class Script:
-    """Reads a script. files: what it would write, by name as written; folder: where its neighbours lie."""
+    """Reads a script. files: what it would write, by name as written; folder: where its neighbours lie.
+
+    copies  names of `files` whose text is that of a neighbour: messages show no values of theirs
+    """
 
     folder: Path
     scope: Scope = field(default_factory=Scope)
     files: dict[str, str] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
     launches: list[Launch] = field(default_factory=list)
     functions: dict[str, tuple] = field(default_factory=dict)
     depth: int = 0
@@ -51,6 +56,7 @@ class Script:
 
     def run(self, text: str) -> None:
         """Follow the statements of the text. Raises ShellError."""
+        self.scope.budget.spend(len(text))
         self._all(statements_of(text))
 
     def _all(self, statements: Sequence[Statement]) -> bool:
@@ -64,6 +70,7 @@ class Script:
         self.read += 1
         if self.read > MOST:
             raise ShellError(f"more than {MOST} statements: this is not a recipe.")
+        self.scope.budget.spend(1)
         match statement:
             case Command():
                 return self._command(statement)
@@ -92,9 +99,8 @@ class Script:
         return True
 
     def _case(self, value: str, branches: Sequence[tuple]) -> None:
-        import fnmatch
         for patterns, body in branches:
-            if any(fnmatch.fnmatchcase(closed(value), value_of(p, self.scope)) for p in patterns):
+            if any(matches(closed(value), value_of(p, self.scope)) for p in patterns):
                 self._all(body)
                 return
 
@@ -136,7 +142,8 @@ class Script:
         """Drop the first arguments; if there are fewer, all stay, as in bash. That is no failure here: a
         recipe is often read without its arguments.
         """
-        count = int(words[0]) if words and words[0].isdigit() else 1
+        count = whole(words[0]) if words else 1
+        count = 1 if count is None else count
         if count <= len(self.scope.arguments):
             self.scope.arguments = self.scope.arguments[count:]
         return True
@@ -153,6 +160,7 @@ class Script:
             variables[name] = opened(f"${name}")
         else:
             value = value_of(text, self.scope)
+            self.scope.budget.spend(len(before or "") if adds else 0)
             if adds and isinstance(before, list):
                 before, value = "", [(before[0] if before else "") + value, *before[1:]]
             variables[name] = (before or "") + value if adds and isinstance(value, str) else value
@@ -160,43 +168,53 @@ class Script:
     def _expanded(self, document: str) -> str:
         return value_of('"' + document.replace('"', '\\"') + '"', self.scope)
 
-    def _write(self, command: Command, text: str) -> None:
-        self.files[value_of(command.writes, self.scope)] = text
+    def _write(self, command: Command, text: str, is_copy: bool = False) -> None:
+        name = value_of(command.writes, self.scope)
+        self.files[name] = text
+        (self.copies.add if is_copy else self.copies.discard)(name)
 
     def _pipe(self, commands: Sequence[Command]) -> bool:
         """Texts that `sed` edits into a file; otherwise each command by itself."""
-        text = self._source(commands[0])
+        text, is_copy = self._source(commands[0])
         if text is None:
             for command in commands:
                 self._command(command)
             return True
         for command in commands:
-            text = edited(text, [value for word in command.words for value in fields_of(word, self.scope)])
+            words = [value for word in command.words for value in fields_of(word, self.scope)]
+            text = edited(text, words, self.scope.budget)
         if commands[-1].writes:
-            self._write(commands[-1], text)
+            self._write(commands[-1], text, is_copy)
         return True
 
-    def _source(self, command: Command) -> str | None:
-        """The text that `cat FILE` or `sed … FILE` reads, if it is known; None for other commands."""
+    def _source(self, command: Command) -> tuple[str | None, bool]:
+        """(the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
+        whether it is that of a neighbour)."""
         words = [value for word in command.words for value in fields_of(word, self.scope)]
         if not words or words[0] not in ("sed", "cat"):
-            return None
+            return None, False
         if command.document is not None:
-            return command.document if command.is_literal else self._expanded(command.document)
+            return command.document if command.is_literal else self._expanded(command.document), False
         for word in words[1:]:
             if word in self.files or not word.startswith(("s/", "s#", "s|", "s@", "s,", "-")):
-                return self.text_of(word)
-        return None
+                return self.text_of(word), self.is_copy(word)
+        return None, False
+
+    def is_copy(self, name: str) -> bool:
+        """Whether `text_of` is the text of a neighbour, and not one that the script itself has."""
+        return name in self.copies or name not in self.files
 
     def text_of(self, name: str) -> str | None:
-        """The text of a file that the script writes, or that lies in its folder."""
+        """The text of a file that the script writes, or that lies in its folder. Raises ShellError."""
         if name in self.files:
             return self.files[name]
         path = neighbour(self.folder, name)
         try:
-            return path.read_text(encoding="utf-8") if path else None
+            text = text_of_file(path) if path else None
         except (OSError, UnicodeDecodeError):
             return None
+        self.scope.budget.spend(len(text or ""))
+        return text
 
     def _start(self, words: list[str], command: Command) -> None:
         """A command that would be run: a training, another script, a function, or nothing of interest."""
@@ -206,13 +224,16 @@ class Script:
         if name == "eval":
             return self._nested(" ".join(words[1:]))
         if name == "sed" and command.writes or name == "cat" and command.writes and command.document is None:
-            text = self._source(command)
-            return None if text is None else self._write(command, edited(text, words))
+            text, is_copy = self._source(command)
+            if text is not None:
+                self._write(command, edited(text, words, self.scope.budget), is_copy)
+            return None
         if name == "sed" and any(word.startswith("-i") for word in words):
             target = words[-1]
             text = self.text_of(target)
             if text is not None:
-                self.files[target] = edited(text, words)
+                self.copies |= {target} if self.is_copy(target) else set()
+                self.files[target] = edited(text, words, self.scope.budget)
             return None
         if name == "echo":
             return self._write(command, " ".join(words[1:])) if command.writes else None
@@ -231,7 +252,7 @@ class Script:
         """A command in a string."""
         if self.depth < DEEPEST:
             self.depth += 1
-            self._all(statements_of(text))
+            self.run(text)
             self.depth -= 1
 
     def _inner(self, action, arguments: Sequence[str]) -> None:
@@ -245,12 +266,16 @@ class Script:
         path = neighbour(self.folder, name)
         if path is None or self.depth >= DEEPEST:
             return
-        text = path.read_text(encoding="utf-8", errors="replace")
-        self._inner(lambda: self._all(statements_of(text)), self.scope.arguments if keeps else arguments)
+        text = text_of_file(path, errors="replace")
+        self._inner(lambda: self.run(text), self.scope.arguments if keeps else arguments)
 
     def _launch(self, words: Sequence[str], at: int, line: int) -> None:
         flags = [word for word in words[at + 1:] if re.match(r"--?[A-Za-z]", word)]
         if flags:
+            if len(self.launches) == MOST_LAUNCHES:
+                raise ShellError(f"more than {MOST_LAUNCHES} training commands: this is not a recipe.")
+            if len(words) > MOST_WORDS:
+                raise ShellError(f"line {line}: a command of {len(words):,} words: this is not a recipe.")
             self.launches.append(Launch(words[at], tuple(words[at + 1:]), self._ranks(words[:at]), line))
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
@@ -259,43 +284,50 @@ class Script:
         for number, word in enumerate(launcher):
             name, equals, value = word.lstrip("-").partition("=")
             value = value if equals else launcher[number + 1] if number + 1 < len(launcher) else ""
-            if word.startswith("-") and name.replace("_", "-") in COUNTS and value.isdigit():
-                counts[COUNTS[name.replace("_", "-")]] = int(value)
+            if word.startswith("-") and name.replace("_", "-") in COUNTS and whole(value) is not None:
+                counts[COUNTS[name.replace("_", "-")]] = whole(value)
         if "world" in counts:
             return counts["world"]
         if "per_node" in counts:
             return counts["per_node"] * counts.get("nodes", 1)
         known = (self.scope.get(name) for name in WORLD_NAMES)
-        return next((int(value) for value in known if isinstance(value, str) and value.isdigit()), None)
+        numbers = (whole(value) for value in known if isinstance(value, str))
+        return next((number for number in numbers if number is not None), None)
 
 
 def neighbour(folder: Path, name: str) -> Path | None:
     """The file of this name next to the script; None if there is none. Names that leave the folder's tree by
-    an absolute path or an open value are looked up by their last part."""
-    last = closed(name).rpartition("/")[2]
+    an absolute path or an open value are looked up by their last part. A link or `..` that leaves the tree
+    names no file."""
+    root, last = folder.resolve(), closed(name).rpartition("/")[2]
     for candidate in (closed(name).lstrip("./"), last):
-        path = folder / candidate if candidate else None
-        if path and not Path(candidate).is_absolute() and path.is_file():
-            return path
+        try:
+            path = (root / candidate).resolve()
+            if candidate and path.is_relative_to(root) and path.is_file():
+                return path
+        except (OSError, ValueError, RuntimeError):          # too long, with a zero byte, a loop of links
+            continue
     return None
 
 
-def edited(text: str, words: Sequence[str]) -> str:
+def edited(text: str, words: Sequence[str], budget: Budget) -> str:
     """The text after the `s/old/new/` of a `sed` command; other commands of sed are not followed."""
     for word in words[1:]:
-        match = re.fullmatch(r"s(\W)(.*?)\1(.*?)\1(g?)", word, re.S)
-        if match:
-            _, old, new, everywhere = match.groups()
-            lines = [line.replace(old, new, -1 if everywhere else 1) for line in text.split("\n")]
-            text = "\n".join(lines)
+        if not re.match(r"s\W", word):
+            continue
+        old, *new = word[2:].split(word[1])
+        option = new.pop() if new else None
+        if new and option in ("", "g"):
+            count, inner = -1 if option else 1, word[1].join(new)
+            budget.spend(len(text))
+            text = "\n".join(budget.replaced(line, old, inner, count) for line in text.split("\n"))
     return text
 
 
 def read_script(path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
     """The script with all that it would start. variables: of the environment. Raises ShellError."""
     script = Script(path.parent, Scope(dict(variables), list(arguments)))
-    text = path.read_text(encoding="utf-8", errors="replace")
-    script.run(text)
+    script.run(text_of_file(path, errors="replace"))
     return script
 
 

@@ -8,7 +8,8 @@ from ..errors import ConfigError
 
 OPEN, CLOSE = "\x01", "\x02"            # around a value that only a run of the script could know
 # A gap that the reader of a recipe fills: DATA_PATH=<Specify path>_text_document
-GAP = re.compile(r"(?m)(^\s*(?:export\s+)?\w+=|--[\w-]+ )<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>")
+GAP = re.compile(r"(?m)(^[ \t]*(?:export[ \t]+)?\w+=|(?<![\w-])--[\w-]+ )"
+                 r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 
@@ -65,7 +66,7 @@ def tokens_of(text: str) -> Iterator[Token]:
                 yield Token(operator, line, True)
         else:
             word, after = scan_word(text, at, line)
-            if word.isdigit() and text[after:after + 1] in ("<", ">"):    # of a redirection: 2>&1
+            if word.isdecimal() and text[after:after + 1] in ("<", ">"):    # of a redirection: 2>&1
                 at = after
                 continue
             yield Token(word, line)

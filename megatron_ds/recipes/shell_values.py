@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .shell_tokens import CLOSE, OPEN, skip_unit, tokens_of
+from .budget import LONGEST_EXPRESSION, LONGEST_PATTERN, Budget, whole
+from .shell_tokens import CLOSE, OPEN, ShellError, skip_unit, tokens_of
 
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -37,11 +38,14 @@ def closed(text: str) -> str:
 
 @dataclass
 class Scope:
-    """Variables of a script. arguments: of the script, $1 first; removed: names that it has unset."""
+    """Variables of a script. arguments: of the script, $1 first; removed: names that it has unset; budget: of
+    the characters of all values.
+    """
 
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     removed: set[str] = field(default_factory=set)
+    budget: Budget = field(default_factory=Budget)
 
     def get(self, name: str) -> str | list[str] | None:
         """The value of a variable or an argument; None if it is not set."""
@@ -49,8 +53,8 @@ class Scope:
             return self.arguments
         if name == "#":
             return str(len(self.arguments))
-        if name.isdigit():
-            return self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else None
+        if (number := whole(name)) is not None:
+            return self.arguments[number - 1] if 0 < number <= len(self.arguments) else None
         return self.variables.get(name)
 
     def text(self, name: str) -> str:
@@ -113,12 +117,13 @@ def array_of(word: str, scope: Scope) -> list[str]:
 
 def _split(text: str) -> list[str]:
     """The text at its blanks, except those inside of open values."""
-    return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s])+", text)
+    return re.findall(rf"(?:{OPEN}[^{OPEN}{CLOSE}]*{CLOSE}|[^\s])+", text)
 
 
 def _units(word: str, scope: Scope) -> list[tuple]:
     """(text, is it quoted, is it a list) of each part of the word."""
     units, at = [], 0
+    scope.budget.spend(len(word))
     while at < len(word):
         end = skip_unit(word, at)
         part = word[at:end]
@@ -159,6 +164,12 @@ def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
 
 def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
     """(the value of the expansion at `at`, the place after it)."""
+    value, end = _unbounded_expansion(text, at, scope)
+    scope.budget.spend(len(value) if isinstance(value, str) else len(value) + sum(map(len, value)))
+    return value, end
+
+
+def _unbounded_expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
     if text[at] == "`" or text.startswith("$(", at) and not text.startswith("$((", at):
         end = skip_unit(text, at)
         return _command_value(text[at:end], scope), end
@@ -200,7 +211,8 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
         value = [] if value is None else value
     elif isinstance(value, list) and name not in "@*":
         place = closed(arithmetic(index[1:-1], scope)) if index else "0"
-        value = value[int(place)] if place.isdigit() and int(place) < len(value) else None
+        number = whole(place)
+        value = value[number] if number is not None and number < len(value) else None
     if prefix == "#":
         return str(len(value or ""))
     if action in ("", ":") and not word:
@@ -227,29 +239,41 @@ def _acted(value: str | list[str] | None, name: str, action: str, word: str, inn
         return default
     if not isinstance(value, str):
         return opened("${" + inner + "}") if value is None else value
-    return _edited(value, action, value_of(word, scope) if action != ":" else word, inner)
+    return _edited(value, action, value_of(word, scope) if action != ":" else word, inner, scope.budget)
 
 
-def _edited(value: str, action: str, word: str, inner: str) -> str:
+def _edited(value: str, action: str, word: str, inner: str, budget: Budget) -> str:
     """`${A%x}`, `${A##x}`, `${A/x/y}`, `${A^^}`, `${A:0:3}`."""
     if action in ("^^", ",,"):
         return value.upper() if action == "^^" else value.lower()
     if action[0] == "/":
         old, _, new = word.partition("/")
-        return value.replace(old, new, -1 if action == "//" else 1) if old else value
+        return budget.replaced(value, old, new, -1 if action == "//" else 1) if old else value
     if action[0] in "%#":
-        ends = range(len(value) + 1)
-        cut = [value[at:] if action[0] == "%" else value[:at] for at in ends]
-        fits = [part for part in cut if fnmatch.fnmatchcase(part, word)]
-        if not fits:
-            return value
-        part = (max if len(action) == 2 else min)(fits, key=len)
-        return value[:len(value) - len(part)] if action[0] == "%" else value[len(part):]
+        return _cut(value, action, word, budget)
     start, _, count = word.partition(":")
-    if start.strip().isdigit() and count.strip().isdigit() | (not count):
-        begin = int(start)
-        return value[begin:begin + int(count)] if count else value[begin:]
-    return opened("${" + inner + "}")
+    begin, length = whole(start.strip()), whole(count.strip()) if count else len(value)
+    return opened("${" + inner + "}") if begin is None or length is None else value[begin:begin + length]
+
+
+def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
+    """`${A%pattern}` and `${A#pattern}`: without the shortest end or beginning that fits, or the longest."""
+    lengths = range(len(value) + 1)
+    for length in reversed(lengths) if len(action) == 2 else lengths:
+        budget.spend(length // 16)                           # comparing costs less than making
+        kept = len(value) - length
+        if action[0] == "%" and matches(value[kept:], pattern):
+            return value[:kept]
+        if action[0] == "#" and matches(value[:length], pattern):
+            return value[length:]
+    return value
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Whether a pattern of the shell fits the text. Raises ShellError for a pattern of unusual length."""
+    if len(pattern) > LONGEST_PATTERN:
+        raise ShellError(f"a pattern has {len(pattern):,} characters: this is not a recipe.")
+    return fnmatch.fnmatchcase(text, pattern)
 
 
 # --------------------------------------------------------------------------------------------- arithmetic
@@ -265,6 +289,8 @@ def arithmetic(text: str, scope: Scope) -> str:
         return closed(scope.text(match[0])) or "x"                    # a name that is no number: open
 
     expanded = value_of(text, scope)
+    if len(expanded) > LONGEST_EXPRESSION:
+        return opened(f"$(({shown(text)[:20]}…))")
     numbers = re.sub(r"[A-Za-z_]\w*", named, shown(expanded) if not IS_OPEN.search(expanded) else "x")
     ternary = re.fullmatch(r"(.*)\?(.*):(.*)", numbers, re.S)
     if ternary:
@@ -333,10 +359,11 @@ def _condition(words: Sequence[str], scope: Scope) -> bool:
         return False
     left, relation, right = values
     if relation in NUMERIC:
-        numbers = [int(x) if re.fullmatch(r"[+-]?\d+", x) else 0 for x in (left.strip(), right.strip())]
+        texts = (left.strip(), right.strip())
+        numbers = [int(text) if re.fullmatch(r"[+-]?[0-9]{1,30}", text) else 0 for text in texts]
         return NUMERIC[relation](*numbers)
     if relation in ("=", "==", "!="):
         pattern = right.replace('"', "")
-        is_equal = fnmatch.fnmatchcase(left, pattern) if "*" in pattern else left == pattern
+        is_equal = matches(left, pattern) if "*" in pattern else left == pattern
         return is_equal != (relation == "!=")
     return {"<": left < right, ">": left > right}.get(relation, False)

@@ -32,12 +32,14 @@ from ..config.messages import Rule
 from ..config.parse import assembled, check
 from ..config.reading import Reading, attempt
 from ..errors import ConfigError
+from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
 from .recipe_file import Training
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
-OPEN_IN_JSON = (re.compile(rf'"[^"\n]*{OPEN}[^{CLOSE}]*{CLOSE}[^"\n]*"'),
-                re.compile(rf"{OPEN}[^{CLOSE}]*{CLOSE}"))
+# Possessive: no part is tried twice, so the time grows with the length alone.
+OPEN_VALUE = rf"{OPEN}[^{OPEN}{CLOSE}]*+{CLOSE}"
+OPEN_IN_JSON = (re.compile(rf'"[^"\n{OPEN}]*+(?:{OPEN_VALUE}[^"\n{OPEN}]*+)++"'), re.compile(OPEN_VALUE))
 # A name in capitals that sed replaces, or a variable: of a template that is read by itself.
 TEMPLATE_NAME = re.compile(
     r'(?<=[:\s\[,])(?:(?!true|false|null)[A-Z][A-Z0-9_a-z]*|\$\{\w+\})(?=\s*[,}\]\n])')
@@ -68,12 +70,14 @@ class Assessment:
 
     problems   between several options; the values are those of the recipe for `ranks` processes
     command    the command line to write here; empty if something is refused or unknown
+    is_read    false if a JSON is none, so that its keys are not known
     """
 
     verdicts: tuple[Verdict, ...]
     problems: tuple[str, ...]
     ranks: int
     command: tuple[str, ...]
+    is_read: bool = True
 
     @property
     def is_accepted(self) -> bool:
@@ -87,11 +91,24 @@ def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] =
 
     known, rules  as for `config.parse.parse`
     ranks         how many processes; None: as many as the recipe states, otherwise the fewest
+
+    Raises ConfigError for a training that is beyond the bounds of `budget`.
     """
+    if max(ranks or 0, training.ranks or 0) > MOST_RANKS:
+        raise ConfigError(f"{max(ranks or 0, training.ranks or 0)} processes: at most {MOST_RANKS:,} can be "
+                          "checked.")
+    try:
+        return _assessed(training, known, rules, ranks)
+    except RecursionError:
+        raise ConfigError(f"{training.script or 'a JSON'}: its brackets are nested too deep.") from None
+
+
+def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule],
+              ranks: int | None) -> Assessment:
     line, verdicts, unread, words = _read_words(training)
     readings = []
     for name, text in training.files.items():
-        reading = _read_json(name, text)
+        reading = _read_json(name, text, is_copy=name in training.copies)
         readings.append(reading)
         verdicts += _of_json(reading)
     if ranks is None:                        # a script often states the processes of one of its nodes
@@ -104,7 +121,8 @@ def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] =
         problems = _problems(line, readings, ranks, defaults, known, rules, unread)
     assessed = Assessment(tuple(verdicts), tuple(problems), ranks, ())
     return Assessment(assessed.verdicts, assessed.problems, ranks,
-                     _command(training, ranks, words) if assessed.is_accepted else ())
+                     _command(training, ranks, words) if assessed.is_accepted else (),
+                     all(reading.is_complete for reading in readings))
 
 
 # ------------------------------------------------------------------------------------------------- flags
@@ -112,7 +130,10 @@ def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str
     """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
     line, verdicts, unread, kept = CommandLine(), [], set(), []
     stray = CommandLine()
-    for typed, words in flags_with_words([w for w in training.words if w], stray):
+    flags = list(flags_with_words([w for w in training.words if w], stray))
+    if len(flags) > MOST_FLAGS:
+        raise ConfigError(f"{training.script}: {len(flags):,} flags, and at most {MOST_FLAGS:,} are checked.")
+    for typed, words in flags:
         flag = canonical(typed)
         if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, YAML_FLAG) and any(name in training.files for name in words):
             kept += [typed, *words]
@@ -154,12 +175,19 @@ def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandL
 
 
 # -------------------------------------------------------------------------------------------------- JSON
-def _read_json(name: str, text: str) -> Reading:
-    """The reading of a JSON whose open values, and names that sed would replace, are "auto"."""
+def _read_json(name: str, text: str, is_copy: bool) -> Reading:
+    """The reading of a JSON whose open values, and names that sed would replace, are "auto". is_copy: the
+    text is not the recipe's own; problems then show no text of its values.
+    """
     for pattern in OPEN_IN_JSON:
         text = pattern.sub('"auto"', text)
     try:
-        return reading_of(shown(name).rpartition("/")[2], _block_of(shown(name), text))
+        block = _block_of(shown(name), text)
+        texts = _texts_in(block, shown(name))
+        reading = reading_of(shown(name).rpartition("/")[2], block)
+        if is_copy:
+            reading.problems = [_without(texts, problem) for problem in reading.problems]
+        return reading
     except ConfigError as error:
         reading = Reading(is_complete=False)
         reading.refuse(error)
@@ -178,9 +206,43 @@ def _block_of(name: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: this is not a configuration: its brackets are nested too deep.") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name}: this is not JSON: {error}.") from None
+    except ConfigError:                                               # it is a ValueError, too
+        raise
+    except ValueError:
+        raise ConfigError(f"{name}: a number has more digits than can be read.") from None
     if not isinstance(block, dict):
         raise ConfigError(f"{name} should contain one block {{ … }} of keys.")
     return block
+
+
+def _texts_in(block: Mapping[str, Any], name: str) -> set[str]:
+    """The texts among the values, and the keys that are no names. Raises ConfigError for too many values."""
+    texts, waiting, keys, values = set(), [block], 0, 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            keys += len(value)
+            texts |= {key for key in value if not re.fullmatch(r"[\w.]{1,60}", key)}
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str):
+            texts.add(value)
+        values += 1
+        if keys > MOST_FLAGS or values > MOST_WORDS:
+            raise ConfigError(f"{name}: more than {MOST_FLAGS:,} keys or {MOST_WORDS:,} values: this is not "
+                              "a configuration.")
+    return texts
+
+
+def _without(texts: set[str], problem: str) -> str:
+    """The problem with … for each of the texts, longest first; of short ones, where they stand in quotes."""
+    for text in sorted(texts, key=len, reverse=True):
+        for spelled in (text, text.lower()):
+            quoted = (repr(spelled), json.dumps(spelled))
+            for found in (*quoted, spelled) if len(spelled) > 5 else quoted:
+                problem = problem.replace(found, "…")
+    return problem
 
 
 def _of_json(reading: Reading) -> Iterator[Verdict]:

@@ -42,10 +42,11 @@ class GPTDataset:
         tokens = np.empty(self.seq_length + 1, np.int64)
         if first == last:
             tokens[:] = self.corpus.get(documents[0], start, end + 1 - start)
-            return {"tokens": tokens}
-        parts = [self.corpus.get(documents[0], start), *map(self.corpus.get, documents[1:-1]),
-                 self.corpus.get(documents[-1], 0, end + 1)]
-        np.concatenate(parts, out=tokens)
+        else:
+            parts = [self.corpus.get(documents[0], start), *map(self.corpus.get, documents[1:-1]),
+                     self.corpus.get(documents[-1], 0, end + 1)]
+            np.concatenate(parts, out=tokens)
+        self.corpus.refuse_negative(tokens, f"sample {i}")
         return {"tokens": tokens}
 
 

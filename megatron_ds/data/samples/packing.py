@@ -130,6 +130,7 @@ class PackedDataset:
             tokens[at:end] = self.corpus.get(int(packs.document[piece]), int(packs.start[piece]), end - at)
             document_ids[at:end] = number
             at = end
+        self.corpus.refuse_negative(tokens[:at], f"sample {i}")
         document_ids[at:] = number + 1                      # padding is a document of its own
         return {"tokens": tokens, "document_ids": document_ids}
 

@@ -28,10 +28,10 @@ from ...errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
-          8: np.uint16}
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+REAL_TYPES = {6: "float64", 7: "float32"}                   # of the format, and no token ids
 CODES = {np.dtype(t): code for code, t in DTYPES.items()}
-CHECK_ROWS = 1 << 22                                     # rows checked together: bounds the memory of `check`
+CHECK_ROWS = 1 << 22                        # rows or tokens checked together: bounds the memory of `check`
 ROWS = 1 << 20                                              # of an index that is written, in memory together
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK = 256, 1 << 14        # at most 256 blocks of 16384 lengths are hashed
 
@@ -83,6 +83,27 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return len(self._tokens) // self.dtype.itemsize
+
+    def refuse_negative(self, ids: np.ndarray, place: str) -> None:
+        """Raise DataError if a token id that was read from this corpus is below 0.
+
+        Readers call it for each sample, because training takes −1 for padding. place: what the ids belong to,
+        such as "sample 7"
+        """
+        if self.dtype.kind == "i" and ids.size and (low := int(ids.min())) < 0:
+            raise DataError(f"{self.bin_path}: {place} has token id {low}, and ids begin at 0. Labels to "
+                            "ignore, or ids too large for their type, become negative numbers. Make the "
+                            "corpus again with tools/preprocess_data.py.")
+
+    def check_tokens(self) -> None:
+        """Read all tokens. Raises DataError for the first block with a negative id; `check` does not."""
+        tokens = np.frombuffer(self._tokens, self.dtype)
+        for first in range(0, len(tokens) if self.dtype.kind == "i" else 0, CHECK_ROWS):
+            block = tokens[first:first + CHECK_ROWS]
+            if block.min() < 0:
+                at = (first + int(np.argmax(block < 0))) * self.dtype.itemsize
+                sequence = int(np.searchsorted(self.offsets, at, side="right")) - 1
+                self.refuse_negative(block, f"sequence {sequence}")
 
     def fingerprint(self) -> str:
         """MD5 that distinguishes this corpus from another one that is later written under the same name.
@@ -291,6 +312,9 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
         raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: {kind}")
     if version != VERSION:
         raise _damaged(path, f"its version is {version}; only version {VERSION} is supported")
+    if code in REAL_TYPES:
+        raise DataError(f"{path}: its tokens are {REAL_TYPES[code]} numbers, and token ids are integers. "
+                        "Write the corpus again as uint16 or int32.")
     if code not in DTYPES:
         raise _damaged(path, f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}")
     size = HEADER.size + 12 * num_sequences + 8 * num_bounds
@@ -306,9 +330,9 @@ def _column(index: memoryview, dtype: str, count: int, at: int) -> tuple[np.ndar
     return np.frombuffer(index, dtype, count, at), at + count * np.dtype(dtype).itemsize
 
 
-def _limits(dtype: np.dtype) -> tuple[float, float]:
-    info = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
-    return info.min, info.max
+def _limits(dtype: np.dtype) -> tuple[int, int]:
+    info = np.iinfo(dtype)
+    return max(info.min, 0), info.max
 
 
 def _open_alone(path: Path) -> BinaryIO:

@@ -1,0 +1,40 @@
+"""Files that another program or user may have placed: opened if they are regular, read up to a bound, created
+without following a link.
+
+A pipe would block the reader for ever, a device or a file of many gigabytes would fill the memory, and a link
+with the name of a new file would let this process overwrite the link's target.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import MegatronDSError
+
+
+def open_regular(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
+    """The file, opened to read bytes. Raises `error` for a pipe, socket, device or directory, and OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise error(f"{path} is not a regular file. Remove it, or restore the file that belongs there.")
+    return open(handle, "rb")
+
+
+def read_regular(path: Path | str, error: type[MegatronDSError], most: int | None = None) -> bytes:
+    """The bytes of a file, as `open_regular` opens it. most: their largest number; more raise `error`."""
+    with open_regular(path, error) as file:
+        if most is None:
+            return file.read()
+        content = file.read(most + 1)                        # the size of a file can change after a stat
+        if len(content) > most:
+            size = os.fstat(file.fileno()).st_size
+            raise error(f"{path} has {size:,} bytes, and at most {most:,} are read.")
+        return content
+
+
+def create_new(path: Path | str) -> int:
+    """The descriptor of a file that this call creates for writing. Raises FileExistsError for a name that
+    exists, also for a link without a target."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
