@@ -266,8 +266,7 @@ def checkpoints(config: RunConfig) -> Iterator[str]:
         yield from given(config, ["checkpoint.overwrite_save"],
                          "without --save: no directory is given. Add --save DIR, or remove it.")
     if config.checkpoint.load is None:
-        yield from given(config, ("checkpoint.no_load_optim", "checkpoint.finetune",
-                                  "checkpoint.exit_on_missing_checkpoint"),
+        yield from given(config, ["checkpoint.exit_on_missing_checkpoint"],
                          "without --load: no directory is given. Add --load DIR, or remove it.")
 
 
