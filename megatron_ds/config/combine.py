@@ -142,7 +142,7 @@ DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
 SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
-          "checkpoint.no_save_optim")
+          "checkpoint.no_save_optim", "checkpoint.extra_save_iters")
 OF_LOADING = ("optimizer.use_checkpoint_opt_param_scheduler", "checkpoint.use_checkpoint_args",
               "checkpoint.no_load_optim", "checkpoint.finetune")
 DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",

@@ -111,7 +111,9 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
         None, at_least=0, at_most=1, help="Length of the warm-up as a fraction of the decay span.")
     lr_warmup_init: float = option(0.0, at_least=0, help="Learning rate at the first step of the warm-up.")
     lr_warmup_style: str = option(
-        "linear", choices=("linear", "log"), help="Shape of the warm-up; log only with the Warmup… styles.")
+        "linear", choices=("linear", "linear_from_one", "log"),
+        help="Shape of the warm-up. linear_from_one: the first step has the rate of the second, not 0, as in "
+             "GPT-NeoX; log only with the Warmup… styles.")
     lr_wsd_decay_iters: int | None = option(
         None, at_least=1, unit="iterations", help="Length of the final decay (WSD only).")
     lr_wsd_decay_samples: int | None = option(
@@ -300,6 +302,9 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(None, at_least=1, unit="iterations",
         help="Delete each checkpoint when the next one is complete, unless its step is a multiple of this. "
              "Default: keep all.")
+    extra_save_iters: tuple[int, ...] = option((), at_least=0, unit="iterations",
+        help="Iterations after which a checkpoint is saved besides those of --save-interval; 0 is before the "
+             "first step.")
     no_save_optim: bool = option(False, help="Write weights only.",
         avoid="Training cannot resume from such a checkpoint.")
     no_load_optim: bool = option(False, help="Load weights only; the optimizer starts with empty state.")

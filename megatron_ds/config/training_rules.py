@@ -206,6 +206,9 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
     elif final and rate.lr_decay_style != "WSD":
         yield (f"[lr_wsd_decay_{unit}] has no effect with [lr_decay_style]. Remove it, or use "
                "--lr-decay-style WSD.")
+    if rate.lr_warmup_style == "linear_from_one" and (tokens or rate.lr_decay_style in DEEPSPEED_STYLES):
+        yield ("[lr_warmup_style] is for warm-ups in iterations or samples of Megatron's styles. Use "
+               "--lr-warmup-style linear.")
     if rate.lr_warmup_style == "log" and rate.lr_decay_style not in WARMUP_STYLES:
         yield ("[lr_warmup_style] has no effect with [lr_decay_style], whose warm-up is linear. Remove it, "
                "or use --lr-decay-style WarmupLR, WarmupDecayLR or WarmupCosineLR.")

@@ -29,6 +29,7 @@ from ..config.flags import (
     spellings,
 )
 from ..config.messages import Rule
+from ..config.neox_yaml import is_neox, read_neox
 from ..config.parse import assembled, check
 from ..config.reading import Reading, attempt
 from ..errors import ConfigError
@@ -36,6 +37,7 @@ from .recipe_file import Training
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
+PATHS_OF_DATA = ("data.data_path", "data.train_data_path")
 OPEN_IN_JSON = (re.compile(rf'"[^"\n]*{OPEN}[^{CLOSE}]*{CLOSE}[^"\n]*"'),
                 re.compile(rf"{OPEN}[^{CLOSE}]*{CLOSE}"))
 # A name in capitals that sed replaces, or a variable: of a template that is read by itself.
@@ -91,7 +93,7 @@ def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] =
     line, verdicts, unread, words = _read_words(training)
     readings = []
     for name, text in training.files.items():
-        reading = _read_json(name, text)
+        reading = _read_file(name, text)
         readings.append(reading)
         verdicts += _of_json(reading)
     if ranks is None:                        # a script often states the processes of one of its nodes
@@ -154,6 +156,21 @@ def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandL
 
 
 # -------------------------------------------------------------------------------------------------- JSON
+def _read_file(name: str, text: str) -> Reading:
+    """The reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
+    import yaml
+    try:
+        root = yaml.safe_load(text) if name.endswith((".yml", ".yaml")) else None
+    except (yaml.YAMLError, RecursionError):
+        root = None
+    if not is_neox(root):
+        return _read_json(name, text)
+    reading = read_neox(name.rpartition("/")[2], [root])
+    if not any(setting.path in PATHS_OF_DATA for setting in reading.settings):
+        reading.unread |= {*PATHS_OF_DATA, "data.tokenizer_type"}       # they are in another file of the run
+    return reading
+
+
 def _read_json(name: str, text: str) -> Reading:
     """The reading of a JSON whose open values, and names that sed would replace, are "auto"."""
     for pattern in OPEN_IN_JSON:

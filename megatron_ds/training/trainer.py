@@ -101,6 +101,8 @@ class Trainer:
         self.stop.defer()
         self.log.begin(first, self._total)
         try:
+            if self._saves_besides(0) and self.progress.step == 0 and self.config.checkpoint.save:
+                self.save()
             reason = EVALUATED if self.config.train.skip_train else self._loop()
             if self.config.checkpoint.save and self.saved_step != self.progress.step:
                 self.save()
@@ -126,7 +128,7 @@ class Trainer:
             if _due(train.check_weight_hash_across_dp_replicas_interval, step):
                 check_replicas(self.engine.optimizer, self.engine.mesh, step)
             if self.config.checkpoint.save and (_due(self.config.checkpoint.save_interval, step)
-                                                or self._is_asked_to_save(step)):
+                                                or self._saves_besides(step)):
                 self.save()
             if _due(train.exit_interval, step) and not self._is_finished():
                 return f"exit interval {train.exit_interval}"
@@ -142,10 +144,12 @@ class Trainer:
         """The file that asks for the end of the run, if rank 0 sees it."""
         return exit_file(self.config.train) if self.engine.mesh.rank == 0 else None
 
-    def _is_asked_to_save(self, step: int) -> bool:
-        """Whether rank 0 found a file named `save`, which it removes. Collective over the world at the steps
-        of --log-interval, if --trigger-path is given.
+    def _saves_besides(self, step: int) -> bool:
+        """Whether the step is one of --extra-save-iters, or rank 0 found a file named `save`, which it
+        removes. Collective over the world at the steps of --log-interval, if --trigger-path is given.
         """
+        if step in self.config.checkpoint.extra_save_iters:
+            return True
         if not self.config.train.trigger_path or not _due(self.config.logging.log_interval, step):
             return False
         world = self.engine.mesh.group("world")
