@@ -91,7 +91,8 @@ class LearningRate:
 
     "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) decays during the last `final`
     samples before `decay`, in the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017, equation
-    3, scaled to pass through `highest` at the end of the warm-up. count: progress → n.
+    3, scaled to pass through `highest` at the end of the warm-up. The warm-up has at least the rate after `first`
+    samples. count: progress → n.
 
         highest      ____                     ____________
                     /    \                   /            \
@@ -108,6 +109,7 @@ class LearningRate:
     style: str = "linear"
     final: int = 0
     final_style: str = "exponential"
+    first: int = 0
     count: Callable[[Progress], int] = scheduled_samples
 
     def __call__(self, progress: Progress) -> float:
@@ -116,7 +118,8 @@ class LearningRate:
     def at(self, n: int) -> float:
         """The learning rate after n samples or tokens."""
         if 0 < self.warmup and n <= self.warmup:
-            return self.initial + (self.highest - self.initial) * n / self.warmup
+            risen = min(max(n, self.first), self.warmup) / self.warmup
+            return self.initial + (self.highest - self.initial) * risen
         if self.style == "constant":
             return self.highest
         if n > self.decay:

@@ -11,6 +11,7 @@ instead, or unknown; at the end is the command line to write here. The exit code
 such as $1, are not checked.
 """
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,6 @@ def _obstacles(assessment) -> Iterator[str]:
 
 def _report(path: Path, training, assessment) -> Iterator[str]:
     """The lines for one training."""
-    from megatron_ds.recipes.shell_values import shown
     from megatron_ds.recipes.verdict import Kind
     yield f"{path}{f', {training.script}' if training.script else ''}"
     for kind in Kind:
@@ -98,11 +98,19 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
         yield f"  refused together: {problem}"
     if assessment.command:
         yield f"  write here, for {assessment.ranks} process{'es' * (assessment.ranks > 1)}:"
-        yield from _wrapped([shown(word) if "\x01" in word else shlex.quote(word)
+        yield from _wrapped([_open_word(word) if "\x01" in word else shlex.quote(word)
                              for word in assessment.command])
     else:
         yield "  runs as it is" if assessment.is_accepted else "  does not run as it is"
     yield ""
+
+
+def _open_word(word: str) -> str:
+    """A word whose value the recipe does not state: its variable, or a gap where a command computes it."""
+    from megatron_ds.recipes.shell_values import IS_OPEN, shown
+    if any(re.search(r"[(`]", inner) for inner in IS_OPEN.findall(word)):
+        return IS_OPEN.sub("<computed>", word)
+    return shown(word)
 
 
 def _wrapped(words: Sequence[str]) -> Iterator[str]:

@@ -6,14 +6,9 @@
     megatron-ds inspect *_text_document.idx --check
 
 Counts documents, sequences and tokens, and draws a histogram of document lengths. --check reads every row of
-<<<<<<< ours
-the index, and all tokens if there are checksums. The .bin/.idx pair holds no checksums, as in Megatron;
-megatron-ds preprocess writes them to PREFIX.json, and --write-checksums adds them to other corpora.
-=======
 the index, and all tokens if there are checksums or the ids could be negative. The .bin/.idx pair holds no
-checksums, as in Megatron; tools/preprocess_data.py writes them to PREFIX.json, and --write-checksums adds
-them to other corpora.
->>>>>>> theirs
+checksums, as in Megatron; megatron-ds preprocess writes them to PREFIX.json, and --write-checksums adds them
+to other corpora.
 """
 
 import argparse

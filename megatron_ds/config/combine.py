@@ -59,7 +59,22 @@ def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int
         config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    return with_batch_sizes(without_useless_options(with_ulysses(with_activation(config))))
+    config = without_useless_options(with_ulysses(with_activation(config)))
+    return with_batch_sizes(with_evaluation_only(config))
+
+
+def with_evaluation_only(config: RunConfig) -> RunConfig:
+    """--skip-train needs no learning rate, length of training or optimizer state, and saves nothing."""
+    train, why = config.train, "no step is made with --skip-train"
+    if not train.skip_train:
+        return config
+    if config.optimizer.lr is None:
+        config = _derived(config, "optimizer.lr", 1.0, why)
+    if train.train_iters is train.train_samples is train.train_tokens is None:
+        config = _derived(config, "train.train_iters", 0, why)
+    if config.checkpoint.load is not None:
+        config = _derived(config, "checkpoint.no_load_optim", True, why)
+    return _without(config, ("checkpoint.save", *SAVING), why)
 
 
 def with_activation(config: RunConfig) -> RunConfig:
@@ -127,7 +142,9 @@ DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
 SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
-          "checkpoint.no_save_optim")
+          "checkpoint.no_save_optim", "checkpoint.extra_save_iters")
+OF_LOADING = ("optimizer.use_checkpoint_opt_param_scheduler", "checkpoint.use_checkpoint_args",
+              "checkpoint.no_load_optim", "checkpoint.finetune")
 DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",
         "zero.offload_param_nvme_path")
 TO_TENSORBOARD = ("logging.log_memory_to_tensorboard", "logging.log_world_size_to_tensorboard",
@@ -175,8 +192,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _without(config, ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
                           "one rank holds each sequence")
     if config.checkpoint.load is None:
-        config = _without(config, ("optimizer.use_checkpoint_opt_param_scheduler",
-                                   "checkpoint.use_checkpoint_args"), "there is no --load DIR")
+        config = _without(config, OF_LOADING, "there is no --load DIR")
     if config.logging.tensorboard_dir is None and config.logging.wandb_project is None:
         config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir or --wandb-project")
     if config.checkpoint.save is None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from .option import option
 
 DEFAULT_SPLIT = "969, 30, 1"
+# Names of HuggingFaceTokenizer in Megatron-DeepSpeed, in BigScience's and Huawei's forks, and in Zyphra's.
+HF_TOKENIZERS = ("HFTokenizer", "PretrainedFromHF", "HFAutoTokenizer")
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,14 @@ class DataConfig:
     data_cache_path: str | None = option(
         None, help="Directory for the index maps. Default: next to the data.",
         avoid="Only needed if the data are on a read-only disk.")
-    tokenizer_type: str | None = option(None, values={"HFTokenizer": "HuggingFaceTokenizer"},
+    tokenizer_type: str | None = option(
+        None, values=dict.fromkeys(HF_TOKENIZERS, "HuggingFaceTokenizer"),
         help="Name of a registered tokenizer, the one that the corpus was tokenized with.")
     vocab_file: str | None = option(
         None, help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.")
     merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
     tokenizer_model: str | None = option(
-        None, help="File or directory of HuggingFaceTokenizer or SentencePieceTokenizer.")
+        None, help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.")
     eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")
     reset_position_ids: bool = option(
         False, help="Count positions from the beginning of each document in a sample.")

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
+from .dialects import FORK_NAMES
 from .option import Option, coerce
 from .reading import Reading, Setting
 from .run import Source, all_options
@@ -67,6 +68,9 @@ def spellings() -> Mapping[str, Spelling]:
                 add(flag, Spelling(option))
         for flag, value in option.switches.items():
             add(flag, Spelling(option, True, value))
+    for name, meaning in FORK_NAMES.items():
+        flag, _, value = meaning.partition(" ")
+        add(name, Spelling(table[flag].option, True, value) if value else table[flag])
     return table
 
 
@@ -102,11 +106,30 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
 def settled(line: CommandLine) -> CommandLine:
     """The line without settings that other flags override, and with its contradictions as problems."""
     line.settings = list(_with_lists(line.settings))
+    line.settings = _with_padded_vocabulary(line.settings)
     given = {(setting.path, setting.value) for setting in line.settings}
     line.settings = [setting for setting in line.settings if not any(
         (setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]
     line.problems += _contradictions(line.settings)
     return line
+
+
+PADDED = "--padded-vocab-size"           # rows of the embedding, at least as many as --vocab-size has tokens
+
+
+def _with_padded_vocabulary(settings: Sequence[Setting]) -> list[Setting]:
+    """The settings without a --vocab-size that --padded-vocab-size exceeds. NullTokenizer takes its end of
+    document from --vocab-size; for it the two remain a contradiction.
+    """
+    sizes = [setting for setting in settings if setting.path == "model.vocab_size"]
+    padded = max((size.value for size in sizes if size.source.name in PADDED_NAMES), default=0)
+    is_bare = any(setting.value == "NullTokenizer" for setting in settings)
+    if not padded or is_bare:
+        return list(settings)
+    return [setting for setting in settings if setting not in sizes or setting.value >= padded]
+
+
+PADDED_NAMES = {PADDED, *(name for name, meaning in FORK_NAMES.items() if meaning == PADDED)}
 
 
 def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:

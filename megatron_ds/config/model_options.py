@@ -120,8 +120,10 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
              "order (--model bert).",
         avoid="Without it a sample is one run of sentences.")
     vocab_size: int | None = option(
-        None, at_least=1, help="Size of the vocabulary. Default: the tokenizer's.",
-        avoid="Only needed for NullTokenizer and mock data.")
+        None, at_least=1, flags=["--padded-vocab-size"],
+        help="Size of the vocabulary. Default: the tokenizer's. If it is larger, the model has rows that no "
+             "token uses, and they enter the softmax, as in Megatron.",
+        avoid="Only needed for NullTokenizer, mock data and a model with such rows.")
 
     @property
     def head_dim(self) -> int:

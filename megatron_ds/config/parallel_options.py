@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from .option import DTYPE_NAMES, option
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+# Other names of them; the last three are MindSpeed's.
+CP_NAMES = {"allgather": "all_gather", "megatron_cp_algo": "p2p", "ulysses_cp_algo": "a2a",
+            "hybrid_cp_algo": "a2a+p2p"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class ParallelConfig:
         help="Number of ranks that split each sequence, for long ones; --ds-sequence-parallel-size also sets "
              "--cp-comm-type a2a.",
         avoid="The sequence length must be a multiple of twice this number, of this number with a2a.")
-    cp_comm_type: tuple[str, ...] = option(("p2p",), choices=COMM_TYPES, values={"allgather": "all_gather"},
+    cp_comm_type: tuple[str, ...] = option(("p2p",), choices=COMM_TYPES, values=CP_NAMES,
         help="How ranks that split a sequence share attention: p2p passes keys and values around a ring, "
              "all_gather gathers them, a2a (Ulysses) exchanges tokens for heads, a2a+p2p does both on two "
              "levels. One, or one for each layer.",

@@ -19,7 +19,7 @@ from ..launch_env import problems_of_local_rank, rank_in
 from ..version import __version__
 from .attention_rules import ATTENTION_RULES
 from .combine import combined, contradictions
-from .config_files import names, read_yaml
+from .config_files import names
 from .config_text import help_text, to_yaml
 from .data_rules import DATA_RULES
 from .deepspeed_json import read_deepspeed
@@ -27,6 +27,7 @@ from .flags import CommandLine, read_flags, spellings
 from .layout_rules import LAYOUT_RULES
 from .messages import Rule, either, flag, problems_of, written
 from .moe_rules import MOE_RULES
+from .neox_yaml import read_yamls
 from .reading import Reading, Setting, attempt, reject
 from .run import RunConfig, Source, all_options
 from .sparse_rules import SPARSE_RULES
@@ -85,7 +86,7 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
         _print_and_exit(help_text(), env)
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
-    readings = [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
+    readings = [line, *read_yamls(line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
     config, problems = assembled(line, readings[1:], world_size, defaults, settings)
     if line.is_strict:
         problems += [f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."

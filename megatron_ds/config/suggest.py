@@ -47,7 +47,7 @@ _FLAGS = {
     "--moe-router-noise": "noisy-gate-policy",
     "--moe-input-jitter-eps": "router-jitter-noise input-jitter moe-router-jitter",
     "--expert-model-parallel-size": "ep ep-size expert-parallel-size",
-    "--data-path": "data dataset datasets data-dir dataset-path train-data train-file corpus",
+    "--data-path": "data datasets data-dir dataset-path train-data train-file corpus",
     "--lr-warmup-iters": "warmup warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
     "--lr-warmup-fraction": "warmup-ratio warmup-fraction",
     "--lr-decay-style": "scheduler lr-scheduler lr-scheduler-type",

@@ -111,13 +111,15 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
         None, at_least=0, at_most=1, help="Length of the warm-up as a fraction of the decay span.")
     lr_warmup_init: float = option(0.0, at_least=0, help="Learning rate at the first step of the warm-up.")
     lr_warmup_style: str = option(
-        "linear", choices=("linear", "log"), help="Shape of the warm-up; log only with the Warmup… styles.")
+        "linear", choices=("linear", "linear_from_one", "log"),
+        help="Shape of the warm-up. linear_from_one: the first step has the rate of the second, not 0, as in "
+             "GPT-NeoX; log only with the Warmup… styles.")
     lr_wsd_decay_iters: int | None = option(
         None, at_least=1, unit="iterations", help="Length of the final decay (WSD only).")
     lr_wsd_decay_samples: int | None = option(
         None, at_least=1, unit="samples", help="Length of the final decay in samples (WSD only).")
     lr_wsd_decay_style: str = option("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        help="Shape of the final decay (WSD only).")
+        values={"1-sqrt": "minus_sqrt"}, help="Shape of the final decay (WSD only).")
 
     fp16: bool = option(
         False, json="fp16.enabled", help="Weights and activations in fp16, fp32 masters, loss scaling.",
@@ -198,6 +200,17 @@ class TrainConfig:
         help="Save and exit at the next step that is a multiple of this.")
     exit_duration_in_mins: float | None = option(
         None, above=0, unit="minutes", help="Save and exit after this many minutes.")
+    skip_train: bool = option(
+        False, help="Only evaluate the weights of --load, on the validation and the test data: no step, no "
+                    "checkpoint. Options of the learning rate have no effect.",
+        avoid="Optimizer state is allocated all the same; --zero-stage splits it.")
+    kill_switch_path: str | None = option(None, flags=["--kill-switch-file"],
+        help="Save and exit when this file exists. Rank 0 looks for it at each step.",
+        avoid="A signal needs no file: SIGTERM and SIGUSR1 save and exit, too.")
+    trigger_path: str | None = option(None,
+        help="Folder in which a file named `exit` makes the run save and exit, as --kill-switch-path does; a "
+             "file named `save` makes it save and go on, and is removed.",
+        avoid="A signal needs no file: SIGTERM and SIGUSR1 save and exit, too.")
     seed: int = option(1234, at_least=0, help="Seed of initial weights, data order and dropout.")
     recompute_granularity: str | None = option(None, choices=("full", "selective"),
         flags=["--activations-checkpoint-granularity"],
@@ -289,6 +302,9 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(None, at_least=1, unit="iterations",
         help="Delete each checkpoint when the next one is complete, unless its step is a multiple of this. "
              "Default: keep all.")
+    extra_save_iters: tuple[int, ...] = option((), at_least=0, unit="iterations",
+        help="Iterations after which a checkpoint is saved besides those of --save-interval; 0 is before the "
+             "first step.")
     no_save_optim: bool = option(False, help="Write weights only.",
         avoid="Training cannot resume from such a checkpoint.")
     no_load_optim: bool = option(False, help="Load weights only; the optimizer starts with empty state.")
@@ -317,6 +333,8 @@ class LoggingConfig:
              "wandb.")
     wandb_exp_name: str | None = option(None, help="Name of the run in --wandb-project.")
     wandb_entity: str | None = option(None, json="wandb.team", help="Team or user of --wandb-project.")
+    wandb_group: str | None = option(None, json="wandb.group", flags=["--wandb-group-name"],
+        help="Group of the run in --wandb-project.")
     wandb_save_dir: str | None = option(None, help="Folder for the files of W&B.")
     metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
         help="File to which the record of each log line is appended as JSON. Default: metrics.jsonl in the "

@@ -206,6 +206,9 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
     elif final and rate.lr_decay_style != "WSD":
         yield (f"[lr_wsd_decay_{unit}] has no effect with [lr_decay_style]. Remove it, or use "
                "--lr-decay-style WSD.")
+    if rate.lr_warmup_style == "linear_from_one" and (tokens or rate.lr_decay_style in DEEPSPEED_STYLES):
+        yield ("[lr_warmup_style] is for warm-ups in iterations or samples of Megatron's styles. Use "
+               "--lr-warmup-style linear.")
     if rate.lr_warmup_style == "log" and rate.lr_decay_style not in WARMUP_STYLES:
         yield ("[lr_warmup_style] has no effect with [lr_decay_style], whose warm-up is linear. Remove it, "
                "or use --lr-decay-style WarmupLR, WarmupDecayLR or WarmupCosineLR.")
@@ -266,8 +269,7 @@ def checkpoints(config: RunConfig) -> Iterator[str]:
         yield from given(config, ["checkpoint.overwrite_save"],
                          "without --save: no directory is given. Add --save DIR, or remove it.")
     if config.checkpoint.load is None:
-        yield from given(config, ("checkpoint.no_load_optim", "checkpoint.finetune",
-                                  "checkpoint.exit_on_missing_checkpoint"),
+        yield from given(config, ["checkpoint.exit_on_missing_checkpoint"],
                          "without --load: no directory is given. Add --load DIR, or remove it.")
 
 

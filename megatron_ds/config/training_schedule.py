@@ -48,8 +48,9 @@ def make_learning_rate(config: RunConfig, limits: tuple[float, float] | None = N
                              warmup_style=optimizer.lr_warmup_style, batch=batch)
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
+    first = batch if optimizer.lr_warmup_style == "linear_from_one" else 0
     return LearningRate(**values, warmup=_fraction(optimizer.lr_warmup_fraction, decay, warmup), decay=decay,
-                        style=style, final=final, final_style=optimizer.lr_wsd_decay_style)
+                        style=style, final=final, final_style=optimizer.lr_wsd_decay_style, first=first)
 
 
 def make_beta1(config: RunConfig) -> Ramp[float] | None:

@@ -6,10 +6,12 @@ run would otherwise differ from what it requests. A value that switches a featur
 """
 
 from .answers import Answer, table
+from .dialects import FORK_FLAGS
 from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
+from .unsupported_runtime import RUNTIME_FLAGS
 
-FLAGS = MOE_FLAGS | MEGATRON_FLAGS | table(
+FLAGS = FORK_FLAGS | RUNTIME_FLAGS | MOE_FLAGS | MEGATRON_FLAGS | table(
     accepted={
         "attention scores are computed in fp32 and need no second scaling": "--apply-query-key-layer-scaling",
         "the tensor-parallel all-reduce always overlaps with the weight gradient":
@@ -166,7 +168,6 @@ KEYS = table(
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":
             "comet monitor_config",
-        "a run of W&B is in no group. Remove it.": "wandb.group",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the parameters of a model and its activations are in the plan of --dry-run. Remove it.":
             "autotuning.model_info",

@@ -6,6 +6,12 @@
 
 from .answers import OFF, Answer, table
 
+# Values of --spec that name the layers which options choose anyway: Megatron's own, and Huawei's for Qwen 3,
+# which is the same with --qk-layernorm.
+DEFAULT_SPECS = ("local", "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
+                 "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
+                 "mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec")
+
 MEGATRON_FLAGS = table(
     accepted={
         "a checkpoint is complete before the next step begins; what it holds is the same":
@@ -43,6 +49,12 @@ MEGATRON_FLAGS = table(
             "--recompute-modules",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
         "no feature needs it": "--enable-experimental",
+        "the log and metrics.jsonl have the progress of a run": "--log-progress",
+        "index maps are built in parallel": "--num-dataset-builder-threads",
+        "dtypes of master weights, gradients and moments have flags of their own":
+            "--use-precision-aware-optimizer",
+        "it applies to TikTokenizer only": "--tiktoken-num-special-tokens --tiktoken-pattern "
+                                           "--tiktoken-special-tokens",
         "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
         "--ds-sequence-parallel-size sets how many ranks exchange tokens for heads; a single one has nothing "
         "to exchange":
@@ -101,7 +113,12 @@ MEGATRON_FLAGS = table(
             ("disabled", "validate_results", *OFF)),
         "--spec": Answer(
             "there is one implementation of each layer",
-            "the layers of a model are chosen by its options. Remove it.", ("local", *OFF)),
+            "the layers of a model are chosen by its options. Remove it.", (*DEFAULT_SPECS, *OFF)),
+        "--rope-type": Answer(
+            "it is that of multi-latent attention; --position-embedding-type sets the one used here",
+            "write --position-embedding-type yarn.", ("rope", *OFF)),
+        **{flag: Answer("it is in fp32", "master weights and moments are in fp32. Remove it.", ("fp32", *OFF))
+           for flag in ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")},
         "--error-injection-rate": Answer(
             "errors are not injected", "errors are not injected. Remove it.", ("0", *OFF)),
         "--megatron-fsdp-main-params-dtype": Answer(

@@ -5,7 +5,7 @@ the plan.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -221,7 +221,10 @@ def optimizer_problems(config: RunConfig) -> list[str]:
 
 def _group_problems(config: RunConfig) -> Iterator[str]:
     """Parameter groups that do not fit the parameters of the model."""
-    layers = MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta")))
+    model = config.model
+    if model.vocab_size is None:         # the tokenizer is read later; names do not depend on it
+        model = replace(model, vocab_size=1)
+    layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
     specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))

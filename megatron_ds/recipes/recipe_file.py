@@ -1,7 +1,8 @@
-"""A recipe file → its trainings: a shell script, a YAML of Megatron, or a JSON of DeepSpeed.
+"""A recipe file → its trainings: a shell script, a YAML of Megatron or GPT-NeoX, or a JSON of DeepSpeed.
 
     train.sh    the training commands that it would start (`shell_script`)
-    *.yaml      `MODEL_ARGS` of Megatron's functional tests, or a file for Megatron's --yaml-cfg
+    *.yaml      `MODEL_ARGS` of Megatron's functional tests, a file for Megatron's --yaml-cfg, or a
+                configuration of GPT-NeoX
     *.json      a configuration of DeepSpeed
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.flags import spellings
+from ..config.neox_yaml import is_neox
 from ..config.unsupported import answer_to_flag
 from ..errors import ConfigError
 from .budget import LARGEST_YAML, MOST_LAUNCHES, text_of_file
@@ -110,9 +112,12 @@ def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
 
 def _of_yaml(path: Path, scope: Scope) -> list[Training]:
     from .bounded_yaml import load_yaml
-    root = load_yaml(text_of_file(path, LARGEST_YAML))
+    text = text_of_file(path, LARGEST_YAML)
+    root = load_yaml(text)
     if not isinstance(root, dict):
         raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
+    if is_neox(root):
+        return [Training("pretrain_gpt.py", ("--config", str(path)), files={str(path): text})]
     blocks = [value for name, value in root.items() if MODEL_ARGS.fullmatch(str(name))]
     if blocks:
         if len(blocks) > MOST_LAUNCHES:

@@ -1,8 +1,9 @@
 """A shell script → the training commands that it would start, and the files that it would write for them.
 
 Assignments, arrays, conditions, `case`, functions, here-documents and `sed` over templates are followed;
-commands are not run. A `for` is read once, with its first value; scripts that are sourced or started with
-`bash` are read, too, where they lie next to the script.
+commands are not run. A `for` is read with each of its values, the body of a `while` not at all. Scripts that
+are sourced or started with `bash` are read, too, where they lie next to the script or were written by it, and
+so is the text after `bash -c`.
 """
 
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .budget import MOST_LAUNCHES, MOST_WORDS, Budget, text_of_file, whole
+from .shell_loops import rounds
 from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, Statement, statements_of
 from .shell_tokens import ShellError
 from .shell_values import Scope, array_of, closed, fields_of, is_true, matches, opened, shown, value_of
@@ -53,9 +55,12 @@ class Script:
     functions: dict[str, tuple] = field(default_factory=dict)
     depth: int = 0
     read: int = 0
+    output: list[str] | None = None      # of the commands in a `$(…)` that is followed
+    is_silent: bool = True               # whether no other command was met in it
 
     def run(self, text: str) -> None:
         """Follow the statements of the text. Raises ShellError."""
+        self.scope.output_of = self._output_of
         self.scope.budget.spend(len(text))
         self._all(statements_of(text))
 
@@ -87,10 +92,10 @@ class Script:
                     if not condition or self._all(condition):
                         return self._all(body)
             case For(name, words, body):
-                values = [value for word in words for value in fields_of(word, self.scope)]
-                if name and values:
-                    self.scope.variables[name] = values[0]
-                if values:
+                for variable, value in rounds(name, words, self.scope):
+                    self.scope.budget.spend(len(value))
+                    if variable:
+                        self.scope.variables[variable] = value
                     self._all(body)
             case Case(word, branches):
                 self._case(value_of(word, self.scope), branches)
@@ -235,18 +240,39 @@ class Script:
                 self.copies |= {target} if self.is_copy(target) else set()
                 self.files[target] = edited(text, words, self.scope.budget)
             return None
+        if name == "echo" and (command.writes or self.output is not None):
+            text = " ".join(word for word in words[1:] if word not in ("-n", "-e"))
+            return self._write(command, text) if command.writes else self.output.append(text)
         if name == "echo":
-            return self._write(command, " ".join(words[1:])) if command.writes else None
+            return None
+        self.is_silent = False
+        if (inner := text_for_a_shell(words)) is not None:
+            return self._nested(inner)
         texts = [word for word in words if ".py" in word and re.search(r"\s--", word)]
         if texts:
             return self._nested(texts[0])
         script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
         if script is not None:
             return self._launch(words, script, command.line)
-        other = next((at for at, word in enumerate(words) if word.endswith(".sh")), None)
+        scripts = (at for at, word in enumerate(words) if word.endswith(".sh") or word in self.files)
+        other = next(scripts, None)
         if other is not None and (other == 0 or name in SHELLS):
             self._follow(words[other], words[other + 1:], keeps=name in ("source", "."))
         return None
+
+    def _output_of(self, text: str) -> str | None:
+        """What the commands of `$(text)` print, where all of them are `echo` or functions of it, or None."""
+        if self.depth >= DEEPEST or not text.strip():
+            return None
+        outer, variables = (self.output, self.is_silent), self.scope.variables
+        self.output, self.is_silent, self.scope.variables = [], True, dict(variables)     # of a subshell
+        self.depth += 1
+        try:
+            self._all(statements_of(text))
+            return "\n".join(self.output) if self.is_silent and self.output else None
+        finally:
+            self.depth -= 1
+            (self.output, self.is_silent), self.scope.variables = outer, variables
 
     def _nested(self, text: str) -> None:
         """A command in a string."""
@@ -263,10 +289,9 @@ class Script:
         self.scope.arguments = outer
 
     def _follow(self, name: str, arguments: Sequence[str], keeps: bool) -> None:
-        path = neighbour(self.folder, name)
-        if path is None or self.depth >= DEEPEST:
+        text = self.text_of(name)
+        if text is None or self.depth >= DEEPEST:
             return
-        text = text_of_file(path, errors="replace")
         self._inner(lambda: self.run(text), self.scope.arguments if keeps else arguments)
 
     def _launch(self, words: Sequence[str], at: int, line: int) -> None:
@@ -286,6 +311,8 @@ class Script:
             value = value if equals else launcher[number + 1] if number + 1 < len(launcher) else ""
             if word.startswith("-") and name.replace("_", "-") in COUNTS and whole(value) is not None:
                 counts[COUNTS[name.replace("_", "-")]] = whole(value)
+            if name == "include" and (devices := included_devices(value)):
+                return devices
         if "world" in counts:
             return counts["world"]
         if "per_node" in counts:
@@ -307,6 +334,22 @@ def neighbour(folder: Path, name: str) -> Path | None:
                 return path
         except (OSError, ValueError, RuntimeError):          # too long, with a zero byte, a loop of links
             continue
+    return None
+
+
+def included_devices(text: str) -> int | None:
+    """How many devices `--include` of DeepSpeed's launcher names: node1:0,1@node2:2,3 has four; None if a
+    node has no list.
+    """
+    nodes = [node.partition(":")[2] for node in text.split("@")]
+    return sum(len(node.split(",")) for node in nodes) if all(nodes) else None
+
+
+def text_for_a_shell(words: Sequence[str]) -> str | None:
+    """The text after `bash -c`, also where srun or a container starts the shell; None without one."""
+    for shell, flag, text in zip(words, words[1:], words[2:]):
+        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flag):
+            return text
     return None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .shell_tokens import ShellError, Token, tokens_of
 
 ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ";;", ")"}
+COUNTING = "(("                          # the name of a `for ((…))`, whose only word is the counting
 DEEPEST = 60                             # nested blocks of a script; more is not a recipe
 
 
@@ -50,7 +51,7 @@ class If:
 
 @dataclass(frozen=True)
 class For:
-    """name takes the values of the words; () for a `while`."""
+    """name takes the values of the words; () for a `while`. name is COUNTING for `for ((i=0; i<n; i++))`."""
 
     name: str
     words: tuple[str, ...]
@@ -171,8 +172,8 @@ class Parser:
 
     def _for(self) -> For:
         if (self._word() or "").startswith("(("):
+            name, words = COUNTING, [self._word()]
             self.at += 1
-            name, words = "", []
         else:
             name, words = self._word() or "", []
             self.at += 1

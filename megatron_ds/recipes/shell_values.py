@@ -39,13 +39,14 @@ def closed(text: str) -> str:
 @dataclass
 class Scope:
     """Variables of a script. arguments: of the script, $1 first; removed: names that it has unset; budget: of
-    the characters of all values.
+    the characters of all values; output_of: what commands would print, None if that is not known.
     """
 
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     removed: set[str] = field(default_factory=set)
     budget: Budget = field(default_factory=Budget)
+    output_of: Callable[[str], str | None] = lambda text: None        # of the commands in a `$(…)`
 
     def get(self, name: str) -> str | list[str] | None:
         """The value of a variable or an argument; None if it is not set."""
@@ -189,11 +190,14 @@ def _unbounded_expansion(text: str, at: int, scope: Scope) -> tuple[str | list[s
 
 
 def _command_value(text: str, scope: Scope) -> str:
-    """`$(…)`: known for the folder of the script, open otherwise."""
+    """`$(…)`: known for the folder of the script and for what `echo` prints, open otherwise."""
     words = text.strip("$()`").split()
     if words[:1] == ["basename"] and len(words) == 2:
         return value_of(words[1].strip('"'), scope).rpartition("/")[2]
-    return "." if words == ["pwd"] else opened(text)
+    if words == ["pwd"]:
+        return "."
+    printed = scope.output_of(text[2:-1] if text.startswith("$(") else text.strip("`"))
+    return opened(text) if printed is None else printed
 
 
 def _parameter(inner: str, scope: Scope) -> str | list[str]:

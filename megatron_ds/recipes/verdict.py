@@ -29,14 +29,17 @@ from ..config.flags import (
     spellings,
 )
 from ..config.messages import Rule
+from ..config.neox_yaml import is_neox, read_neox
 from ..config.parse import assembled, check
 from ..config.reading import Reading, attempt
 from ..errors import ConfigError
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
 from .recipe_file import Training
+from .shell_tokens import ShellError
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
+PATHS_OF_DATA = ("data.data_path", "data.train_data_path")
 # Possessive: no part is tried twice, so the time grows with the length alone.
 OPEN_VALUE = rf"{OPEN}[^{OPEN}{CLOSE}]*+{CLOSE}"
 OPEN_IN_JSON = (re.compile(rf'"[^"\n{OPEN}]*+(?:{OPEN_VALUE}[^"\n{OPEN}]*+)++"'), re.compile(OPEN_VALUE))
@@ -108,7 +111,7 @@ def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule
     line, verdicts, unread, words = _read_words(training)
     readings = []
     for name, text in training.files.items():
-        reading = _read_json(name, text, is_copy=name in training.copies)
+        reading = _read_file(name, text, is_copy=name in training.copies)
         readings.append(reading)
         verdicts += _of_json(reading)
     if ranks is None:                        # a script often states the processes of one of its nodes
@@ -175,6 +178,21 @@ def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandL
 
 
 # -------------------------------------------------------------------------------------------------- JSON
+def _read_file(name: str, text: str, is_copy: bool) -> Reading:
+    """The reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
+    from .bounded_yaml import load_yaml
+    try:
+        root = load_yaml(text) if name.endswith((".yml", ".yaml")) else None
+    except ShellError:
+        root = None
+    if not is_neox(root):
+        return _read_json(name, text, is_copy)
+    reading = read_neox(name.rpartition("/")[2], [root])
+    if not any(setting.path in PATHS_OF_DATA for setting in reading.settings):
+        reading.unread |= {*PATHS_OF_DATA, "data.tokenizer_type"}       # they are in another file of the run
+    return reading
+
+
 def _read_json(name: str, text: str, is_copy: bool) -> Reading:
     """The reading of a JSON whose open values, and names that sed would replace, are "auto". is_copy: the
     text is not the recipe's own; problems then show no text of its values.

@@ -155,18 +155,20 @@ def _names(entries: Sequence[Entry]) -> set[tuple[str, bool]]:
     return {(entry.name, entry.weight is not None) for entry in entries}
 
 
-def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
+def stop_reason(requests: Sequence[tuple[str | None, float | None, str | None]]) -> str:
     """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
-    requests: of each rank, the signal that it received and the time limit in minutes, where it has passed
+    requests: of each rank, the signal that it received, the time limit in minutes, where it has passed, and
+    the file that it found
     """
     received: dict[str, list[int]] = {}
-    for rank, (name, _) in enumerate(requests):
+    for rank, (name, _, _) in enumerate(requests):
         if name:
             received.setdefault(name, []).append(rank)
     reasons = [f"{_of_all(ranks, len(requests))}received {name}" for name, ranks in received.items()]
-    limits = sorted({minutes for _, minutes in requests if minutes is not None})
-    return ", ".join([*reasons, *(f"time limit of {minutes:g} min reached" for minutes in limits)])
+    limits = sorted({minutes for _, minutes, _ in requests if minutes is not None})
+    reasons += [f"time limit of {minutes:g} min reached" for minutes in limits]
+    return ", ".join([*reasons, *(f"found {path}" for _, _, path in requests if path)])
 
 
 def _of_all(ranks: Sequence[int], world: int) -> str:

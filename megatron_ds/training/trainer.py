@@ -21,6 +21,7 @@ from ..config.training_schedule import (
     make_weight_decay,
 )
 from ..data.batch import Batch
+from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
@@ -37,6 +38,9 @@ from .run_checkpoint import save_run
 from .state_statistics import memory_tags, optimizer_states, params_norm
 from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
+from .trigger_files import exit_file, take_save_file
+
+EVALUATED = "evaluated only"
 
 logger = logging.getLogger(__name__)
 STALLED = 0.1                              # fraction of a step that may be waiting for data without a warning
@@ -97,10 +101,12 @@ class Trainer:
         self.stop.defer()
         self.log.begin(first, self._total)
         try:
-            reason = self._loop()
+            if self._saves_besides(0) and self.progress.step == 0 and self.config.checkpoint.save:
+                self.save()
+            reason = EVALUATED if self.config.train.skip_train else self._loop()
             if self.config.checkpoint.save and self.saved_step != self.progress.step:
                 self.save()
-            if reason == "finished":
+            if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
         finally:
             self.log.close()
@@ -121,7 +127,8 @@ class Trainer:
                     return self._stop_reason()
             if _due(train.check_weight_hash_across_dp_replicas_interval, step):
                 check_replicas(self.engine.optimizer, self.engine.mesh, step)
-            if self.config.checkpoint.save and _due(self.config.checkpoint.save_interval, step):
+            if self.config.checkpoint.save and (_due(self.config.checkpoint.save_interval, step)
+                                                or self._saves_besides(step)):
                 self.save()
             if _due(train.exit_interval, step) and not self._is_finished():
                 return f"exit interval {train.exit_interval}"
@@ -131,7 +138,22 @@ class Trainer:
         return self.length.is_reached(self.progress)
 
     def _wants_to_stop(self) -> bool:
-        return bool(self.stop.received) or self._is_over_time()
+        return bool(self.stop.received) or self._is_over_time() or self._found_file() is not None
+
+    def _found_file(self) -> str | None:
+        """The file that asks for the end of the run, if rank 0 sees it."""
+        return exit_file(self.config.train) if self.engine.mesh.rank == 0 else None
+
+    def _saves_besides(self, step: int) -> bool:
+        """Whether the step is one of --extra-save-iters, or rank 0 found a file named `save`, which it
+        removes. Collective over the world at the steps of --log-interval, if --trigger-path is given.
+        """
+        if step in self.config.checkpoint.extra_save_iters:
+            return True
+        if not self.config.train.trigger_path or not _due(self.config.logging.log_interval, step):
+            return False
+        world = self.engine.mesh.group("world")
+        return on_one_rank(world, lambda: take_save_file(self.config.train))
 
     def _is_over_time(self) -> bool:
         minutes = self.config.train.exit_duration_in_mins
@@ -140,7 +162,8 @@ class Trainer:
     def _stop_reason(self) -> str:
         """Why a rank asked to stop. Collective over the world."""
         limit = self.config.train.exit_duration_in_mins if self._is_over_time() else None
-        return stop_reason(all_gather_object((self.stop.received, limit), self.engine.mesh.group("world")))
+        asked = (self.stop.received, limit, self._found_file())
+        return stop_reason(all_gather_object(asked, self.engine.mesh.group("world")))
 
     # ------------------------------------------------------------------ one step
     def _step(self) -> StepOutcome:

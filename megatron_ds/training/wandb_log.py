@@ -20,7 +20,8 @@ class WandbLog:
         try:
             self._run = import_module("wandb").init(
                 project=logging.wandb_project, name=logging.wandb_exp_name, entity=logging.wandb_entity,
-                dir=logging.wandb_save_dir, id=run_id, resume="allow", config=to_dict(config))
+                group=logging.wandb_group, dir=logging.wandb_save_dir, id=run_id, resume="allow",
+                config=to_dict(config))
         except Exception as error:                  # W&B's own errors have no common base with OSError
             raise ConfigError(f"--wandb-project: W&B cannot start a run: {error}. Run wandb login, or set "
                               "WANDB_MODE=offline.") from error

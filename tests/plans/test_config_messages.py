@@ -99,7 +99,7 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--zero-accumulate full --main-grads-dtype bf16"),
     (1, "--start-weight-decay 0"),
     (1, "--weight-decay-incr-style linear"),
-    (1, "--save-interval 10 --finetune"),
+    (1, "--save-interval 10 --exit-on-missing-checkpoint"),
     (1, "--recompute-num-layers 2"),
     (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
     (1, "--checkpoint-in-cpu --distribute-saved-activations --cpu-offloading-num-layers 2 --tiled-logits 4"),

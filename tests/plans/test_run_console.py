@@ -179,7 +179,7 @@ def test_a_terminal_that_is_closed_ends_no_run(tmp_path, terminal, monkeypatch):
      "rank 0 received SIGUSR1, rank 1 received SIGTERM, time limit of 0.05 min reached"),
 ])
 def test_the_reason_for_stopping_names_ranks_signals_and_the_limit(requests, words):
-    assert stop_reason(requests) == words
+    assert stop_reason([(*request, None) for request in requests]) == words
 
 
 def test_waiting_for_mock_data_is_not_blamed_on_a_disk():

@@ -1,9 +1,9 @@
 """Tokenizers that are read from files: `--tokenizer-model`, or `--vocab-file` and `--merge-file`.
 
-HuggingFaceTokenizer and SentencePieceTokenizer read one file. GPT2BPETokenizer reads `vocab.json` and
-`merges.txt` (Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909, algorithm 1).
-BertWordPiece… reads `vocab.txt` (Devlin et al. 2019, section 3; Wu et al. 2016, arXiv:1609.08144, section
-4.1): of a word, the longest token of the vocabulary from the left, repeatedly.
+HuggingFaceTokenizer, SentencePieceTokenizer and Llama2Tokenizer read one file. GPT2BPETokenizer reads
+`vocab.json` and `merges.txt` (Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909,
+algorithm 1). BertWordPiece… reads `vocab.txt` (Devlin et al. 2019, section 3; Wu et al. 2016,
+arXiv:1609.08144, section 4.1): of a word, the longest token of the vocabulary from the left, repeatedly.
 """
 
 import json
@@ -106,6 +106,26 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(map(int, ids)))
+
+
+@TOKENIZERS.register("Llama2Tokenizer")
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """A sentencepiece `.model` as Megatron's Llama2Tokenizer reads it: each text begins with BOS."""
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self._bos = self._processor.bos_id()
+        if self._bos < 0:
+            raise DataError(f"--tokenizer-model {path} has no begin of sentence token (bos_id is off), with "
+                            "which Llama2Tokenizer begins each text. Use SentencePieceTokenizer.")
+        model = self._processor.serialized_model_proto()
+        self.fingerprint = fingerprint_of("Llama2Tokenizer", model)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._bos, *super().encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[self._bos, *ids] for ids in super().encode_batch(texts)]
 
 
 def byte_level(model: "Model") -> "LibraryModel":

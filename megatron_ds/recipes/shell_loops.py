@@ -1,0 +1,36 @@
+"""The rounds of a `for` loop of a shell script: the values that its variable takes."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from .shell_syntax import COUNTING
+from .shell_values import Scope, arithmetic, fields_of
+
+MOST_ROUNDS = 100                        # of one loop; the rest is not read
+COUNTED = re.compile(r"\(\(\s*(\w+)\s*=\s*([^;]+);\s*\1\s*(<=?)\s*([^;]+);"
+                     r"\s*(?:\1\s*\+\+|\+\+\s*\1|\1\s*\+=\s*([^;]+?))\s*\)\)")
+
+
+def rounds(name: str, words: Sequence[str], scope: Scope) -> Iterator[tuple[str, str]]:
+    """(variable, value) of each round, at most MOST_ROUNDS. The variable is "" for a group in braces."""
+    if name == COUNTING:
+        yield from _counted(words[0], scope)
+        return
+    values = [value for word in words for value in fields_of(word, scope)]
+    for value in values[:MOST_ROUNDS]:
+        yield name, value
+
+
+def _counted(text: str, scope: Scope) -> Iterator[tuple[str, str]]:
+    """The rounds of `((i=first; i<end; i++))`; none if a number is not known, or for another form."""
+    match = COUNTED.fullmatch(text)
+    if match is None:
+        return
+    name, first, relation, end, step = match.groups()
+    numbers = [arithmetic(part, scope) for part in (first, end, step or "1")]
+    if not all(re.fullmatch(r"-?[0-9]+", number) for number in numbers):
+        return
+    begin, bound, by = map(int, numbers)
+    counted = range(begin, bound + (relation == "<="), by) if by > 0 else ()
+    for value in counted[:MOST_ROUNDS]:
+        yield name, str(value)
