@@ -32,7 +32,9 @@ from ..launch_env import rank_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
+from ..mpu.agreement import require_agreement
 from ..mpu.collectives import all_gather_object
+from ..mpu.group import Group
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
@@ -42,6 +44,7 @@ from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..ramps import Progress
 from .build import Engine, build_engine
+from .data_facts import data_facts
 from .distributed import joined
 from .foreign_start import foreign_defaults, load_foreign, read_foreign
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
@@ -120,6 +123,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
         config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
         description = describe_run(config, as_given, tokenizer, start.run_id)
+        _require_same_data(config, description["identity"], world)
         if start.step is not None:
             on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
         foreign = on_all_ranks(world, lambda: read_foreign(config, start.foreign))
@@ -145,6 +149,13 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             logger.info("the last checkpoint is %s", path)
     was_complete = progress.step and make_length(config).is_reached(progress)
     return _nothing_to_do(config, progress) if was_complete else reason
+
+
+def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> None:
+    """Raises ConfigError on all ranks when their corpora or tokenizers differ. Collective over the world."""
+    require_agreement(world, lambda: data_facts(config, identity),
+                      "the ranks of this job have different data",
+                      "They would train on samples of both. Copy the same files to all machines.")
 
 
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
