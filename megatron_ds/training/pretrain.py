@@ -20,6 +20,7 @@ import torch
 
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
+from ..checkpoint.lock import SaveLock
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
@@ -118,7 +119,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     world, checkpoint = mesh.group("world"), as_given.checkpoint
     _leave_if_stopped(stop, mesh)
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
-    with save_folder(checkpoint, world):
+    with save_folder(checkpoint, world) as lock:
         start = find_start(checkpoint, world)
         as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
         config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
@@ -138,6 +139,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             engine, foreign, all_pieces(engine))
         _leave_if_stopped(stop, mesh)
         if checkpoint.save:
+            on_one_rank(world, lambda: _stop_when_lost(lock, stop))
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
             description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
@@ -145,6 +147,8 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         on_one_rank(world, lambda: logs.append(open_log(config, progress, start.run_id)))
         trainer = Trainer(engine, loaders, logs[0] if logs else Log(), progress, description, started, stop)
         reason = trainer.run()
+        if checkpoint.save:
+            on_one_rank(world, lambda: lock.check())
         if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
             logger.info("the last checkpoint is %s", path)
     was_complete = progress.step and make_length(config).is_reached(progress)
@@ -156,6 +160,13 @@ def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> No
     require_agreement(world, lambda: data_facts(config, identity),
                       "the ranks of this job have different data",
                       "They would train on samples of both. Copy the same files to all machines.")
+
+
+def _stop_when_lost(lock: SaveLock, stop: StopRequest) -> None:
+    """On rank 0. A run that has lost its save folder stops at the next step; its last save raises the error.
+    """
+    lock.on_lost = lambda: stop.request("the news that another job has taken over the save folder")
+    lock.check()
 
 
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
