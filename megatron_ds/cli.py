@@ -194,6 +194,10 @@ class StopRequest:
         """From this call on, a signal only sets `received`; it does not raise."""
         self._is_deferred = True
 
+    def request(self, what: str) -> None:
+        """Stop the run as a signal does, for another reason; `what` follows "received" in messages."""
+        self.received = self.received or what
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
         if number == signal.SIGINT:      # the next Ctrl-C is not handled here

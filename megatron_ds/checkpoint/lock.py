@@ -10,8 +10,9 @@ after their parent was killed.) While the lock is held, a thread renews the file
     same machine       at once, if no process has that pid and start time; never while such a process exists
     another machine    if the beat did not change for STALE seconds by the local clock; clocks need not agree
 
-A process that was suspended and lost its lock finds another token in the file and publishes nothing
-(`SaveLock.check`).
+A process that was suspended and lost its lock finds another token in the file, or, where the other job has
+ended, no file. Either way the lock is lost: it is never created a second time, and the process publishes
+nothing (`SaveLock.check`).
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from .folder import read_regular
+from .known_saves import KnownSaves
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ LOCK = ".lock"
 BEAT = 10.0        # seconds between two renewals
 STALE = 60.0       # seconds without a renewal after which a process on another machine counts as ended
 OLD = 10           # a beat older than OLD * STALE by the file server's clock is stale at once
+ABSENT = 1.0       # seconds for which a lock is missing before it is lost: `_remove` renames it for a moment
 HIDDEN = -1        # "start time" of a process that /proc does not show to this user
 JOB_VARIABLES = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job", "JOB_ID": "job"}
 
@@ -73,13 +76,18 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
 
 
 class SaveLock:
-    """The lock of one folder, in the process of rank 0. beat, stale: as BEAT and STALE."""
+    """The lock of one folder, in the process of rank 0. beat, stale: as BEAT and STALE.
+
+    saves     the checkpoints that the holder knows
+    on_lost   is called once, from another thread or from `check`, when the lock was lost
+    """
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
         self.folder, self.path, self.mine = folder, folder / LOCK, this_process()
+        self.saves, self.on_lost = KnownSaves(), lambda: None
         self._beat, self._stale = beat, stale
         self._seen: tuple[tuple, float] | None = None       # ((owner, beat), when they were first read)
-        self._lost: Owner | None = None
+        self._lost = ""                                     # how the lock was lost
         self._warned = False
         self._stop, self._renewing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._renew_regularly, daemon=True, name="save folder lock")
@@ -116,16 +124,26 @@ class SaveLock:
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
             self._remove(owner)
+        self.saves.look(self.folder)
         self._thread.start()
         return None
 
     def check(self) -> None:
-        """Renew the lock. Raises CheckpointError when another process has taken it over."""
+        """Renew the lock, and create the folder again if it was removed.
+
+        Raises CheckpointError when the lock was lost, or another job has saved there.
+        """
+        with self._renewing:
+            if not self.folder.is_dir():
+                self._warn_of_removal()
+                self.folder.mkdir(parents=True)
+                self._create()
         self._renew()
         if self._lost:
-            raise CheckpointError(f"the folder was taken over by {self._lost}, while this process "
-                                  f"({self.mine}) was suspended or cut off from the file system. Nothing "
-                                  "more is written there. Stop one of the two jobs.")
+            raise CheckpointError(f"{self._lost}, while this process ({self.mine}) was suspended or cut off "
+                                  "from the file system. Nothing more is written there. Stop one of the two "
+                                  "jobs if both run, and continue from the newest checkpoint with --load.")
+        self.saves.check(self.folder)
 
     def release(self) -> None:
         """Stop renewing, and remove the file if this lock owns it, which it need not."""
@@ -157,10 +175,17 @@ class SaveLock:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
             if (found := _read(aside)) and found[0] != owner:
-                with contextlib.suppress(OSError):          # else its owner creates it again at its next beat
-                    os.link(aside, self.path)
+                self._put_back(aside)
             aside.unlink()
         self._seen = None
+
+    def _put_back(self, aside: Path) -> None:
+        try:
+            os.link(aside, self.path)
+        except FileExistsError:
+            pass
+        except OSError:                                     # a file system without links
+            _write_new(self.path, read_regular(aside).decode())
 
     def _now(self) -> int:
         """The file server's clock, which stamps the files of this folder, in ns."""
@@ -179,19 +204,41 @@ class SaveLock:
 
     def _renew(self) -> None:
         with self._renewing:
-            if not self.folder.is_dir():
-                if not self._warned:
-                    logger.warning("%s was removed while this run saves there: its checkpoints and metrics "
-                                   "are lost. The next save creates the folder again.", self.folder)
-                self._warned = True
+            if self._lost:
                 return
-            if not (found := _read(self.path)):
-                self._create()
-                found = _read(self.path)
+            if not self.folder.is_dir():
+                self._warn_of_removal()
+                return
+            found = self._found()
             if found and found[0] == self.mine:
                 os.utime(self.path)
-            elif found and found[0]:
-                self._lost = found[0]
+            elif not found and not self.folder.is_dir():
+                self._warn_of_removal()
+            elif not found:
+                self._lose(f"the lock of {self.folder} was removed, or another job took it over and has "
+                           "ended")
+            elif found[0]:
+                self._lose(f"{self.folder} was taken over by {found[0]}")
+
+    def _found(self) -> tuple[Owner | None, int] | None:
+        """As `_read`; a lock that is missing is looked for again after a moment."""
+        found = _read(self.path)
+        if not found:
+            time.sleep(min(ABSENT, self._beat))
+            with contextlib.suppress(FileNotFoundError):
+                os.listdir(self.folder)                     # NFS may remember that a file was missing
+            found = _read(self.path)
+        return found
+
+    def _lose(self, how: str) -> None:
+        self._lost = how
+        self.on_lost()
+
+    def _warn_of_removal(self) -> None:
+        if not self._warned:
+            logger.warning("%s was removed while this run saves there: its checkpoints and metrics are lost. "
+                           "The next save creates the folder again.", self.folder)
+        self._warned = True
 
 
 def _read(path: Path) -> tuple[Owner | None, int] | None:

@@ -62,6 +62,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
             write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
             lock.check()
             folders.publish(folder, step, writing)
+            lock.saves.look(folder)
             prune(folder, step, limit, retain)
 
         begun = gather_from_all_ranks(world, prepare, **failing)

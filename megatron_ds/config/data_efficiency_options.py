@@ -54,7 +54,7 @@ class CurriculumConfig:
         help="Easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" "
              "inside, as JSON text. Easier to write in a DeepSpeed JSON.",
         avoid="It needs an analysis by megatron-ds analyze.")
-    curriculum_cluster_path: str | None = option(None,
+    curriculum_cluster_path: str | None = option(None, per_host=True,
         help="Directory for the samples that several metrics admit. Default: --data-cache-path, or next to "
              "the first index.")
     data_efficiency_seed: int = option(

@@ -15,18 +15,19 @@ class DataConfig:
     list the paths.
     """
 
-    data_path: tuple[str, ...] = option((),
+    data_path: tuple[str, ...] = option((), per_host=True,
         help="Prefix of the .bin/.idx pair; or several prefixes, all or none of them preceded by a weight.")
     split: str | None = option(
         None, strip="'\" ",
         help=f"Proportions of --data-path for training, validation and test. Default: {DEFAULT_SPLIT}.")
-    train_data_path: tuple[str, ...] = option((), help="Like --data-path, for training only.")
-    valid_data_path: tuple[str, ...] = option((), help="Like --data-path, for validation only.")
-    test_data_path: tuple[str, ...] = option((), help="Like --data-path, for testing only.")
+    train_data_path: tuple[str, ...] = option((), per_host=True, help="Like --data-path, for training only.")
+    valid_data_path: tuple[str, ...] = option((), per_host=True,
+        help="Like --data-path, for validation only.")
+    test_data_path: tuple[str, ...] = option((), per_host=True, help="Like --data-path, for testing only.")
     data_args_path: str | None = option(
-        None, help="File with the words of --data-path, separated by spaces or line breaks.",
+        None, per_host=True, help="File with the words of --data-path, separated by spaces or line breaks.",
         avoid="For a few corpora --data-path is simpler.")
-    per_split_data_args_path: str | None = option(None,
+    per_split_data_args_path: str | None = option(None, per_host=True,
         help="JSON file with such words for each split: {\"train\": [...], \"valid\": [...], \"test\": "
              "[...]}.")
     blend_weights: str = option("samples", choices=("samples", "epochs"),
@@ -39,16 +40,19 @@ class DataConfig:
              "options of a recipe.",
         avoid="The loss has no meaning.")
     data_cache_path: str | None = option(
-        None, help="Directory for the index maps. Default: next to the data.",
+        None, per_host=True, help="Directory for the index maps. Default: next to the data.",
         avoid="Only needed if the data are on a read-only disk.")
     tokenizer_type: str | None = option(
         None, values=dict.fromkeys(HF_TOKENIZERS, "HuggingFaceTokenizer"),
         help="Name of a registered tokenizer, the one that the corpus was tokenized with.")
     vocab_file: str | None = option(
-        None, help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.")
-    merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
+        None, per_host=True,
+        help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.")
+    merge_file: str | None = option(None, per_host=True, flags=["--merges-file"],
+        help="merges.txt of GPT2BPETokenizer.")
     tokenizer_model: str | None = option(
-        None, help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.")
+        None, per_host=True,
+        help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.")
     eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")
     reset_position_ids: bool = option(
         False, help="Count positions from the beginning of each document in a sample.")
@@ -81,7 +85,8 @@ class DataConfig:
         help="Which ranks of a tensor-parallel group read the data: all, or only the first, which sends the "
              "batches to the others.",
         avoid="first takes time; it is for disks that all ranks would overload.")
-    num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0: none.")
+    num_workers: int = option(2, per_host=True, at_least=0,
+        help="Threads that prepare batches ahead; 0: none.")
 
     @property
     def splits(self) -> str:

@@ -50,6 +50,8 @@ class Option:
     unit       of its values, for help and placeholders
     at_least, above, at_most, below   the range of valid values
     least      what the value `at_least` means, for messages: "which is no limit"
+    per_host   ranks may have different values: a path of one machine, or a setting that changes neither
+               numbers nor communication; all other options are compared between ranks (compared_values.py)
     """
 
     default: Any
@@ -74,6 +76,7 @@ class Option:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    per_host: bool = False
     section: str = ""
     name: str = ""
     kind: type = str

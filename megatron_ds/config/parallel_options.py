@@ -84,7 +84,7 @@ class ParallelConfig:
              "of a layer is its FLOPs, its parameters, 1 for each decoder layer (uniform), or its time "
              "measured at startup (measured, which also measures transfers for zb-auto).",
         avoid="measured takes seconds at startup, and the assignment depends on the machine.")
-    pipeline_costs_path: str | None = option(None,
+    pipeline_costs_path: str | None = option(None, per_host=True,
         help="File of measured times (--pipeline-cut measured): read if it matches this run, else written.")
     pipeline_memory_limit: int | None = option(None, at_least=1, unit="micro-batches",
         help="Number of micro-batches whose activations zb-auto may keep on a rank. Default: the pipeline "
@@ -201,22 +201,24 @@ class ZeroConfig:
         help="Where each rank's shard of the weights is kept (stage 3). Layers are copied to the device "
              "when they are used.")
     offload_nvme_path: str | None = option(
-        None, flags=["--nvme-path"], json="zero_optimization.offload_optimizer.nvme_path",
+        None, per_host=True, flags=["--nvme-path"], json="zero_optimization.offload_optimizer.nvme_path",
         help="Folder on a local disk for the scratch file of offloaded state. The file is deleted however "
              "the run ends.")
-    offload_param_nvme_path: str | None = option(None, json="zero_optimization.offload_param.nvme_path",
+    offload_param_nvme_path: str | None = option(None, per_host=True,
+        json="zero_optimization.offload_param.nvme_path",
         help="Folder for the scratch file of offloaded weights. Default: --offload-nvme-path.")
     sub_group_size: int = option(4 * 2**20, at_least=2048, json="zero_optimization.sub_group_size",
         unit="elements", help="Offloaded state is processed in groups of about this many elements.",
         avoid="With a disk, three groups are in memory at a time, at 12 to 16 bytes per element.")
-    nvme_io: str = option("auto", choices=("auto", "io_uring", "threads"),
+    nvme_io: str = option("auto", per_host=True, choices=("auto", "io_uring", "threads"),
         help="How the scratch file is read and written. auto: io_uring if the system allows it, else "
              "threads.")
-    nvme_block_size: int = option(2**20, at_least=4096, json="aio.block_size", unit="bytes",
+    nvme_block_size: int = option(2**20, per_host=True, at_least=4096, json="aio.block_size", unit="bytes",
         help="Size of the blocks that are read and written.")
     nvme_queue_depth: int = option(
-        32, at_least=1, json="aio.queue_depth", help="Blocks in flight at a time (--nvme-io io_uring).")
-    nvme_threads: int = option(4, at_least=1, json="aio.intra_op_parallelism",
+        32, per_host=True, at_least=1, json="aio.queue_depth",
+        help="Blocks in flight at a time (--nvme-io io_uring).")
+    nvme_threads: int = option(4, per_host=True, at_least=1, json="aio.intra_op_parallelism",
         help="Number of threads that read and write (--nvme-io threads).")
 
     @property

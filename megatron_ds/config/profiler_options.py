@@ -20,7 +20,8 @@ class ProfilerConfig:
         True, json="flops_profiler.detailed",
         help="A row for each layer; off: for each kind of layers.")
     flops_profiler_output_file: str | None = option(
-        None, json="flops_profiler.output_file", help="Write the profile to this file, not to the log.")
+        None, per_host=True, json="flops_profiler.output_file",
+        help="Write the profile to this file, not to the log.")
     grad_noise_scale: bool = option(
         False,
         help="Log the gradient noise scale, in samples: about the batch size from which a larger one saves "
@@ -41,5 +42,5 @@ class ProfilerConfig:
         5, json="autotuning.end_profile_step", at_least=0, unit="steps",
         help="The run ends after one more step than this.")
     autotuning_metric_path: str | None = option(
-        None, json="autotuning.metric_path",
+        None, per_host=True, json="autotuning.metric_path",
         help="File for the measured numbers. Default: autotuning_metric.json in the current folder.")

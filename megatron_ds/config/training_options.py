@@ -325,18 +325,19 @@ class LoggingConfig:
     log_interval: int = option(
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
-        None, help="Directory for TensorBoard events. Default: none are written.")
-    csv_monitor_dir: str | None = option(None,
+        None, per_host=True, help="Directory for TensorBoard events. Default: none are written.")
+    csv_monitor_dir: str | None = option(None, per_host=True,
         help="Directory for CSV files, one for each logged value. Default: none are written.")
-    wandb_project: str | None = option(None, json="wandb.project",
+    wandb_project: str | None = option(None, per_host=True, json="wandb.project",
         help="Project of Weights & Biases, which then receives the values of TensorBoard. Needs the package "
              "wandb.")
-    wandb_exp_name: str | None = option(None, help="Name of the run in --wandb-project.")
-    wandb_entity: str | None = option(None, json="wandb.team", help="Team or user of --wandb-project.")
-    wandb_group: str | None = option(None, json="wandb.group", flags=["--wandb-group-name"],
+    wandb_exp_name: str | None = option(None, per_host=True, help="Name of the run in --wandb-project.")
+    wandb_entity: str | None = option(None, per_host=True, json="wandb.team",
+        help="Team or user of --wandb-project.")
+    wandb_group: str | None = option(None, per_host=True, json="wandb.group", flags=["--wandb-group-name"],
         help="Group of the run in --wandb-project.")
-    wandb_save_dir: str | None = option(None, help="Folder for the files of W&B.")
-    metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
+    wandb_save_dir: str | None = option(None, per_host=True, help="Folder for the files of W&B.")
+    metrics_path: str | None = option(None, per_host=True, flags=["--metrics-jsonl"],
         help="File to which the record of each log line is appended as JSON. Default: metrics.jsonl in the "
              "--save directory, if there is one.")
     log_params_norm: bool = option(
@@ -364,7 +365,8 @@ class LoggingConfig:
         help="Which times of --timing-log-level are printed: the largest of all ranks, the smallest and the "
              "largest, or those of all ranks.")
     progress_bar: bool = option(
-        True, help="Show a progress bar while stdout is a terminal. Log files never contain one.",
+        True, per_host=True,
+        help="Show a progress bar while stdout is a terminal. Log files never contain one.",
         avoid="Turn it off where a recording of the terminal must hold plain lines.")
     trace: str | None = option(None,
         help="Directory for timelines of the pipeline's instructions, one file per pipeline rank, for "
@@ -380,13 +382,14 @@ class PlanConfig:
     """`--dry-run` needs no GPU, no other process and no data, and writes nothing."""
 
     dry_run: str = option(
-        "off", choices=("off", "cuda", "cpu"), alone="cuda", switches={"--no-dry-run": "off"},
+        "off", per_host=True, choices=("off", "cuda", "cpu"), alone="cuda", switches={"--no-dry-run": "off"},
         help="Print the plan and exit: layout, schedule, memory and traffic of a rank, FLOPs; or the errors "
              "of a launch. cuda, cpu: the kind of device to plan for. The flag without a value means cuda.")
     world_size: int | None = option(None, at_least=1, unit="ranks",
         help="Number of ranks to plan for (--dry-run only). Default: the launcher's, else 1.",
         avoid="In real runs the launcher sets it.")
-    rank: int = option(0, at_least=0, help="The rank whose memory and traffic are printed (--dry-run only).",
+    rank: int = option(0, per_host=True, at_least=0,
+        help="The rank whose memory and traffic are printed (--dry-run only).",
         avoid="In real runs the launcher sets it.")
 
     @property

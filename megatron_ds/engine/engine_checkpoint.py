@@ -30,6 +30,7 @@ from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import on_one_rank
 from ..mpu.param_spec import ParamSpec
 from ..mpu.parameter_piece import ParameterPiece
+from . import known_tags
 from .deepspeed_loading import client_state, deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
 from .engine_status import EngineStatus
@@ -54,7 +55,7 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     # A vacant place, and what is saved besides the optimizer's pieces.
     tag, tagged = None if tag is None else str(tag), tag is not None
     folder, pointer = folder_of(save_dir, tag), Path(save_dir) / LATEST
-    on_one_rank(engine.world.world, lambda: _check_vacant(folder))
+    on_one_rank(engine.world.world, lambda: _check_may_save(engine, Path(save_dir), folder))
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
@@ -67,6 +68,7 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     def point() -> None:
         if tagged or pointer.exists():
             write_durably(pointer, tag or "")
+        known_tags.look(engine, Path(save_dir), folder)
 
     on_one_rank(engine.world.world, point)
     return path
@@ -105,6 +107,7 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
             return None
         run = read_run(folder, step)
         _check(engine, folder, run, with_optimizer)
+        known_tags.look(engine, Path(load_dir), folder_of(load_dir, last_tag(load_dir)))
         return str(folder), step, run
 
     found = on_one_rank(world, look)
@@ -159,6 +162,12 @@ def _check(engine: EngineStatus, folder: Path, run: Mapping[str, Any], with_opti
         raise CheckpointError(f"{folder} has the state of the optimizer {theirs['optimizer']}, which "
                               f"{ours['optimizer']} cannot use. Load the weights alone, with "
                               "load_optimizer_states=False.")
+
+
+def _check_may_save(engine: EngineStatus, directory: Path, folder: Path) -> None:
+    """Raises CheckpointError when another program has saved there. folder: of the tag."""
+    _check_vacant(folder)
+    known_tags.check(engine, directory, folder_of(directory, last_tag(directory)))
 
 
 def _check_vacant(folder: Path) -> None:

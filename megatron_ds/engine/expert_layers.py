@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..moe.layer import MoE, Place
 from ..mpu.agree import on_all_ranks
+from ..mpu.agreement import require_agreement
 from ..mpu.collectives import all_gather_object, broadcast_
 from ..mpu.external_groups import DataParallelWorld
 from ..mpu.grid import divisors
@@ -30,6 +31,8 @@ def with_expert_ranks(module: nn.Module, world: DataParallelWorld) -> DataParall
     Collective over all ranks. Raises ConfigError, on all ranks, for sizes that the ranks do not allow.
     """
     size = on_all_ranks(world.world, lambda: _ep_size(module, world))
+    require_agreement(world.world, lambda: {"ep_size of the MoE layers": (size, "")},
+                      "the ranks gave initialize different modules", "Make the same module on every rank.")
     return world if size == 1 or world.expert is not None else world.with_experts(size)
 
 

@@ -41,6 +41,7 @@ from .json_settings import Sources, block_of, config_of, fill_autos, read_settin
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
+from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers
 from .zero_init import Partition, move_into, partitions_of, zeros
 
@@ -109,7 +110,9 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     trained = _Trained(optimizer, model_parameters, decay)
     ready = on_all_ranks(world.world, lambda: _prepare(
         config, Sources(args, model, world.data.size, _samples(training_data)), world, trained, draw))
+    require_same_settings(ready.settings, world)
     agree(model, world)
+    require_same_groups(ready.inner.groups, world)
     # The engine, then what a program may leave out: scheduler and loader.
     engine = _build_engine(model, world, ready, draw or zeros)
     if world.rank == 0 and (accepted := report_without_effect(ready.settings)):

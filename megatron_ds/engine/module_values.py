@@ -96,10 +96,11 @@ def _values(module: nn.Module, world: DataParallelWorld) -> Iterator[tuple[str, 
 
 
 def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
-    """Raises ConfigError on all data-parallel ranks unless names, shapes, marks and specs are the same."""
+    """Raises ConfigError on all data-parallel ranks unless names, shapes, types and specs are the same."""
     here: dict[bool, dict[str, tuple]] = {False: {}, True: {}}
     for name, p in module.named_parameters():
-        here[is_expert(p) and world.expert is not None][name] = (tuple(p.shape), p.requires_grad, p.spec.name)
+        here[is_expert(p) and world.expert is not None][name] = (
+            tuple(p.shape), p.requires_grad, p.spec.name, str(p.dtype).removeprefix("torch."))
     digest = lambda found: hashlib.sha256(repr(found).encode()).hexdigest()
     digests = all_gather_object((world.expert_part, digest(here[False]), digest(here[True])), world.data)
     parts, experts = {part for part, _, _ in digests}, {(part, found) for part, _, found in digests}
@@ -126,9 +127,9 @@ def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
 def _shown(fact: tuple | None) -> str:
     if fact is None:
         return "missing"
-    (shape, trained, spec_name), expert, _ = fact
+    (shape, trained, spec_name, dtype), expert, _ = fact
     kind, frozen = "an expert " if expert else "", "" if trained else ", frozen"
-    return f"{kind}of shape {list(shape)}{frozen} (spec {spec_name})"
+    return f"{kind}of shape {list(shape)} in {dtype}{frozen} (spec {spec_name})"
 
 
 def _report_changes(changed: list[str], kept: int, data: Group) -> None:

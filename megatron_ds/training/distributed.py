@@ -8,20 +8,26 @@ from functools import partial
 import torch
 
 from ..config import RunConfig
+from ..config.compared_values import compared_values
 from ..host.allocator import set_allocator
 from ..mpu import launch as launching
+from ..mpu.agreement import require_agreement
 from ..mpu.launch import Launch, connect_torch
 from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
 from ..planning.run_model import DTYPES, boundary_shape
 
 LARGE_HIDDEN_BYTES = 16 << 20
+RANKS_DIFFER = "the ranks of this job were not started alike"
+START_ALIKE = ("Such a run trains neither of the two. Start all ranks with the same command, configuration "
+               "files, environment and installation.")
 
 
 @contextmanager
 def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     """Initialize the process group, yield this rank's mesh, which `mpu` has too, and close both.
 
-    Collective over the world. Raises CommunicationError when others do not connect within the timeout.
+    Collective over the world. Raises CommunicationError when others do not connect within the timeout, and
+    ConfigError when the ranks have different options, versions or variables of the environment.
     """
     if not torch.cuda.is_available():
         set_allocator(keep_freed=not is_memory_scarce(config))
@@ -30,6 +36,9 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     device = launching.start(launch, timeout)
     try:
         mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
+        # First of all: ranks with other options would make other groups, and wait for each other.
+        facts = lambda: compared_values(config) | {"the kind of device": (device.type, "")}
+        require_agreement(mesh.group("world"), facts, RANKS_DIFFER, START_ALIKE)
         mesh.connect(GETTER_GROUPS)
         set_mesh(mesh)
         yield mesh

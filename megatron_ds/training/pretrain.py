@@ -20,6 +20,7 @@ import torch
 
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
+from ..checkpoint.lock import SaveLock
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
@@ -32,7 +33,9 @@ from ..launch_env import rank_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
+from ..mpu.agreement import require_agreement
 from ..mpu.collectives import all_gather_object
+from ..mpu.group import Group
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
@@ -42,6 +45,7 @@ from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..ramps import Progress
 from .build import Engine, build_engine
+from .data_facts import data_facts
 from .distributed import joined
 from .foreign_start import foreign_defaults, load_foreign, read_foreign
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
@@ -115,11 +119,12 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     world, checkpoint = mesh.group("world"), as_given.checkpoint
     _leave_if_stopped(stop, mesh)
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
-    with save_folder(checkpoint, world):
+    with save_folder(checkpoint, world) as lock:
         start = find_start(checkpoint, world)
         as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
         config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
         description = describe_run(config, as_given, tokenizer, start.run_id)
+        _require_same_data(config, description["identity"], world)
         if start.step is not None:
             on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
         foreign = on_all_ranks(world, lambda: read_foreign(config, start.foreign))
@@ -134,6 +139,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             engine, foreign, all_pieces(engine))
         _leave_if_stopped(stop, mesh)
         if checkpoint.save:
+            on_one_rank(world, lambda: _stop_when_lost(lock, stop))
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
             description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
@@ -141,10 +147,26 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         on_one_rank(world, lambda: logs.append(open_log(config, progress, start.run_id)))
         trainer = Trainer(engine, loaders, logs[0] if logs else Log(), progress, description, started, stop)
         reason = trainer.run()
+        if checkpoint.save:
+            on_one_rank(world, lambda: lock.check())
         if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
             logger.info("the last checkpoint is %s", path)
     was_complete = progress.step and make_length(config).is_reached(progress)
     return _nothing_to_do(config, progress) if was_complete else reason
+
+
+def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> None:
+    """Raises ConfigError on all ranks when their corpora or tokenizers differ. Collective over the world."""
+    require_agreement(world, lambda: data_facts(config, identity),
+                      "the ranks of this job have different data",
+                      "They would train on samples of both. Copy the same files to all machines.")
+
+
+def _stop_when_lost(lock: SaveLock, stop: StopRequest) -> None:
+    """On rank 0. A run that has lost its save folder stops at the next step; its last save raises the error.
+    """
+    lock.on_lost = lambda: stop.request("the news that another job has taken over the save folder")
+    lock.check()
 
 
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:

@@ -1,0 +1,60 @@
+"""Values that all ranks of a job must share: options, versions, variables of the environment.
+
+Every option is compared, except those that are declared with `per_host=True`: paths of one machine, and
+settings that change neither numbers nor communication. Contents behind such paths are compared elsewhere
+(training/data_facts.py).
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+from ..version import __version__
+from .option import Option
+from .run import RunConfig, all_options
+
+PACKAGES = ("torch", "numpy")           # their versions decide numbers: kernels, shuffles
+ENVIRONMENT = (                         # variables that change the precision or the order of operations
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_DEFAULT_FPMATH_MODE", "MEGATRON_DS_HIP_KERNELS",
+    "MKL_CBWR", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+
+def compared_values(config: RunConfig, name_of: Callable[[Option], str] = lambda option: option.flag,
+                    env: Mapping[str, str] = os.environ) -> dict[str, tuple[Any, str]]:
+    """name → (value, source) of everything that ranks compare before they build anything.
+
+    name_of: the name of an option in messages
+    """
+    options = {name_of(option): (config.get(path), config.source(path))
+               for path, option in all_options().items() if not option.per_host}
+    size = {"the world size": (config.world_size, "")}
+    variables = {name: (env.get(name, "not set"), "the environment") for name in ENVIRONMENT}
+    return {**size, **options, **_versions(), **variables}
+
+
+def _versions() -> dict[str, tuple[str, str]]:
+    """Versions of this package and of those that compute; a package of the same version may be edited."""
+    found = {"the version of megatron_ds": (__version__, ""),
+             "the hash of megatron_ds's source files": (_hash_of_source(Path(__file__).parents[1]), "")}
+    for name in PACKAGES:
+        try:
+            found[f"the version of {name}"] = (version_of(name), "")
+        except PackageNotFoundError:
+            found[f"the version of {name}"] = ("unknown", "")
+    return found
+
+
+@cache
+def _hash_of_source(package: Path) -> str:
+    """A hash of names and contents of all Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package)} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,107 @@
+"""`require_agreement`: an error on all ranks when a value that must be equal differs between ranks.
+
+    facts = {"--lr": (0.001, "gpt.yaml:3"), "torch version": ("2.13.0", ""), …}   # (value, source) here
+    require_agreement(world, lambda: facts, "the ranks of this job differ", "Start all ranks with …")
+
+Equal ranks exchange one hash each. Only when hashes differ do two ranks show their values: the lowest rank
+of the largest set of equal ranks, and the lowest rank outside of that set.
+"""
+
+import hashlib
+import json
+import platform
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+from .agree import gather_from_all_ranks
+from .collectives import all_gather_object
+from .group import Group
+
+MOST_NAMED = 3          # differences in the message
+MOST_CHARACTERS = 200   # of a value in the message
+MISSING = "absent"      # value in the message of a name that one rank does not have
+
+
+Facts = Mapping[str, tuple[Any, str]]
+"""name → (value of types that JSON has, its source for the message or "")"""
+
+
+def require_agreement(world: Group, read: Callable[[], Facts], problem: str, advice: str) -> None:
+    """Raise the same ConfigError on all ranks unless their facts are equal. Collective over `world`.
+
+    read: returns the facts of this rank; not called where there is one rank. An error of it is raised on all
+    ranks. The message begins with `problem`, names the first differences with both values, hosts and ranks,
+    and ends with `advice`.
+    """
+    if world.size == 1:
+        return
+    facts: dict[str, tuple[Any, str]] = {}
+
+    def read_and_hash() -> str:
+        facts.update(read())
+        return _hash_of(facts)
+
+    hashes = gather_from_all_ranks(world, read_and_hash)
+    if len(set(hashes)) == 1:
+        return
+    # Two ranks send their facts; those of all ranks could be gigabytes.
+    one, other = _two_that_differ(hashes)
+    mine = _packed(facts) if world.rank in (one, other) else b""
+    sent = all_gather_object(mine, world)
+    # All ranks raise.
+    text = _differences(*(_Side(world.ranks[at], *_unpacked(sent[at])) for at in (one, other)))
+    count = sum(found != hashes[one] for found in hashes)
+    others = f" ({count} of {world.size} ranks differ from rank {world.ranks[one]}.)" if count > 1 else ""
+    error: Any = ConfigError(f"{problem}: {text}.{others} {advice}")
+    error.on_all_ranks = True
+    raise error
+
+
+class _Side(NamedTuple):
+    """What one of the two ranks sent."""
+
+    rank: int
+    host: str
+    facts: dict[str, list]
+
+    def shown(self, name: str) -> str:
+        """The value of a name with its source, rank and host."""
+        value, source = self.facts.get(name, (MISSING, ""))
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) > MOST_CHARACTERS:
+            text = f"{text[:MOST_CHARACTERS]}…"
+        place = f"rank {self.rank} on {self.host}"
+        origin = source if source == "default" else f"from {source}"
+        return f"{text} on {place}" + (f" ({origin})" if source else "")
+
+
+def _hash_of(facts: Facts) -> str:
+    values = {name: value for name, (value, _) in facts.items()}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _two_that_differ(hashes: Sequence[str]) -> tuple[int, int]:
+    """(lowest rank of the most frequent hash, lowest rank with another hash); ties go to the lower rank."""
+    usual, _ = Counter(hashes).most_common(1)[0]
+    return hashes.index(usual), next(at for at, found in enumerate(hashes) if found != usual)
+
+
+def _packed(facts: Facts) -> bytes:
+    return zlib.compress(json.dumps([platform.node(), facts]).encode())
+
+
+def _unpacked(sent: bytes) -> tuple[str, dict[str, list]]:
+    host, facts = json.loads(zlib.decompress(sent))
+    return host, facts
+
+
+def _differences(one: _Side, other: _Side) -> str:
+    text = lambda side, name: json.dumps(side.facts.get(name, [MISSING])[0])
+    names = [name for name in {**one.facts, **other.facts} if text(one, name) != text(other, name)]
+    named = [f"{name} is {one.shown(name)}, and {other.shown(name)}" for name in names[:MOST_NAMED]]
+    if len(names) > MOST_NAMED:
+        named.append(f"and {len(names) - MOST_NAMED} more values differ")
+    return "; ".join(named)

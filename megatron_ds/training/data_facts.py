@@ -1,0 +1,71 @@
+"""What ranks compare after they opened their data: corpora, tokenizer, curriculum indexes.
+
+Each machine may have its own copy of a corpus, at a path of its own. So ranks compare contents, not paths:
+the lengths of all sequences (`IndexedDataset.fingerprint`), and evenly spaced blocks of the tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig
+from ..data.loading.blend import PARTS, parse_blend, read_sources
+from ..data.text.indexed import IndexedDataset, corpus_paths
+
+BLOCKS, BLOCK_BYTES = 16, 4096          # of a file that are hashed, evenly spaced
+
+Facts = dict[str, tuple[Any, str]]
+
+
+def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
+    """name → (value, source) of all data of this rank. identity: of `describe_run`. Reads files."""
+    facts: Facts = {"the vocabulary size": (config.model.vocab_size, "the tokenizer"),
+                    "the tokenizer": (identity["tokenizer"]["fingerprint"], "")}
+    sources = read_sources(config.data)
+    parts = {"data": sources.whole, **dict(zip(PARTS, sources.parts))}
+    for name, part in parts.items():
+        if part is not None and part.values:
+            facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
+            facts |= dict(_corpora(name, part.values))
+    return facts | dict(_indexes(config)) | _identity(identity["data"])
+
+
+def _identity(values: Mapping[str, Any]) -> Facts:
+    return {f"the identity of the data, {name}": (value, "") for name, value in values.items()}
+
+
+def _blend(values: tuple[str, ...]) -> list:
+    """Weights and names without folders."""
+    blend = parse_blend(values, "the data path")
+    return [[Path(prefix).name for prefix in blend.prefixes], list(blend.weights or ())]
+
+
+def _corpora(part: str, values: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    for at, prefix in enumerate(parse_blend(values, "the data path").prefixes):
+        corpus = IndexedDataset(prefix)
+        size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
+        content = hashlib.sha256(f"{corpus.fingerprint()} {content_hash(corpus.bin_path)}".encode())
+        yield f"corpus {at + 1} ({part})", (f"{size}, hash {content.hexdigest()[:12]}", str(prefix))
+
+
+def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The index files of a curriculum's metrics."""
+    for text in config.curriculum.curriculum_metrics:
+        block = json.loads(text)
+        for key in (key for key in block if key.endswith("_path")):
+            hashes = [content_hash(path) for path in corpus_paths(block[key]) if path.exists()]
+            yield f"{key} of curriculum metric {block.get('name')}", (hashes, str(block[key]))
+
+
+def content_hash(path: Path) -> str:
+    """A hash of the size of a file and of evenly spaced blocks of it; at most 64 KiB are read."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    last = max(0, size - BLOCK_BYTES)
+    with path.open("rb") as file:
+        for start in sorted({last * i // (BLOCKS - 1) for i in range(BLOCKS)}):
+            file.seek(start)
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]
