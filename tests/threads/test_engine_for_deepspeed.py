@@ -289,14 +289,14 @@ def test_another_microbatch_means_another_batch():
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_that_are_dropped_leave_nothing_behind(stage, caplog):
+def test_gradients_that_are_discarded_leave_nothing_behind(stage):
     def main(engine, rank):
         tokens = batches(1, 2, 2, rank)[0][0]
         engine.backward(1e3 * loss_of(engine, tokens))
         engine.step()
-        engine.zero_grad()
+        engine.discard_gradients()
         engine.backward(1e3 * loss_of(engine, tokens))
-        engine.zero_grad()
+        engine.discard_gradients()
         return train(engine, rank), weights(engine)
 
     config = config_of(stage, 2, accumulation=2)
@@ -304,7 +304,30 @@ def test_gradients_that_are_dropped_leave_nothing_behind(stage, caplog):
                         config)
     for (norms, found), (other_norms, other) in zip(on_ranks(2, main, lambda: make(Stack), config), expected):
         assert norms == other_norms and all(torch.equal(p, other[name]) for name, p in found.items())
-    assert "drops the gradients of 1 of the 2 micro-batches" in caplog.text
+
+
+@pytest.mark.parametrize("caller", ["engine", "optimizer"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_anywhere_in_the_loop_changes_nothing(stage, caller, caplog):
+    def main(engine, rank):
+        zero = (engine if caller == "engine" else engine.optimizer).zero_grad
+        for microbatches in batches(STEPS, 3, 2, rank):
+            for tokens in microbatches:
+                zero()
+                loss = loss_of(engine, tokens)
+                zero()
+                engine.backward(loss)
+                zero()
+                engine.step()
+                zero()
+        return engine.global_steps, weights(engine)
+
+    config = config_of(stage, 2, accumulation=3)
+    expected = on_ranks(2, lambda engine, rank: (train(engine, rank), weights(engine)), lambda: make(Stack),
+                        config)
+    for (steps, found), (_, other) in zip(on_ranks(2, main, lambda: make(Stack), config), expected):
+        assert steps == STEPS and all(torch.equal(p, other[name]) for name, p in found.items())
+    assert caplog.text.count("in the middle of an update has no effect") == 2      # once for each rank
 
 
 # ---------------------------------------------------------------------------------------------------- data
