@@ -105,14 +105,14 @@ class Engine(EngineStatus):
         elif self._has_foreign_gradients():
             raise MegatronDSError(
                 f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "
-                f"{self._accumulation_steps} of an update: the loss of another engine has added gradients to "
-                "this engine's, and they cannot be told apart. Train each engine's update without the other's "
-                "backward in between, set requires_grad_(False) on this module while the other's loss goes "
+                f"{self._accumulation_steps} of an update: the loss of another engine has added "
+                "gradients to this engine's, and they cannot be told apart. Train each engine's update without "
+                "the other's backward in between, set requires_grad_(False) on this module while the other's loss goes "
                 "through it, or call engine.discard_gradients(), which restarts the update.")
         elif not self._warned_of_loss:
             self._warned_of_loss = True
-            logger.warning("engine.zero_grad() in the middle of an update has no effect: the gradients of the "
-                           "micro-batches so far are kept (%d accumulation steps). engine.step() zeroes "
+            logger.warning("engine.zero_grad() in the middle of an update has no effect: the gradients of "
+                           "the micro-batches so far are kept (%d accumulation steps). engine.step() zeroes "
                            "gradients after each update; engine.discard_gradients() restarts one",
                            self._accumulation_steps)
 

@@ -9,7 +9,18 @@ import megatron_ds
 from megatron_ds.errors import MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from tests.harness.engine_runs import EPS, STEPS, Stack, batches, config_of, loss_of, make, on_ranks, train, weights
+from tests.harness.engine_runs import (
+    EPS,
+    STEPS,
+    Stack,
+    batches,
+    config_of,
+    loss_of,
+    make,
+    on_ranks,
+    train,
+    weights,
+)
 from tests.harness.plain_training import train_plainly
 from tests.harness.threads import run_ranks
 
