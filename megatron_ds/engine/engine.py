@@ -107,8 +107,9 @@ class Engine(EngineStatus):
                 f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "
                 f"{self._accumulation_steps} of an update: the loss of another engine has added "
                 "gradients to this engine's, and they cannot be told apart. Train each engine's update "
-                "without the other's backward in between, set requires_grad_(False) on this module while the other's "
-                "loss goes through it, or call engine.discard_gradients(), which restarts the update.")
+                "without the other's backward in between, set requires_grad_(False) on this module while "
+                "the other's loss goes through it, or call "
+                "engine.discard_gradients(), which restarts the update.")
         elif not self._warned_of_loss:
             self._warned_of_loss = True
             logger.warning("engine.zero_grad() in the middle of an update has no effect: the gradients of "
