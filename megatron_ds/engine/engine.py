@@ -71,7 +71,7 @@ class Engine(EngineStatus):
         with self.gathering.backward() if self.gathering else nullcontext():
             weight = self.zero.loss_scale / (microbatches * self.world.data.size)
             (loss.float() * weight).backward(retain_graph=retain_graph)
-        self._contributions = self.zero.contributions
+        self._contributions = self._count_contributions()
         return loss if microbatches == 1 else loss.float() / microbatches
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -106,7 +106,7 @@ class Engine(EngineStatus):
             raise MegatronDSError(
                 f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "
                 f"{self._accumulation_steps} of an update: the loss of another engine has added "
-                "gradients to this engine's, and they cannot be told apart. Train each engine's update "
+                "gradients to this engine's, which cannot be separated. Train each engine's update "
                 "without the other's backward in between, set requires_grad_(False) on this module while "
                 "the other's loss goes through it, or call "
                 "engine.discard_gradients(), which restarts the update.")
@@ -216,13 +216,17 @@ class Engine(EngineStatus):
         self._microbatch = self._backwards = 0
         self._armed = False                     # whether a backward of this update has begun to reduce
         self._is_mixed = False                  # whether another engine's loss added to its gradients
-        self._contributions = self.zero.contributions       # after the last backward of this engine
+        self._contributions = self._count_contributions()       # after the last backward of this engine
         self.zero.begin_step()
         if self.gathering:
             self.gathering.hide()
 
+    def _count_contributions(self) -> int:
+        """Gradient contributions that parameters received so far, in all steps."""
+        return sum(s.buckets.contributions for s in self.zero.trained)
+
     def _has_foreign_gradients(self) -> bool:
-        return self._is_mixed or self.zero.contributions != self._contributions
+        return self._is_mixed or self._count_contributions() != self._contributions
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         rates = self.get_lr()

@@ -163,11 +163,6 @@ class ZeroOptimizer:
         """The sets that are not frozen."""
         return [s for s in self.sets if s.buckets is not None]
 
-    @property
-    def contributions(self) -> int:
-        """Gradient contributions that parameters received so far, in all steps."""
-        return sum(s.buckets.contributions for s in self.trained)
-
     def begin_step(self) -> None:
         """Discard the gradients of the last step."""
         for gathering in self._gathering.values():
