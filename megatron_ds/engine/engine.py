@@ -56,6 +56,7 @@ class Engine(EngineStatus):
         Returns the loss divided by the accumulation steps, as DeepSpeed does.
         """
         self._check(loss)
+        self._is_mixed = self._has_foreign_gradients()
         self._backwards += 1
         self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
@@ -70,6 +71,7 @@ class Engine(EngineStatus):
         with self.gathering.backward() if self.gathering else nullcontext():
             weight = self.zero.loss_scale / (microbatches * self.world.data.size)
             (loss.float() * weight).backward(retain_graph=retain_graph)
+        self._contributions = self._count_contributions()
         return loss if microbatches == 1 else loss.float() / microbatches
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -90,13 +92,33 @@ class Engine(EngineStatus):
             self._update(lr_kwargs or {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Restart the update: drop the gradients of its micro-batches. `step` does so after each update."""
-        if self._microbatch and not self._warned_of_loss:
+        """Drop gradients that belong to no update of this engine; those of its own micro-batches stay.
+
+        Programs call it in every turn of their loop: before the first micro-batch of an update it drops what
+        the losses of other engines left in the module; between micro-batches it has no effect, and `step`
+        zeroes gradients after each update. `discard_gradients` restarts an update.
+        Raises MegatronDSError where gradients of another engine's loss were added to an update that has
+        begun: they cannot be taken out again.
+        """
+        if not self.has_gradients:
+            self._begin_step()
+        elif self._has_foreign_gradients():
+            raise MegatronDSError(
+                f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "
+                f"{self._accumulation_steps} of an update: the loss of another engine has added "
+                "gradients to this engine's, which cannot be separated. Train each engine's update "
+                "without the other's backward in between, set requires_grad_(False) on this module while "
+                "the other's loss goes through it, or call "
+                "engine.discard_gradients(), which restarts the update.")
+        elif not self._warned_of_loss:
             self._warned_of_loss = True
-            logger.warning("engine.zero_grad() drops the gradients of %d of the %d micro-batches of an "
-                           "update and restarts it. engine.step() zeroes gradients after each update: remove "
-                           "the call if this is not intended.",
-                           self._microbatch, self._accumulation_steps)
+            logger.warning("engine.zero_grad() in the middle of an update has no effect: the gradients of "
+                           "the micro-batches so far are kept (%d accumulation steps). engine.step() zeroes "
+                           "gradients after each update; engine.discard_gradients() restarts one",
+                           self._accumulation_steps)
+
+    def discard_gradients(self) -> None:
+        """Restart the update: drop the gradients of its micro-batches, and count them anew."""
         if self.has_gradients:
             self.step_state.forget()
         self._begin_step()
@@ -193,9 +215,18 @@ class Engine(EngineStatus):
     def _begin_step(self) -> None:
         self._microbatch = self._backwards = 0
         self._armed = False                     # whether a backward of this update has begun to reduce
+        self._is_mixed = False                  # whether another engine's loss added to its gradients
+        self._contributions = self._count_contributions()       # after the last backward of this engine
         self.zero.begin_step()
         if self.gathering:
             self.gathering.hide()
+
+    def _count_contributions(self) -> int:
+        """Gradient contributions that parameters received so far, in all steps."""
+        return sum(s.buckets.contributions for s in self.zero.trained)
+
+    def _has_foreign_gradients(self) -> bool:
+        return self._is_mixed or self._count_contributions() != self._contributions
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         rates = self.get_lr()

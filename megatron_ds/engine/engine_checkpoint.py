@@ -123,7 +123,7 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
         engine.progress = progress_of(run)
         load_loop_state(engine, run.get("loop", {}), load_lr_scheduler_states)
     engine.optimizer.after_load()
-    engine.zero_grad()
+    engine.discard_gradients()
     return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
 
 
@@ -135,7 +135,7 @@ def _load_foreign(engine: EngineStatus, path: Path, with_optimizer: bool, with_s
         state = restore_counters(engine, raw)
         load_loop_state(engine, {"lr_scheduler": plain(state["lr_scheduler"])}, with_scheduler)
     engine.optimizer.after_load()
-    engine.zero_grad()
+    engine.discard_gradients()
     return str(path), client_state(raw)
 
 

@@ -73,7 +73,7 @@ class EngineStatus(nn.Module):
         self._forced_boundary: bool | None = None
         self._in_no_sync = self._warned_of_loss = False
         optimizer.zero_grad = self.zero_grad
-        self.zero_grad()                        # begins the first update
+        self.discard_gradients()                # begins the first update
 
     # ------------------------------------------------------------------ batch sizes
     def train_batch_size(self) -> int:
@@ -114,7 +114,7 @@ class EngineStatus(nn.Module):
         if self.has_gradients:
             raise ConfigError(f"engine.{name} in the middle of an update: {self._microbatch} of its "
                               "micro-batches are done with the previous value, so the mean of the gradients "
-                              "would be wrong. Call it right after an update, or after engine.zero_grad().")
+                              "would be wrong. Call it right after an update.")
 
     # ------------------------------------------------------------------ progress
     @property

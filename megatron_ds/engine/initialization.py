@@ -41,6 +41,7 @@ from .json_settings import Sources, block_of, config_of, fill_autos, read_settin
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
+from .number_formats import BLOCK, formats_of
 from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers
 from .zero_init import Partition, move_into, partitions_of, zeros
@@ -148,15 +149,17 @@ def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, wo
     model = sources.model
     client = _client_of(model, trained)
     name, found = block_of(config)
-    block = fill_autos(found, sources)
+    formats, rest = formats_of(name, found)
+    block = fill_autos(rest, sources)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     settings = read_settings(block, world.data.size, lr, name)
     partitions = partitions_of(model)
     values = draw or (zeros if partitions else None)
-    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values)
+    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats)
     inner = _inner_optimizers(model, settings, block, client, trained)
     freeze_others(model, inner.groups)
     write_specs(model, world)
+    block |= {key: found[key] for key in (BLOCK,) if key in found}
     return _Prepared(client, block, settings, partitions, inner)
 
 

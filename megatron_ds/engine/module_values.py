@@ -25,6 +25,7 @@ from ..mpu.param_spec import ParamSpec
 from ..mpu.parameter_piece import ParameterPiece
 from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names, is_expert
+from .number_formats import NumberFormats
 
 DrawByName = Callable[[str, int, torch.Tensor], None]
 """draw(name, start, out): fill flat `out` with elements [start, start + len(out)) of the tensor `name`."""
@@ -32,8 +33,12 @@ DrawByName = Callable[[str, int, torch.Tensor], None]
 logger = logging.getLogger(__name__)
 
 
-def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: DrawByName | None) -> None:
-    """Bring the module into its format and to its device; parameters stay on "meta". Raises ConfigError."""
+def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: DrawByName | None,
+            formats: NumberFormats) -> None:
+    """Bring the module into its formats and to its device; parameters stay on "meta". Raises ConfigError.
+
+    dtype: of parameters; formats: the exceptions, and those of buffers
+    """
     taken = next((n for n, p in module.named_parameters() if hasattr(p, "grad_ready")), None)
     if taken:
         raise ConfigError(f"the module belongs to another engine already ({taken}). Make a new module, or go "
@@ -45,7 +50,7 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
             raise ConfigError(f"{len(odd)} parameters are not fp32 (first {name}, {odd[name]}), and the "
                               'config has neither an enabled "bf16" nor an enabled "fp16" block. Enable one, '
                               "or call module.float().")
-    module.to(dtype)                                        # floating ones only, on "meta" too
+    formats.apply(module, dtype)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if draw is None and (name := next((n for n, t in tensors if t.is_meta), None)):
         raise ConfigError(f"{name} is on the meta device, and nothing is given to draw its values with. Give "

@@ -35,6 +35,7 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.param_store import become
 from .module_gathering import WatchedParameters
 from .module_specs import is_expert
+from .number_formats import NumberFormats, has_list
 
 
 class Partition:
@@ -110,8 +111,9 @@ class Init:
             self._group = group_of(given) if given is not None else join_world(mpu).data
             self._enabled = self._group.size > 1
         if module is not None and self._enabled:
-            for p in module.parameters():
-                self._cut(p)
+            kept = NumberFormats().kept(module, self._dtype)
+            for name, p in module.named_parameters():
+                self._cut(p, None if name in kept else self._dtype)
 
     def __enter__(self) -> "Init":
         if self._enabled:
@@ -151,17 +153,20 @@ class Init:
                 original(module, *args, **kwargs)
             finally:
                 self._making.pop()
+            # In a model that names parameters to stay fp32, names are known only when all modules are made.
+            around = [module, *(other for other, _ in self._making)]
+            keeps = any(has_list(other, self._dtype) for other in around)
             for p in [*gathered, *(q for q in module._parameters.values() if q is not None)]:
-                self._cut(p)
+                self._cut(p, None if keeps else self._dtype)
             if not isinstance(module._parameters, _Gathering):
                 module._parameters = _Gathering(module._parameters, self._gather)
                 self._watched.append(module)
 
         return made
 
-    def _cut(self, p: nn.Parameter) -> None:
+    def _cut(self, p: nn.Parameter, dtype: torch.dtype | None) -> None:
         if not p.is_meta and not is_expert(p):
-            Partition(p, self._group, self._dtype, self._pin)
+            Partition(p, self._group, dtype, self._pin)
 
     def _gather(self, p: nn.Parameter) -> None:
         """Give a parameter its values while an `__init__` is running; it is sharded again when that ends."""

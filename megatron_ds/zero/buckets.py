@@ -76,6 +76,7 @@ class GradientStore:
     ranks     ranks that hold the same parameters and sum their gradients
     flat      the gradients that this rank keeps, padding included
     received  of each holder, whether it received a contribution in this step
+    contributions  their number so far, in all steps
     """
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, flat: torch.Tensor,
@@ -84,6 +85,7 @@ class GradientStore:
         self._overlap, self._exchange, self._tp = reduction.overlap, reduction.exchange, reduction.tp
         self._partial = [self.grad_of(p) for p in pieces if holders[p.slot].parameter.spec.partial_over]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
+        self.contributions = 0
         self._is_new = [True] * len(holders)            # whose views nothing was written to yet
         for i, holder in enumerate(holders):
             holder.parameter.take_main_grad = partial(self._take, i)
@@ -150,6 +152,7 @@ class GradientStore:
 
     def _contributed(self, i: int) -> None:
         self.received[i] = True
+        self.contributions += 1
         missing = self._missing[i]
         if missing == UNARMED or not self._overlap:
             return

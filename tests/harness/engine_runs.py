@@ -48,7 +48,8 @@ class Odd(nn.Module):
         x = self.frozen(x)
         for block in (*self.blocks, self.blocks[0]):
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        x = x + self.attention(x, x, x)[0] + (self.shift @ self.shift[:6].T).sum(1) + self.offset
+        x = x + self.attention(x, x, x)[0] + (self.shift @ self.shift[:6].T).sum(1)
+        x = x + self.offset.to(x.dtype)
         return F.linear(self.scale * self.head(x), self.embed.weight)
 
 

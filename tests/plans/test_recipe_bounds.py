@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.commands.check_recipe import main
 from megatron_ds.errors import ConfigError
 from megatron_ds.recipes.recipe_file import read_recipe
 from megatron_ds.recipes.verdict import Kind, assess
 from tests.harness.limits import bounded
-from megatron_ds.commands.check_recipe import main
 
 TRAIN = "\ntorchrun pretrain_gpt.py --num-layers 2 --hidden-size 32 "
 DOUBLED = 'A="$A$A"\n' * 40

@@ -9,7 +9,18 @@ import megatron_ds
 from megatron_ds.errors import MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from tests.harness.engine_runs import EPS, STEPS, Stack, batches, config_of, loss_of, make, on_ranks, weights
+from tests.harness.engine_runs import (
+    EPS,
+    STEPS,
+    Stack,
+    batches,
+    config_of,
+    loss_of,
+    make,
+    on_ranks,
+    train,
+    weights,
+)
 from tests.harness.plain_training import train_plainly
 from tests.harness.threads import run_ranks
 
@@ -117,6 +128,29 @@ def test_two_engines_train_each_other_as_with_torch_alone(stages):
     assert mean == pytest.approx(expected, rel=1e-5)
     for player, name in zip(plain, (0, 1)):
         assert_trained_as([found[name] for _, found in results], player)
+
+
+def test_gradients_of_another_engine_between_micro_batches_are_not_dropped_in_silence():
+    def main(engine, rank):
+        other = megatron_ds.initialize(model=nn.Linear(11, 11), config=config_of(0, 1),
+                                       mpu=Mesh(Grid(), 0)).engine
+        tokens = batches(1, 2, 1, rank)[0][0]
+        other.backward(other(engine(tokens)).sum())
+        engine.zero_grad()                                      # drops what `other` left
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        other.step()
+        engine.zero_grad()
+        other.backward(other(engine(tokens)).sum())
+        with pytest.raises(MegatronDSError, match="after micro-batch 1 of the 2 .* another engine has added"):
+            engine.zero_grad()
+        engine.discard_gradients()
+        return train(engine, rank), weights(engine)
+
+    fresh = lambda engine, rank: (train(engine, rank), weights(engine))
+    [(norms, found)], [(expected, whole)] = (on_ranks(1, run, lambda: make(Stack), config_of(0, 1, 2))
+                                             for run in (main, fresh))
+    assert norms == expected and all(torch.equal(p, whole[name]) for name, p in found.items())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
