@@ -50,6 +50,7 @@ import torch
 from torch import nn
 
 from ..zero.gathering import LayerGathering, Unit
+from .leaf_modules import with_gradient, z3_leaf_module
 from .module_specs import ModuleLayer, tensors_in, units_of_layers
 
 OUTSIDE = "outside"         # the claim of a read outside of all layers, to the end of the step
@@ -240,16 +241,19 @@ class ModuleGathering:
         self._enter(layer, backward=False)
         self._leave_recomputed()
 
-    def _ends(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
+    def _ends(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
         self._clock += 1
         call = self._active.pop()
         call.ended = self._clock
         if self._is_open(layer):
-            return
+            return output
+        if z3_leaf_module(module) and not any(t.requires_grad for t in tensors_in(output)):
+            output = with_gradient(output, self.layers[layer].parameters)
         if self._await_backward(call, output) and self._in_backward:
             self._recomputed = layer                # its backward comes next
         else:
             self.gathering.leave(layer, False)
+        return output
 
     def _await_backward(self, call: _Call, output: Any) -> bool:
         """Whether the backward of this call will announce itself, by hooks on its output."""
