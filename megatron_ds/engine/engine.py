@@ -10,7 +10,7 @@ Note: averages. The loss of a micro-batch is its mean over the samples of one ra
 mean over the whole batch, as in DeepSpeed.
 
 Note: unused parameters. A parameter that a step does not use has a gradient of zeros, not None: weight decay
-and moments apply to it, as in DeepSpeed. It must be unused on all ranks.
+and moments apply to it, as in DeepSpeed. Where some ranks use it, the others add zeros; see zero/unused.py.
 
 Note: attributes. An engine is a torch module around the user's; a name that the engine lacks is looked up in
 the user's module (`engine.generate`). Names that both have, such as `config` and `device`, are the engine's:

@@ -22,6 +22,7 @@ from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
+from ..zero.unused import Rule
 from .client_optimizer import ClientOptimizer, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
@@ -37,7 +38,8 @@ from .engine_optimizer import (
 )
 from .engine_status import Monitor
 from .expert_layers import connect_layers, connect_routers, with_expert_ranks
-from .json_settings import Sources, block_of, config_of, fill_autos, read_settings
+from .json_settings import Sources, block_of, config_of, fill_autos, read_settings, unused_rule
+from .leaf_modules import mark_leaves_of
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
@@ -160,6 +162,8 @@ def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, wo
     freeze_others(model, inner.groups)
     write_specs(model, world)
     block |= {key: found[key] for key in (BLOCK,) if key in found}
+    if settings.zero.stage == 3:
+        mark_leaves_of(block, model)
     return _Prepared(client, block, settings, partitions, inner)
 
 
@@ -174,7 +178,9 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     # The module's values move into the shards of ZeRO.
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
-    zero = on_all_ranks(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
+    rule = unused_rule("config", ready.block)
+    zero = on_all_ranks(
+        world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw, rule))
     move_into(zero, ready.partitions)
     # Stage 3: hooks gather each layer when it is used.
     gathering = zero.gathering_of(0) if layers else None
@@ -260,9 +266,9 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
                layers: list[ModuleLayer], inner: InnerOptimizers | SeveralOptimizers,
-               draw: DrawByName | None) -> ZeroOptimizer:
+               draw: DrawByName | None, unused: Rule) -> ZeroOptimizer:
     # prefetch=0: `ModuleGathering` starts the gathers of the next layers.
-    settings = replace(ZeroSettings.from_config(config, inner.param_groups()), prefetch=0)
+    settings = replace(ZeroSettings.from_config(config, inner.param_groups()), prefetch=0, unused=unused)
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
     use = ParameterUse({0: [layer.parameters for layer in layers]} if layers else {}, unread)
     return ZeroOptimizer(list(model.parameters()), settings, groups, use, world.device,

@@ -38,6 +38,7 @@ from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
 from ..errors import ConfigError
+from ..zero.unused import Rule
 
 # Accepted options in addition to those of SECTIONS.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
@@ -54,6 +55,7 @@ DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
             "logging.log_interval": 0}
 DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
+UNUSED, LEAVES = "ignore_unused_parameters", "leaf_module"     # of "zero_optimization"
 # Keys of the JSON for options that have none of their own.
 KEYS = {"optimizer.optimizer": "optimizer.type", "optimizer.adam_eps": "optimizer.params.eps",
         "optimizer.adagrad_eps": "optimizer.params.eps",
@@ -104,8 +106,8 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     found, block = block_of(config)
     name = name or found
     drops_last(name, block)
-    block = {key: value for key, value in block.items() if key != DROP_LAST}
-    reading = reading_of(name, block)
+    unused_rule(name, block)
+    reading = reading_of(name, _without_engine_keys(block))
     settings = reading.settings_or_error()
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)
                and not (s.path.startswith(QUIET) and s.value == all_options()[s.path].default)]
@@ -143,6 +145,23 @@ def drops_last(name: str, block: Mapping[str, Any]) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f'{name}: "{DROP_LAST}" is {value!r}: it is true or false.')
     return value
+
+
+def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
+    """What an update does with parameters that a rank has not used. Raises ConfigError for a wrong value."""
+    zero = block.get("zero_optimization")
+    value = zero.get(UNUSED, True) if isinstance(zero, Mapping) else True
+    if not isinstance(value, bool):
+        raise ConfigError(f'{name}: "zero_optimization.{UNUSED}" is {value!r}: it is true or false.')
+    return "zeros" if value else "refused"
+
+
+def _without_engine_keys(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block without the keys that the engine reads itself."""
+    rest = {key: value for key, value in block.items() if key != DROP_LAST}
+    if isinstance(zero := rest.get("zero_optimization"), Mapping):
+        rest["zero_optimization"] = {key: value for key, value in zero.items() if key not in (UNUSED, LEAVES)}
+    return rest
 
 
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:

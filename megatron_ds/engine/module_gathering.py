@@ -18,8 +18,15 @@ The order and the uses of layers are unknown, so
   backward takes;
 * *foreign reads.* A parameter that another layer reads (`F.linear(x, self.embedding.weight)`) is gathered for
   that layer from then on; a parameter that is read outside of all layers stays whole to the end of the step;
-* *recomputation* in backward (torch.utils.checkpoint) runs the forward hooks again. A layer in its backward
-  stays whole.
+* *recomputation* in backward (torch.utils.checkpoint) runs forwards again. What it reads inside of a layer
+  whose backward has begun belongs to that layer. A recomputed layer whose backward has not begun is whole
+  until the next one is recomputed, or until its own backward is over.
+
+Note: nested backwards. A re-entrant checkpoint runs a backward inside the backward, on a graph that it has
+just recorded; torch numbers these *graph tasks*. The order above holds among calls that were recorded in the
+same task, and each layer is left at the end of the task that reached it, if not before. The first forward of
+such a checkpoint runs without gradients, and its outputs have no hooks. It counts as a call whose backward is
+to come, which begins when that of its recomputation does (`_Call.repeats`).
 
 Note: hidden parameters. Reading a storage of zero bytes ends the process. While no graph is alive, parameters
 therefore show one NaN, expanded to their shape. A parameter has three states:
@@ -43,6 +50,7 @@ import torch
 from torch import nn
 
 from ..zero.gathering import LayerGathering, Unit
+from .leaf_modules import with_gradient, z3_leaf_module
 from .module_specs import ModuleLayer, tensors_in, units_of_layers
 
 OUTSIDE = "outside"         # the claim of a read outside of all layers, to the end of the step
@@ -55,8 +63,17 @@ class _Call:
 
     layer: int
     began: int
+    recorded_in: int            # the graph task that recomputes it, -1 for a forward outside of backward
     ended: int = 0
     reached_in: int = 0         # the number of the last backward that reached its output
+    task: int = 0               # the graph task in which it did
+    repeats: "_Call | None" = None      # the call without gradients of which this is the recomputation
+
+    def is_before(self, other: "_Call") -> bool:
+        """Whether the other call is over in backward when this one's output is reached."""
+        if self.recorded_in == other.recorded_in:
+            return other.began > self.ended
+        return self.repeats is not None and self.repeats.is_before(other)
 
 
 class ModuleGathering:
@@ -75,10 +92,13 @@ class ModuleGathering:
         self._active: list[_Call] = []              # running forwards, the innermost last
         self._waiting: Counter[int] = Counter()     # calls whose backward has not begun, per layer
         self._unannounced: set[int] = set()         # layers with calls that were not counted
+        self._without_grad: dict[int, list[_Call]] = {}     # calls that may be recomputed, per layer
         self._open: list[_Call] = []                # running backwards
+        self._tasks: set[int] = set()               # running graph tasks, each with a callback at its end
+        self._recomputed: int | None = None         # a layer that is whole after its recomputation
         self._route: list[int] = []                 # layers in the order of the running forward
         self._clock = self._depth = self._backwards = 0
-        self._in_backward = False
+        self._in_backward = self._root_has_grad = False
         self._hooked = [i for i, units in enumerate(gathering.needs) if units]
         self._unit_of = units_of_layers(layers, gathering)
         self._reported: set[nn.Parameter] = set()
@@ -101,24 +121,23 @@ class ModuleGathering:
         self._show()
         try:
             yield
-            for call in sorted(self._open, key=lambda call: -call.began):
-                self._open.remove(call)
-                self._leave_backward(call)
+            self._leave_recomputed()
+            self._leave_all(list(self._open))
             # Units that were gathered ahead for layers that the backward did not reach.
-            for unit in dict.fromkeys(self._unit_of.values()):
-                unit.claims.difference_update(self._hooked)
-                if not unit.claims:
-                    unit.free()
+            self.gathering.reset()
         finally:
             self._in_backward = False
             self._open.clear()
+            self._tasks.clear()
             self._waiting.clear()
+            self._without_grad.clear()
+            self._recomputed = None
             self.hide()
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """A context in which these parameters (and others of their layers) are whole. Collective."""
-        token = object()
+        token = ("context", object())
         units = list(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
         for unit in units:
             unit.claims.add(token)
@@ -153,16 +172,26 @@ class ModuleGathering:
         if unit is None or not (self._active or self._depth or self._in_backward):
             return
         self._show()
-        if not self._active:
+        # In backward only recomputations read parameters by name: those of layers that are open.
+        running = [*self._open, *self._active]
+        reader = next((call.layer for call in running if unit in self.gathering.needs[call.layer]), None)
+        if reader is not None:
+            if unit.is_free:
+                self._enter(reader, backward=False)
+            unit.wait()
+        elif self._active:
+            self._lend(unit, self._active[-1].layer)
+        else:
             self._claim_outside(unit, parameter)
-        elif not any(unit in self.gathering.needs[call.layer] for call in self._active):
-            layer = self._active[-1].layer
-            needs, in_backward = self.gathering.needs[layer], self.gathering.in_backward[layer]
-            needs.append(unit)
-            if in_backward is not needs:
-                in_backward.append(unit)
-            self._closing.keep_open(unit.layer)
-            self._enter(layer, backward=False)
+
+    def _lend(self, unit: Unit, layer: int) -> None:
+        """Gather a unit for a layer to which it does not belong, from now on."""
+        needs, in_backward = self.gathering.needs[layer], self.gathering.in_backward[layer]
+        needs.append(unit)
+        if in_backward is not needs:
+            in_backward.append(unit)
+        self._closing.keep_open(unit.layer)
+        self._enter(layer, backward=False)
 
     def _claim_outside(self, unit: Unit, parameter: nn.Parameter) -> None:
         if OUTSIDE in unit.claims:
@@ -192,6 +221,7 @@ class ModuleGathering:
         if not self._depth:
             self._route.clear()
             self._hide_again = bool(self._hidden)
+            self._root_has_grad = torch.is_grad_enabled()
         self._depth += 1
 
     def _root_ends(self, *_) -> None:
@@ -205,25 +235,41 @@ class ModuleGathering:
     def _begins(self, layer: int, *_) -> None:
         self._show()
         self._clock += 1
-        self._active.append(_Call(layer, self._clock))
+        self._active.append(_Call(layer, self._clock, torch._C._current_graph_task_id()))
         if not self._in_backward:
             self._route.append(layer)
-        if not self._is_open(layer):
-            self._enter(layer, backward=False)
+        self._enter(layer, backward=False)
+        self._leave_recomputed()
 
-    def _ends(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
+    def _ends(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
         self._clock += 1
         call = self._active.pop()
         call.ended = self._clock
         if self._is_open(layer):
-            return
-        if torch.is_grad_enabled() and output is not None:
+            return output
+        if z3_leaf_module(module) and not any(t.requires_grad for t in tensors_in(output)):
+            output = with_gradient(output, self.layers[layer].parameters)
+        if self._await_backward(call, output) and self._in_backward:
+            self._recomputed = layer                # its backward comes next
+        else:
+            self.gathering.leave(layer, False)
+        return output
+
+    def _await_backward(self, call: _Call, output: Any) -> bool:
+        """Whether the backward of this call will announce itself, by hooks on its output."""
+        layer, tensors, is_to_come = call.layer, [], False
+        if self._in_backward and self._without_grad.get(layer):
+            call.repeats = self._without_grad[layer].pop()
+        if torch.is_grad_enabled():
             tensors = [t for t in tensors_in(output) if t.requires_grad]
             for tensor in tensors:
                 tensor.register_hook(partial(self._backward_reaches, call))
-            if not self._in_backward:
-                self._waiting[layer] += bool(tensors)
-        self.gathering.leave(layer, False)
+        elif self._in_backward or self._depth and self._root_has_grad:      # of a re-entrant checkpoint?
+            self._without_grad.setdefault(layer, []).append(call)
+            is_to_come = True
+        if not self._in_backward:
+            self._waiting[layer] += is_to_come or bool(tensors)
+        return bool(tensors)
 
     def _backward_reaches(self, call: _Call, _) -> None:
         if not self._in_backward:       # of another engine, whose loss was computed with this module, too
@@ -233,14 +279,22 @@ class ModuleGathering:
         if call.reached_in == self._backwards:          # through another of its outputs
             return
         call.reached_in = self._backwards
-        for other in [c for c in self._open if c.began > call.ended]:
-            self._open.remove(other)
-            self._leave_backward(other)
+        self._enter_task(call)
+        self._leave_all([other for other in self._open if call.is_before(other)])
         if not self._waiting[call.layer]:               # its graph was retained, or has had a backward
             self._unannounced.add(call.layer)
         self._waiting[call.layer] -= self._waiting[call.layer] > 0
         self._open.append(call)
         self._enter(call.layer, backward=True)
+        self._leave_recomputed()
+
+    def _enter_task(self, call: _Call) -> None:
+        """Note in which graph task the backward of a call runs, and leave the call at its end."""
+        call.task = torch._C._current_graph_task_id()
+        if call.task not in self._tasks:
+            self._tasks.add(call.task)
+            at_end = lambda: self._leave_all([c for c in self._open if c.task == call.task])
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     # ------------------------------------------------------------------ entering and leaving
     def _enter(self, layer: int, backward: bool) -> None:
@@ -250,6 +304,18 @@ class ModuleGathering:
             self.gathering.prefetch = 0
         self.gathering.enter(layer, backward)
         self.gathering.prefetch = prefetch
+
+    def _leave_all(self, calls: Iterable[_Call]) -> None:
+        """Leave the backwards of open calls, the last call first."""
+        for call in sorted(calls, key=lambda call: -call.began):
+            self._open.remove(call)
+            self._leave_backward(call)
+
+    def _leave_recomputed(self) -> None:
+        """Leave the layer that was recomputed last, unless its backward has begun."""
+        layer, self._recomputed = self._recomputed, None
+        if layer is not None and not any(call.layer == layer for call in (*self._open, *self._active)):
+            self.gathering.leave(layer, False)
 
     def _leave_backward(self, call: _Call) -> None:
         layer = call.layer

@@ -26,6 +26,7 @@ Layers are what stage 3 gathers:
 
     element of a ModuleList, ModuleDict or Sequential     a layer, with all parameters inside
     any other module that owns parameters itself          a layer of these
+    module that is marked as a leaf (leaf_modules.py)     a layer, with all parameters inside
 
 An element that holds more than a quarter of the model, and contains lists, is divided like the rest. Layers
 are in the order of registration, which should be that of the forward (module_gathering.py handles other
@@ -47,6 +48,7 @@ from ..mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ..zero.gathering import LayerGathering, Unit
 
 NOT_DRAWN = Init("zeros")       # the values come with the module
+LEAF = "_z3_leaf"                # DeepSpeed's attribute of modules that stage 3 gathers as a whole
 SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
 
 
@@ -204,7 +206,7 @@ def find_layers(module: nn.Module) -> list[ModuleLayer]:
 
 def _visit(name: str, module: nn.Module, is_element: bool, total: int) -> Iterator[ModuleLayer]:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if is_element and not is_list and not _is_divided(module, total):
+    if getattr(module, LEAF, False) or is_element and not is_list and not _is_divided(module, total):
         if parameters := list(module.parameters()):
             yield ModuleLayer(name, module, parameters)
         return

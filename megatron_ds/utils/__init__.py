@@ -4,9 +4,20 @@ import logging
 from collections.abc import Sequence
 
 from ..engine import RepeatingLoader
+from ..engine.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from ..mpu.launch import read_launch
 
-__all__ = ["RepeatingLoader", "log_dist", "logger", "print_rank_0"]
+__all__ = ["RepeatingLoader", "get_z3_leaf_modules", "log_dist", "logger", "print_rank_0",
+           "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+           "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"]
 
 logger = logging.getLogger("megatron_ds")
 

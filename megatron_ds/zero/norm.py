@@ -13,7 +13,7 @@ count as infinite).
 
 Note: divergence. A rank that took another path through the model than its peers trains on a sum in which its
 part is missing. The ranks compare a fingerprint, 16 bits, of the parameters that received gradients; it is
-sent with the norm. Names are exchanged only if the fingerprints differ.
+sent with the norm (unused.py).
 
 Note: loss scale. fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale and the gradient
 divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, for every precision and stage:
@@ -25,20 +25,20 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
 `ScalerState.after` is the rule, a pure function; `LossScaler` holds the current state.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..config import OptimizerConfig
-from ..errors import ConfigError, MegatronDSError
+from ..errors import ConfigError
 from ..host.device_copies import column
-from ..mpu.collectives import all_gather_object, all_reduce_
+from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import EXPERT_DATA_AXES, ParamSpec
 from .data_groups import Axes, DataGroups
 from .layout import SlotPiece
+from .unused import Rule, number_of
 
 ROW = 1024
 ROWS_AT_A_TIME = 4096
@@ -97,46 +97,24 @@ def count_zeros(views: list[torch.Tensor], device: torch.device) -> torch.Tensor
 
 
 def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups,
-                   zeros: torch.Tensor | None = None) -> torch.Tensor:
+                   zeros: torch.Tensor | None = None, rule: Rule = "same") -> torch.Tensor:
     """float64 [2] on the device: the sum of `squares` over all ranks, and a number that is 0 if data-parallel
-    ranks `received` gradients of the same parameters; otherwise `report_divergence` is due. With `zeros` [3]:
-    their sum, too.
+    ranks `received` gradients of the same parameters, or of all if unused ones are refused; otherwise
+    `report_unused` is due. With `zeros` [3]: their sum, too.
 
     Collective over the data and the model group; the host does not wait.
     """
-    f = zlib.crc32(bytes(received.values())) & 0xFFFF
+    f = number_of(received, rule)
     local = column([squares, f, f * f, *([] if zeros is None else [zeros])], squares.device)
     all_reduce_(local, groups.data)
     # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
-    local[1] = groups.data.size * local[2] - local[1].square()
+    if rule != "refused":
+        local[1] = groups.data.size * local[2] - local[1].square()
     if zeros is not None:
         local[2] = local[3]
     local = local[:2 if zeros is None else 3]
     all_reduce_(local, groups.model)
     return local
-
-
-def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:
-    """Raise an error that names a parameter and the ranks with and without it. Collective over the groups."""
-    first = None
-    of_ranks = all_gather_object(dict(received), data)
-    for name in received:
-        without = [rank for rank, theirs in zip(data.ranks, of_ranks) if not theirs[name]]
-        if without and len(without) < data.size:
-            having = set(data.ranks) - set(without)
-            first = f"{name} received a gradient on rank(s) {_list(having)} but not on {_list(without)}"
-            break
-    found = next((text for text in all_gather_object(first, model) if text),
-                 "the parameters with a gradient differ")
-    raise MegatronDSError(
-        f"data-parallel ranks took different paths through the model: {found}. The sum of their gradients "
-        "would be incomplete. Every rank must use the same parameters in each step, if necessary with a "
-        "factor of zero.")
-
-
-def _list(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 @dataclass(frozen=True, slots=True)

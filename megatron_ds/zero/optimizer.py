@@ -30,7 +30,6 @@ from .gathering import LayerGathering
 from .norm import (
     ParameterNorms,
     count_zeros,
-    report_divergence,
     squared_norm,
     sum_over_ranks,
 )
@@ -43,6 +42,7 @@ from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .state_piece import StatePiece
 from .tiers import DEVICE, open_tiers
+from .unused import report_unused
 from .whole_matrices import whole_matrices
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -92,6 +92,7 @@ class ZeroOptimizer:
         self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)
                            for stage in use.layers}
         self._tied = TiedGradients(self.sets, groups)
+        self._has_reported = False
         leaves = [leaf for s in self.trained for leaf in s.resident]
         norms = None                # of parameters, for optimizers that ask for them
         if any(group.needs_norms for group in settings.param_groups):
@@ -217,7 +218,7 @@ class ZeroOptimizer:
                 squares += squared_norm(s.norm_views, self.device)
         counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
                       torch.zeros_like(squares)) if zeros else local
-        return sum_over_ranks(squares, self._received(), self.groups, counted)
+        return sum_over_ranks(squares, self._received(), self.groups, counted, self.settings.unused)
 
     @torch.no_grad()
     def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,
@@ -228,12 +229,13 @@ class ZeroOptimizer:
         measured: the numbers of `measure`, on the host
         lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
         groups have their own of both.
-        Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
-        data-parallel ranks have gradients of different parameters.
+        Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if a
+        gradient is missing that may not be (unused.py).
         """
         squares, spread = measured[:2]
-        if spread:
-            report_divergence(self._received(), self.groups.data, self.groups.model)
+        if spread and not self._has_reported:
+            report_unused(self._received(), self.groups.data, self.groups.model, self.settings.unused)
+            self._has_reported = True
         scale = self.loss_scale
         divisor = scale * grad_divisor
         norm = (self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)) / divisor

@@ -23,6 +23,7 @@ from .norm import LossScaler, make_scaler
 from .number_blocks import Blocks
 from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
+from .unused import Rule
 
 Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
 WEIGHT_BITS, GRADIENT_BITS = 8, 4      # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
@@ -71,6 +72,7 @@ class ZeroSettings:
                      all
     prefetch         stage 3: elements gathered ahead of the current layer; None: one layer of any size
     offload          where state is kept that is not on the device
+    unused           what an update does with parameters that a rank has not used (unused.py)
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -89,6 +91,7 @@ class ZeroSettings:
     persistence: int | None = None
     prefetch: int | None = None
     offload: OffloadSettings = OffloadSettings()
+    unused: Rule = "same"
 
     @classmethod
     def from_config(cls, config: RunConfig,
