@@ -19,6 +19,7 @@ from .huggingface_settings import (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    notes,
     options,
     settings,
 )
@@ -128,7 +129,8 @@ MEGATRON_BERT_ROWS = (
 
 def _family(model_type: str, architecture: str, rows: tuple[Row, ...], table: tuple, **others) -> Family:
     return Family(model_type, rows, partial(options, table), partial(settings, table),
-                  about={"model_type": model_type, "architectures": [architecture]}, **others)
+                  about={"model_type": model_type, "architectures": [architecture]},
+                  notes=partial(notes, table), **others)
 
 
 EMBED = "model.embed_tokens.weight"

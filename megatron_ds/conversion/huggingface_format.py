@@ -111,7 +111,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                *(f"{name} (replaced by new values, as other parts of its tensor are missing)"
                  for name in replaced(entries, tensors)))
     return LogicalCheckpoint(folder, options, {WEIGHT: ours}, tokenizer=files, source=source,
-                             ignored=ignored, unused=tuple(left))
+                             ignored=ignored, unused=tuple(left), notes=tuple(family.notes(raw.settings)))
 
 
 def with_prefix(tensors: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:

@@ -7,6 +7,7 @@
 """
 
 import logging
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from .build import Engine
 
 logger = logging.getLogger(__name__)
 OURS = "megatron_ds"
+WIDTH = 110
 
 
 def foreign_format(load: str | None, load_format: str | None) -> str | None:
@@ -127,11 +129,20 @@ def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piec
     starts_anew = checkpoint.finetune or found.progress.iteration is None
     progress = Progress() if starts_anew else progress_in(found.progress)
     if mesh.rank == 0:
+        if found.notes:
+            logger.info("%s", notes_text(found))
         what = "weights only" if weights_only else "weights and optimizer"
         logger.info("loaded %s, a %s, %s, at iteration %d, in %.1f s", found.folder,
                     format_of(found.source.get("format", OURS)).noun if found.source else "checkpoint", what,
                     progress.step, time.perf_counter() - begin)
     return progress
+
+
+def notes_text(found: LogicalCheckpoint) -> str:
+    """The settings of the source that the run does not follow, a paragraph each."""
+    lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+             for note in found.notes]
+    return "\n".join((f"settings of {found.folder} that this run does not follow:", *lines))
 
 
 def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:
