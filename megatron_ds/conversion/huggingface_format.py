@@ -20,8 +20,8 @@ from ..checkpoint.folder import write_durably
 from ..checkpoint.safetensors_folder import INDEX, SINGLE, TensorEntry, write_folder
 from ..checkpoint.tokenizer_files import OF_A_FOLDER
 from ..config.model_options import ModelConfig
-from ..data.tokenizers.file_tokenizers import END_NAMES
-from ..errors import CheckpointError
+from ..data.tokenizers.special_tokens import END_NAMES, special_tokens
+from ..errors import CheckpointError, DataError
 from ..models.model_identity import model_identity
 from ..mpu.group import solo
 from ..registry import did_you_mean
@@ -231,15 +231,21 @@ def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int]:
     """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} if none names them."""
     if "tokenizer.json" not in checkpoint.tokenizer:
         return {}
-    ids, found = _vocabulary(checkpoint.tokenizer["tokenizer.json"]), {}
-    named = (read_json(checkpoint.tokenizer[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in checkpoint.tokenizer
-             else {"eos_token": next((name for name in END_NAMES if name in ids), None)})
-    for key in TOKENS:
-        text = named.get(key.removesuffix("_id"))
-        text = text.get("content") if isinstance(text, dict) else text
-        if isinstance(ids.get(text), int):
-            found[key] = ids[text]
-    return found
+    path = checkpoint.tokenizer["tokenizer.json"]
+    ids, named = _vocabulary(path), _named_tokens(path)
+    texts = {key: named.get(key.removesuffix("_id")) for key in TOKENS}
+    return {key: ids[text] for key, text in texts.items() if isinstance(ids.get(text), int)}
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """Special tokens of a tokenizer.json: those of the files beside it, and where none names an end of a
+    document, the only token that may be one. Raises CheckpointError."""
+    try:
+        named = special_tokens(path.parent)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+    ends = [name for name in END_NAMES if name in _vocabulary(path)]
+    return {**({"eos_token": ends[0]} if len(ends) == 1 else {}), **named}
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
@@ -265,8 +271,7 @@ def _write_tokenizer(checkpoint: LogicalCheckpoint, folder: Path) -> list[str]:
         _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "BertTokenizer", **kept,
                                                 "do_lower_case": LOWER_CASE[checkpoint.tokenizer_type]})
     if "tokenizer.json" in checkpoint.tokenizer and TOKENIZER_CONFIG not in checkpoint.tokenizer:
-        ids = _vocabulary(folder / "tokenizer.json")
-        end = next((name for name in END_NAMES if name in ids), None)
+        end = _named_tokens(folder / "tokenizer.json").get("eos_token")
         _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"}
                     | ({"eos_token": end} if end else {}))
     return sorted(checkpoint.tokenizer)

@@ -40,7 +40,14 @@ from ..mpu.param_spec import Init, ParamSpec
 from .family import listing, model_of
 from .formats import Format, Wishes
 from .read_ahead import ReadAhead
-from .run_values import TOKENIZER_CONFIG, TOKENIZERS, progress_in, tokenizer_options, updates_in
+from .run_values import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZERS,
+    progress_in,
+    tokenizer_options,
+    updates_in,
+)
 from .stored_tensor import WEIGHT, LogicalCheckpoint, StoredProgress, StoredTensor
 
 NAME, SOURCE = "megatron_ds", "converted_from"
@@ -112,8 +119,7 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
             found |= {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
         elif field in names:
             found[names[field]] = path
-            beside = path.with_name(TOKENIZER_CONFIG)
-            found |= {beside.name: beside} if beside.is_file() else {}
+            found |= {name: path.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
     return {name: path for name, path in found.items() if path.is_file()}
 
 
