@@ -39,6 +39,7 @@ from .family import (
 )
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES, REFUSED
+from .huggingface_keys import ROTARY_KEYS
 from .huggingface_windows import skip_frequency
 from .published import published
 from .read_ahead import ReadAhead
@@ -49,21 +50,40 @@ from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTenso
 NAME, CONFIG, GENERATION = "huggingface", "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Weights that are added to those of a model, as peft writes them.
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # A checkpoint of these was not trained at full precision; its tensors are integers with scales.
 QUANTIZED = "quantization_config"
 
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
-    """Whether the folder has a config.json and tensors beside it."""
-    return (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX)) or (
-        (folder / CONFIG).is_file() and any(folder.glob("pytorch_model*.bin")))
+    """Whether the folder has a config.json and tensors beside it, or an adapter, which `read` refuses."""
+    has_tensors = any((folder / name).is_file() for name in (SINGLE, INDEX)) or any(
+        folder.glob("pytorch_model*.bin"))
+    return has_tensors and (folder / CONFIG).is_file() or bool(adapter_files(folder))
 
 
 def read_raw(folder: Path) -> RawCheckpoint:
     """Settings and tensors as they are in the files. Raises CheckpointError."""
+    check_adapter(folder)
     settings = read_json(folder / CONFIG)
     return RawCheckpoint(folder, {WEIGHT: read_folder(folder)}, settings)
+
+
+def adapter_files(folder: Path) -> list[str]:
+    """Names of the files of an adapter in the folder."""
+    return [name for name in ADAPTER if (folder / name).is_file()]
+
+
+def check_adapter(folder: Path) -> None:
+    """Raises CheckpointError if the folder holds an adapter, alone or beside a model."""
+    if found := adapter_files(folder):
+        raise CheckpointError(f"{folder} holds an adapter ({found[0]}), whose weights are added to those of "
+                              "a model; this package does not read it. Merge it first, with peft: "
+                              "AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload()"
+                              ".save_pretrained(MERGED), and give MERGED. To use a model beside it without "
+                              "the adapter, remove the files of the adapter.")
 
 
 def family_of(settings: Mapping[str, Any], folder: Path) -> Family:
@@ -219,7 +239,7 @@ def _values(entries: Sequence[TensorEntry], theirs: Mapping[str, StoredTensor], 
 def config_of(checkpoint: LogicalCheckpoint, family: Family, model: ModelConfig) -> dict[str, Any]:
     """config.json: settings of the source, where it is of the family, overwritten by those of the model."""
     source = checkpoint.source if checkpoint.source.get("family") == family.name else {}
-    kept = dict(source.get("settings", {}))
+    kept = {name: value for name, value in source.get("settings", {}).items() if name not in ROTARY_KEYS}
     settings = kept | family.settings(model) | dict(family.about)
     if kept:
         settings["architectures"] = kept.get("architectures", settings["architectures"])
