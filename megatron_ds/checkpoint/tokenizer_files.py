@@ -24,8 +24,8 @@ from .folder import sync_directory
 from .save_folder import TOKENIZERS
 
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
-CONFIG = "tokenizer_config.json"                            # has the end-of-document token
-OF_A_FOLDER = ("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"    # have the end-of-document token
+OF_A_FOLDER = ("tokenizer.json", CONFIG, MAP, "added_tokens.json", "vocab.json",
                "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 KEY = "tokenizer_files"                                     # in run.json
 
@@ -109,8 +109,8 @@ def _is_below(path: object) -> bool:
 def _files_at(path: Path) -> list[Path]:
     if path.is_dir():
         return [path / name for name in OF_A_FOLDER if (path / name).is_file()]
-    beside = path.with_name(CONFIG)
-    return [path, beside] if beside.is_file() and path.name != CONFIG else [path]
+    return [path, *(beside for name in (CONFIG, MAP)
+                    if (beside := path.with_name(name)).is_file() and path.name != name)]
 
 
 def _hash_of(contents: Mapping[str, bytes]) -> str:

@@ -130,7 +130,8 @@ def described(checkpoint: LogicalCheckpoint) -> str:
              f", optimizer state {', '.join(kinds)}" if kinds else "",
              f", iteration {step}" if (step := checkpoint.progress.iteration) is not None else ""]
     lists = {"left out": checkpoint.unused, "ignored": checkpoint.ignored}
-    return "".join(parts) + "".join(f"\n{what}: {', '.join(names)}" for what, names in lists.items() if names)
+    texts = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+    return "\n".join(("".join(parts), *texts, *(f"not followed: {note}" for note in checkpoint.notes)))
 
 
 def verify_written(source: LogicalCheckpoint, args: argparse.Namespace, target: Format) -> None:

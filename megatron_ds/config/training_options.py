@@ -311,8 +311,8 @@ class CheckpointConfig:
     finetune: bool = option(
         False, help="Load weights only, and start at the first step and the first sample.")
     use_checkpoint_args: bool = option(False,
-        help="Take the options of the model and the tokenizer from the checkpoint of --load where no flag or "
-             "file gives them.")
+        help="An error if the checkpoint of --load has no options of a model and a tokenizer. Where it has, "
+             "they hold unless a flag or a file gives others, also without this flag.")
     exit_on_missing_checkpoint: bool = option(
         False, help="Exit with an error if --load holds no checkpoint, also when it is --save.",
         avoid="Leave it off in a script that starts and resumes with the same command.")

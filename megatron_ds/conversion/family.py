@@ -72,6 +72,7 @@ class Family:
     settings  function(model) -> settings, of which `options` makes the same model if the family can express
               it
     prefix    of all their names; files of the bare model lack it
+    notes     function(settings of the files) -> sentences on settings that a run does not follow
     ignored   patterns of names that hold nothing to be learned
     tied      (name, name that it must equal): of an output layer that files of tied models may hold
     """
@@ -84,6 +85,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda settings: ()
 
 
 @dataclass(frozen=True)

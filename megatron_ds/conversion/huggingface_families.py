@@ -19,6 +19,7 @@ from .huggingface_settings import (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    notes,
     options,
     settings,
 )
@@ -128,7 +129,8 @@ MEGATRON_BERT_ROWS = (
 
 def _family(model_type: str, architecture: str, rows: tuple[Row, ...], table: tuple, **others) -> Family:
     return Family(model_type, rows, partial(options, table), partial(settings, table),
-                  about={"model_type": model_type, "architectures": [architecture]}, **others)
+                  about={"model_type": model_type, "architectures": [architecture]},
+                  notes=partial(notes, table), **others)
 
 
 EMBED = "model.embed_tokens.weight"
@@ -163,13 +165,33 @@ FAMILIES = {family.name: family for family in (
                   ("cls.predictions.decoder.bias", "cls.predictions.bias"))),
 )}
 SHARED_NORM = "it has one norm for both halves of a block"
+SCALED_EMBEDDINGS = "its embeddings are scaled by the square root of the hidden size"
+NO_ROTARY = "some of its layers have no rotary positions"
+LATENT = "its attention is latent (MLA)"
+MULTIMODAL = "it has more than text: give the folder of its language model, if there is one"
+NORM_BEHIND = "its norms come after attention and feed-forward, before the sums"
+NO_TABLE = "there is no table of the names of its tensors here"
+# Reasons of model types that have no table above. A name that is neither here nor there may be misspelt.
 REFUSED = {
     "bert": "its norms come after the sums (post-LN), and in this package before them, as in "
             "Megatron's BERT, which is model_type megatron-bert",
     "roberta": "its norms come after the sums (post-LN), and in this package before them",
-    "gemma": "its embeddings are scaled by the square root of the hidden size",
-    "gptj": SHARED_NORM, "phi": SHARED_NORM, "falcon": SHARED_NORM,
-    "bloom": "its positions are ALiBi", "mpt": "its positions are ALiBi",
+    "gemma": SCALED_EMBEDDINGS, "gemma2": SCALED_EMBEDDINGS, "gemma3": MULTIMODAL,
+    "gemma3_text": SCALED_EMBEDDINGS,
+    "gptj": SHARED_NORM, "phi": SHARED_NORM, "cohere": SHARED_NORM,
+    "falcon": "its blocks have one norm, or another order of queries, keys and values",
+    "bloom": "it has a norm after the embeddings, which this package does not compute (ALiBi it does)",
+    "mpt": "its norms have no biases, which this package does not compute (ALiBi it does)",
+    "gpt_oss": "its experts have biases and a clamped activation",
+    "gpt_neo": "its attention scores are not scaled", "gpt_neox_japanese": NO_TABLE,
+    "gpt_bigcode": NO_TABLE, "starcoder2": NO_TABLE, "stablelm": NO_TABLE,
+    "phi3": NO_TABLE, "phimoe": NO_TABLE, "ministral": NO_TABLE,
+    "olmo": "its norms have no weights", "olmo2": NORM_BEHIND, "olmo3": NORM_BEHIND, "olmoe": NO_TABLE,
+    "smollm3": NO_ROTARY, "llama4": MULTIMODAL, "llama4_text": NO_ROTARY, "mllama": MULTIMODAL,
+    "mistral3": MULTIMODAL, "qwen2_vl": MULTIMODAL, "qwen2_5_vl": MULTIMODAL, "qwen3_vl": MULTIMODAL,
+    "qwen3_next": "its attention is linear in most layers",
+    "granite": "its embeddings, scores, residuals and logits have multipliers",
+    "mamba": "it is a state-space model", "mamba2": "it is a state-space model",
     "t5": "it has an encoder and a decoder",
-    "deepseek_v2": "its attention is latent (MLA)", "deepseek_v3": "its attention is latent (MLA)",
+    "deepseek_v2": LATENT, "deepseek_v3": LATENT,
 }

@@ -20,8 +20,8 @@ from ..checkpoint.folder import write_durably
 from ..checkpoint.safetensors_folder import INDEX, SINGLE, TensorEntry, write_folder
 from ..checkpoint.tokenizer_files import OF_A_FOLDER
 from ..config.model_options import ModelConfig
-from ..data.tokenizers.file_tokenizers import END_NAMES
-from ..errors import CheckpointError
+from ..data.tokenizers.special_tokens import END_NAMES, special_tokens
+from ..errors import CheckpointError, DataError
 from ..models.model_identity import model_identity
 from ..mpu.group import solo
 from ..registry import did_you_mean
@@ -39,6 +39,7 @@ from .family import (
 )
 from .formats import Format, Wishes
 from .huggingface_families import FAMILIES, REFUSED
+from .huggingface_keys import ROTARY_KEYS
 from .huggingface_windows import skip_frequency
 from .published import published
 from .read_ahead import ReadAhead
@@ -49,21 +50,40 @@ from .stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTenso
 NAME, CONFIG, GENERATION = "huggingface", "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Weights that are added to those of a model, as peft writes them.
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # A checkpoint of these was not trained at full precision; its tensors are integers with scales.
 QUANTIZED = "quantization_config"
 
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
-    """Whether the folder has a config.json and tensors beside it."""
-    return (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX)) or (
-        (folder / CONFIG).is_file() and any(folder.glob("pytorch_model*.bin")))
+    """Whether the folder has a config.json and tensors beside it, or an adapter, which `read` refuses."""
+    has_tensors = any((folder / name).is_file() for name in (SINGLE, INDEX)) or any(
+        folder.glob("pytorch_model*.bin"))
+    return has_tensors and (folder / CONFIG).is_file() or bool(adapter_files(folder))
 
 
 def read_raw(folder: Path) -> RawCheckpoint:
     """Settings and tensors as they are in the files. Raises CheckpointError."""
+    check_adapter(folder)
     settings = read_json(folder / CONFIG)
     return RawCheckpoint(folder, {WEIGHT: read_folder(folder)}, settings)
+
+
+def adapter_files(folder: Path) -> list[str]:
+    """Names of the files of an adapter in the folder."""
+    return [name for name in ADAPTER if (folder / name).is_file()]
+
+
+def check_adapter(folder: Path) -> None:
+    """Raises CheckpointError if the folder holds an adapter, alone or beside a model."""
+    if found := adapter_files(folder):
+        raise CheckpointError(f"{folder} holds an adapter ({found[0]}), whose weights are added to those of "
+                              "a model; this package does not read it. Merge it first, with peft: "
+                              "AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload()"
+                              ".save_pretrained(MERGED), and give MERGED. To use a model beside it without "
+                              "the adapter, remove the files of the adapter.")
 
 
 def family_of(settings: Mapping[str, Any], folder: Path) -> Family:
@@ -111,7 +131,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                *(f"{name} (replaced by new values, as other parts of its tensor are missing)"
                  for name in replaced(entries, tensors)))
     return LogicalCheckpoint(folder, options, {WEIGHT: ours}, tokenizer=files, source=source,
-                             ignored=ignored, unused=tuple(left))
+                             ignored=ignored, unused=tuple(left), notes=tuple(family.notes(raw.settings)))
 
 
 def with_prefix(tensors: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
@@ -219,7 +239,7 @@ def _values(entries: Sequence[TensorEntry], theirs: Mapping[str, StoredTensor], 
 def config_of(checkpoint: LogicalCheckpoint, family: Family, model: ModelConfig) -> dict[str, Any]:
     """config.json: settings of the source, where it is of the family, overwritten by those of the model."""
     source = checkpoint.source if checkpoint.source.get("family") == family.name else {}
-    kept = dict(source.get("settings", {}))
+    kept = {name: value for name, value in source.get("settings", {}).items() if name not in ROTARY_KEYS}
     settings = kept | family.settings(model) | dict(family.about)
     if kept:
         settings["architectures"] = kept.get("architectures", settings["architectures"])
@@ -231,15 +251,21 @@ def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int]:
     """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} if none names them."""
     if "tokenizer.json" not in checkpoint.tokenizer:
         return {}
-    ids, found = _vocabulary(checkpoint.tokenizer["tokenizer.json"]), {}
-    named = (read_json(checkpoint.tokenizer[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in checkpoint.tokenizer
-             else {"eos_token": next((name for name in END_NAMES if name in ids), None)})
-    for key in TOKENS:
-        text = named.get(key.removesuffix("_id"))
-        text = text.get("content") if isinstance(text, dict) else text
-        if isinstance(ids.get(text), int):
-            found[key] = ids[text]
-    return found
+    path = checkpoint.tokenizer["tokenizer.json"]
+    ids, named = _vocabulary(path), _named_tokens(path)
+    texts = {key: named.get(key.removesuffix("_id")) for key in TOKENS}
+    return {key: ids[text] for key, text in texts.items() if isinstance(ids.get(text), int)}
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """Special tokens of a tokenizer.json: those of the files beside it, and where none names an end of a
+    document, the only token that may be one. Raises CheckpointError."""
+    try:
+        named = special_tokens(path.parent)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+    ends = [name for name in END_NAMES if name in _vocabulary(path)]
+    return {**({"eos_token": ends[0]} if len(ends) == 1 else {}), **named}
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
@@ -265,8 +291,7 @@ def _write_tokenizer(checkpoint: LogicalCheckpoint, folder: Path) -> list[str]:
         _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "BertTokenizer", **kept,
                                                 "do_lower_case": LOWER_CASE[checkpoint.tokenizer_type]})
     if "tokenizer.json" in checkpoint.tokenizer and TOKENIZER_CONFIG not in checkpoint.tokenizer:
-        ids = _vocabulary(folder / "tokenizer.json")
-        end = next((name for name in END_NAMES if name in ids), None)
+        end = _named_tokens(folder / "tokenizer.json").get("eos_token")
         _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"}
                     | ({"eos_token": end} if end else {}))
     return sorted(checkpoint.tokenizer)

@@ -7,6 +7,11 @@
     yarn               position_embedding_type yarn, yarn_*
     llama3             use_rope_scaling, rope_scaling_factor
 
+The order of transformers 5: rope_scaling, if it is there and not empty, replaces rope_parameters as a whole.
+Then a value of that table comes before the one beside it: rope_theta and partial_rotary_factor, which in
+gpt_neox are rotary_emb_base and rotary_pct. original_max_position_embeddings beside the table comes before
+that in it. The older spelling of rope_type is type.
+
 Dynamic NTK of transformers follows the longest position of each batch; ours is that of all positions of the
 model (`models.attention.scaled_rotary_base`). Up to their max_position_embeddings both are default; a model
 of ours that was lengthened has another base for all lengths, and is written so.
@@ -24,39 +29,62 @@ Settings = Mapping[str, Any]
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}       # the values that are computed
 LLAMA3_LENGTH = 8192
 LENGTH = "original_max_position_embeddings"
+THETA, SHARE = "rope_theta", "partial_rotary_factor"
+# Names of the two beside the table, by whether the models rotate a part of each head.
+BESIDE = {False: {THETA: THETA, SHARE: SHARE}, True: {THETA: "rotary_emb_base", SHARE: "rotary_pct"}}
+USUAL = {THETA: 10000.0, SHARE: 1.0}
+
+
+def rope_table(settings: Settings) -> tuple[str, Settings]:
+    """The name and the values of the table of rotary settings that counts. Raises CheckpointError for one
+    that has other values in some layers."""
+    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    rope = settings.get(name) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise CheckpointError(f"{name} is {rope!r}: other rotary positions in some layers are not computed")
+    return name, rope
 
 
 def rotary_options(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    """Our options. defaults: values of absent settings. Raises CheckpointError for what is not computed."""
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise CheckpointError(f"rope_parameters is {rope!r}: other rotary positions in some layers are not "
-                              "computed")
-    first = lambda *names, default: next((value for name in names for value in (rope.get(name), settings.get(
-        name)) if value is not None), default)
-    base = first("rope_theta", "rotary_emb_base", default=defaults.get("rope_theta", 10000.0))
-    share = first("partial_rotary_factor", "rotary_pct", default=defaults.get("partial_rotary_factor", 1.0))
-    if share != 1 and "partial_rotary_factor" not in defaults:
+    """Our options. defaults: values of absent settings; those of models that rotate a part of each head have
+    partial_rotary_factor. Raises CheckpointError for what is not computed."""
+    name, rope = rope_table(settings)
+    beside = BESIDE[SHARE in defaults]
+    values = {ours: rope.get(ours, settings.get(theirs, defaults.get(ours, USUAL[ours])))
+              for ours, theirs in beside.items()}
+    base, share = _positive(values, THETA, name), _positive(values, SHARE, name)
+    if share != 1 and SHARE not in defaults:
         raise CheckpointError(f"partial_rotary_factor is {share}, and models of this type rotate whole heads")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in READERS:
+    if not isinstance(kind, str) or kind not in READERS:
         raise CheckpointError(f"rope_type is {kind!r}, and this package computes "
                               f"{', '.join(map(repr, READERS))}")
-    return {"rotary_base": float(base), "rotary_percent": float(share), **READERS[kind](rope, settings)}
+    return {"rotary_base": base, "rotary_percent": share, **READERS[kind](rope, settings)}
+
+
+def _positive(values: Settings, key: str, where: str) -> float:
+    """A number above 0. Raises CheckpointError. transformers computes with no other."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        what = "is missing" if value is None else f"is {value!r}"
+        raise CheckpointError(f"{where}: {key} {what}; it must be a number above 0")
+    return float(value)
 
 
 def _linear(rope: Settings, settings: Settings) -> dict[str, Any]:
-    return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    return {"rotary_seq_len_interpolation_factor": _positive(rope, "factor", "rope_type linear")}
 
 
 def _dynamic(rope: Settings, settings: Settings) -> dict[str, Any]:
-    return {"rotary_ntk_factor": float(rope["factor"]), LENGTH: int(settings["max_position_embeddings"])}
+    return {"rotary_ntk_factor": _positive(rope, "factor", "rope_type dynamic"),
+            LENGTH: int(settings["max_position_embeddings"])}
 
 
 def _yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
     longest = settings["max_position_embeddings"]
     original = settings.get(LENGTH) or rope.get(LENGTH) or longest
-    factor = float(rope.get("factor") or longest / original)
+    is_given = rope.get("factor", "absent") is not None     # null is the ratio of the two lengths
+    factor = _positive(rope, "factor", "rope_type yarn") if is_given else longest / original
     return {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": factor, LENGTH: int(original),
             "yarn_beta_fast": float(rope.get("beta_fast") or 32), "yarn_beta_slow": float(
                 rope.get("beta_slow") or 1), **_amplitude(rope, factor),
@@ -81,7 +109,7 @@ def _llama3(rope: Settings, settings: Settings) -> dict[str, Any]:
         raise CheckpointError(f"rope_type llama3 has {' and '.join(odd)}, and this package computes "
                               f"{', '.join(f'{name} {value}' for name, value in LLAMA3.items())}")
     length = settings.get(LENGTH) or rope.get(LENGTH) or settings["max_position_embeddings"]
-    found = {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    found = {"use_rope_scaling": True, "rope_scaling_factor": _positive(rope, "factor", "rope_type llama3")}
     return found if length == LLAMA3_LENGTH else found | {LENGTH: int(length)}
 
 
@@ -97,7 +125,7 @@ def rotary_settings(model: ModelConfig, is_partial: bool) -> dict[str, Any]:
     base = model.rotary_base if scaling["rope_type"] == "dynamic" else scaled_rotary_base(model)
     found = {"rope_theta": base, **share, "rope_parameters": {"rope_theta": base, **share, **scaling}}
     if share:
-        found |= {"rotary_pct": model.rotary_percent}
+        found |= {"rotary_pct": model.rotary_percent, "rotary_emb_base": base}
     if scaling["rope_type"] != "default":
         found["rope_scaling"] = scaling
     return found

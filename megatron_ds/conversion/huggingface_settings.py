@@ -12,9 +12,10 @@ Spellings of transformers 4 and 5 are read, and both are written:
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.layer_pattern import MOST_LAYERS
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError
+from .huggingface_experts import EXPERT_KEYS, expert_options, expert_settings
+from .huggingface_keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .huggingface_rotary import rotary_options, rotary_settings
 from .huggingface_windows import FULL, Window, layers_from_first, listed_layers
 from .settings_table import Fixed, Key, Only, options_of, settings_of
@@ -47,17 +48,19 @@ LLAMA = (
 LLAMA_BIAS = (Key("attention_bias", "add_bias_linear", False), Key("mlp_bias", "add_bias_linear", False))
 NO_BIAS = (Fixed("add_bias_linear", False),)
 QKV_BIAS = (*NO_BIAS, Fixed("add_qkv_bias", True))
+SWITCHED_QKV_BIAS = (*NO_BIAS, Key("qkv_bias", "add_qkv_bias", True))
 QK_NORM = (*NO_BIAS, Fixed("qk_layernorm", True), Only("attention_bias", (False,)))
 QWEN2 = (*LLAMA, *QKV_BIAS, Window(layers=layers_from_first))
 QWEN3 = (*LLAMA, *QK_NORM, Window(layers=layers_from_first))
 MISTRAL = (*LLAMA, *NO_BIAS, Window(has_switch=False))
-MOE = (Key("num_experts_per_tok", "moe_router_topk"),)
+ROUTED = Key("num_experts_per_tok", "moe_router_topk")
+MOE = (ROUTED,)
 MIXTRAL = (*LLAMA, *NO_BIAS, *MOE, Window(None, has_switch=False))
 QWEN_MOE = (*LLAMA, *MOE, Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
             Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}))
 SHARED = (Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
           Fixed("moe_shared_expert_gate", True))
-QWEN2_MOE = (*QWEN_MOE, *QKV_BIAS, *SHARED, Window(layers=listed_layers))
+QWEN2_MOE = (*QWEN_MOE, *SWITCHED_QKV_BIAS, *SHARED, Window(layers=listed_layers))
 QWEN3_MOE = (*QWEN_MOE, *QK_NORM, Window())
 
 GPT2 = (
@@ -98,8 +101,16 @@ MEGATRON_BERT = (
     Only("is_decoder", (False,)), Only("add_cross_attention", (False,)),
     Only("position_embedding_type", ("absolute",)),
 )
-# Values of settings that are absent, by model_type. Only gpt_neox rotates a part of each head.
+# Rotary values of settings that are absent, by model_type. Only gpt_neox rotates a part of each head.
 DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6}}
+# Values of settings that are absent, where a table above has those of another model_type.
+ABSENT = {
+    "mistral": {"num_key_value_heads": 8}, "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
+                "num_local_experts": 8},
+    "qwen2_moe": {"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_experts": 60},
+    "qwen3_moe": {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128}}
 
 
 # ---- Their settings → our options.
@@ -109,18 +120,41 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
 
     Raises CheckpointError listing what this package does not compute.
     """
+    check_keys(settings)
+    settings = with_defaults(settings)
     found = options_of(table, settings)
     if ROTARY in table:
         found |= rotary_options(settings, DEFAULTS.get(settings.get("model_type", ""), {}))
-        if not any(isinstance(entry, Window) for entry in table):
+        if not _has_windows(table):
             _check_attention(settings)
-    if Key("num_experts_per_tok", "moe_router_topk") in table:
-        found |= _expert_options(settings)
-    if settings.get("word_embed_proj_dim", found["hidden_size"]) != found["hidden_size"]:
-        raise CheckpointError(f"word_embed_proj_dim is {settings['word_embed_proj_dim']} with hidden_size "
-                              f"{found['hidden_size']}: projected embeddings, as in OPT-350m, are not "
-                              "computed")
+    if ROUTED in table:
+        found |= expert_options(settings)
+    if (width := settings.get("word_embed_proj_dim")) not in (None, found["hidden_size"]):
+        raise CheckpointError(f"word_embed_proj_dim is {width} with hidden_size {found['hidden_size']}: "
+                              "projected embeddings, as in OPT-350m, are not computed")
     return found
+
+
+def notes(table: tuple, settings: Settings) -> list[str]:
+    """Sentences on the settings that a run does not follow; `options` accepted them."""
+    extra = {"word_embed_proj_dim"}
+    if ROTARY in table:
+        extra |= ROTARY_KEYS | WINDOW_KEYS
+    if ROUTED in table:
+        extra |= EXPERT_KEYS
+    return notes_of(table, frozenset(extra), with_defaults(settings))
+
+
+def with_defaults(settings: Settings) -> Settings:
+    """The settings, with the values of ABSENT for those that are absent."""
+    defaults = ABSENT.get(settings.get("model_type"), {})
+    if {"num_experts", "num_local_experts"} & settings.keys():
+        defaults = {name: value for name, value in defaults.items() if not name.endswith("_experts")}
+    return {**defaults, **settings}
+
+
+def _has_windows(table: tuple) -> bool:
+    return any(isinstance(entry, Window) for entry in table)
 
 
 def _check_attention(settings: Settings) -> None:
@@ -134,23 +168,6 @@ def _check_attention(settings: Settings) -> None:
                               "alone")
 
 
-def _expert_options(settings: Settings) -> dict[str, Any]:
-    number = settings.get("num_local_experts", settings.get("num_experts"))
-    if not isinstance(number, int) or number < 1:
-        raise CheckpointError(f"num_experts is {number!r}, not a number of experts")
-    layers, step = settings["num_hidden_layers"], settings.get("decoder_sparse_step", 1)
-    if not all(isinstance(count, int) and 1 <= count <= MOST_LAYERS for count in (layers, step)):
-        raise CheckpointError(f"num_hidden_layers is {layers!r} and decoder_sparse_step {step!r}, not "
-                              f"numbers of layers up to {MOST_LAYERS}")
-    dense = settings.get("mlp_only_layers") or ()
-    pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
-    found = {"num_experts": (number,)}
-    if not all(pattern):
-        found["moe_layer_freq"] = str(pattern)
-    coefficient = settings.get("router_aux_loss_coef")
-    return found | ({"moe_aux_loss_coeff": (coefficient,)} if coefficient else {})
-
-
 # ---- Our options → their settings.
 
 def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
@@ -158,14 +175,6 @@ def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
     found = settings_of(table, model)
     if ROTARY in table:
         found |= rotary_settings(model, is_partial=table is GPT_NEOX)
-    if Key("num_experts_per_tok", "moe_router_topk") in table:
-        found |= _expert_settings(model)
+    if ROUTED in table:
+        found |= expert_settings(model)
     return found
-
-
-def _expert_settings(model: ModelConfig) -> dict[str, Any]:
-    numbers = sorted({number for number in model.experts if number})
-    coefficient = model.moe_aux_loss_coeff[0] if model.moe_aux_loss_coeff else 0.0
-    return {"num_local_experts": numbers[-1], "num_experts": numbers[-1], "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i, number in enumerate(model.experts) if not number],
-            "router_aux_loss_coef": coefficient} if numbers else {}

@@ -4,7 +4,8 @@
     write    as a training run saves: complete or invisible, with checksums; `--load` continues from it
 
 run.json of a converted checkpoint has "converted_from" with format, family and settings of the source. It
-has no identity of data: the source does not record it as this package does.
+has no identity of data: the source does not record it as this package does. That of a run which started from
+such a checkpoint, or from the folder of another program, has the same values as "trained_from".
 """
 
 import math
@@ -40,10 +41,17 @@ from ..mpu.param_spec import Init, ParamSpec
 from .family import listing, model_of
 from .formats import Format, Wishes
 from .read_ahead import ReadAhead
-from .run_values import TOKENIZER_CONFIG, TOKENIZERS, progress_in, tokenizer_options, updates_in
+from .run_values import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZERS,
+    progress_in,
+    tokenizer_options,
+    updates_in,
+)
 from .stored_tensor import WEIGHT, LogicalCheckpoint, StoredProgress, StoredTensor
 
-NAME, SOURCE = "megatron_ds", "converted_from"
+NAME, SOURCE, ORIGIN = "megatron_ds", "converted_from", "trained_from"
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
@@ -78,8 +86,15 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                 if path.partition(".")[0] in ("optimizer", "train")}
     return LogicalCheckpoint(
         folder, options_of(model), tensors, _progress(run), config.optimizer.optimizer if has_state else None,
-        training, _tokenizer_files(folder, run, config), source=run.get(SOURCE, {}),
+        training, _tokenizer_files(folder, run, config), source=source_in(run),
         tokenizer_type=config.data.tokenizer_type)
+
+
+def source_in(run: Mapping) -> dict[str, Any]:
+    """Format, family and settings of the checkpoint that the weights in a run came from; {} if none is
+    known."""
+    found = run.get(SOURCE) or run.get(ORIGIN) or {}
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def options_of(model: ModelConfig) -> dict[str, Any]:
@@ -112,8 +127,7 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
             found |= {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
         elif field in names:
             found[names[field]] = path
-            beside = path.with_name(TOKENIZER_CONFIG)
-            found |= {beside.name: beside} if beside.is_file() else {}
+            found |= {name: path.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
     return {name: path for name, path in found.items() if path.is_file()}
 
 

@@ -8,7 +8,7 @@ from ..ramps import Progress
 from .safetensors_reader import read_json
 from .stored_tensor import LogicalCheckpoint, StoredProgress
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 # do_lower_case of tokenizer_config.json
 LOWER_CASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 

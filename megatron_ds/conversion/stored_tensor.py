@@ -123,6 +123,7 @@ class LogicalCheckpoint:
                 the same family takes from them what is no option of ours
     ignored     stored objects that are not used
     unused      tensors that no row of the family's table names
+    notes       sentences on settings of the source that a run does not follow
     """
 
     folder: Path
@@ -136,3 +137,4 @@ class LogicalCheckpoint:
     ignored: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     tokenizer_type: str | None = None
+    notes: tuple[str, ...] = ()

@@ -7,6 +7,7 @@
 """
 
 import logging
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 from ..checkpoint.load import differences
 from ..checkpoint.pieces import WEIGHT, Piece
+from ..checkpoint.tokenizer_files import FIELDS
 from ..config import RunConfig
 from ..config.flags import read_flags
 from ..config.model_options import ModelConfig
 from ..conversion.family import model_of
 from ..conversion.filling import fill, plan_filling
 from ..conversion.formats import Wishes, detected, format_of
+from ..conversion.own_format import ORIGIN, source_in
 from ..conversion.run_values import progress_in, tokenizer_options, updates_in
 from ..conversion.stored_tensor import LogicalCheckpoint
 from ..errors import CheckpointError
@@ -30,6 +33,7 @@ from .build import Engine
 
 logger = logging.getLogger(__name__)
 OURS = "megatron_ds"
+WIDTH = 110
 
 
 def foreign_format(load: str | None, load_format: str | None) -> str | None:
@@ -69,6 +73,8 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     options, data = dict(checkpoint.model), {}
     rows = options.pop("vocab_size", None)
     options.pop("seq_length", None)
+    if given.get("model.seq_length") is None and (longest := options.get("max_position_embeddings")):
+        options["seq_length"] = longest
     if tokenizer is None and not given.get("data.mock_data"):
         found, _ = tokenizer_options(checkpoint)
         data = {name: value for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
@@ -127,11 +133,46 @@ def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piec
     starts_anew = checkpoint.finetune or found.progress.iteration is None
     progress = Progress() if starts_anew else progress_in(found.progress)
     if mesh.rank == 0:
+        if found.notes:
+            logger.info("%s", notes_text(found))
         what = "weights only" if weights_only else "weights and optimizer"
         logger.info("loaded %s, a %s, %s, at iteration %d, in %.1f s", found.folder,
                     format_of(found.source.get("format", OURS)).noun if found.source else "checkpoint", what,
                     progress.step, time.perf_counter() - begin)
     return progress
+
+
+def origin_of(run: Mapping, found: LogicalCheckpoint | None, config: RunConfig) -> dict[str, Any]:
+    """An entry for run.json: the format, family and settings that an export is to have again; {} if unknown.
+
+    run: the run.json of the checkpoint that is continued; found: the checkpoint of another program. Ids of
+    special tokens are left out where the run has another tokenizer than the folder.
+    """
+    source = dict(found.source) if found is not None else source_in(run)
+    if "family" not in source:
+        return {}
+    files = [Path(path).resolve() for name in FIELDS if (path := getattr(config.data, name))]
+    folder = Path(config.checkpoint.load).resolve()
+    if found is not None and any(folder not in (path, *path.parents) for path in files):
+        source.pop("generation", None)
+        source["settings"] = {name: value for name, value in source.get("settings", {}).items()
+                              if not name.endswith("_token_id")}
+    return {ORIGIN: source}
+
+
+def log_length(config: RunConfig) -> None:
+    """Log the length of sequences if it is that of the --load folder."""
+    source = config.sources.get("model.seq_length")
+    if source is not None and source.kind == "script":
+        logger.info("--seq-length is %d, the number of positions in %s: no flag or file gives it",
+                    config.model.seq_length, config.checkpoint.load)
+
+
+def notes_text(found: LogicalCheckpoint) -> str:
+    """The settings of the source that the run does not follow, a paragraph each."""
+    lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+             for note in found.notes]
+    return "\n".join((f"settings of {found.folder} that this run does not follow:", *lines))
 
 
 def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:

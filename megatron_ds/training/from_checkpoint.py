@@ -1,5 +1,5 @@
-"""Options that a run takes from the checkpoint of --load: --use-checkpoint-args and
---use-checkpoint-opt-param-scheduler.
+"""Options that a run takes from the checkpoint of --load: those of model and tokenizer, and with
+--use-checkpoint-opt-param-scheduler those of the schedules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,28 @@ SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", 
 
 
 def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
-    """The options of the model and the tokenizer in the checkpoint of the --load flag, if the command line
-    has --use-checkpoint-args. [] without these flags, also if a --config file has them, or where --load has
-    no checkpoint yet. Raises CheckpointError.
+    """The options of the model in the checkpoint of the --load flag, and those of its tokenizer unless a flag
+    gives one. Flags and files override them.
+
+    [] without the flag, also if a --config file has it, and where --load has no checkpoint yet. Raises
+    CheckpointError for a checkpoint that has no such options if --use-checkpoint-args asks for them; loading
+    reports it otherwise.
     """
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     folder = given.get(LOAD)
-    if not given.get(WANTED) or folder is None or (step := latest(folder)) is None:
+    if folder is None:
+        return []
+    try:
+        return _options_in(folder, given)
+    except CheckpointError:
+        if given.get(WANTED):
+            raise
+        return []
+
+
+def _options_in(folder: str, given: Mapping) -> list[Setting]:
+    """given: values of flags by path."""
+    if (step := latest(folder)) is None:
         return []
     run = read_run(folder, step)
     config = saved_config(run, folder)
@@ -37,9 +52,11 @@ def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
     values |= {f"data.{name}": getattr(config.data, name) for name in TOKENIZER}
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
+    # Also a default value of activation: its default depends on other options.
     values = {path: value for path, value in values.items() if not config.is_default(path)}
-    # Also a default value: the default of this option depends on other options.
     values |= {"model.activation": config.model.activation} | _rows(run, config)
+    if any(given.get(f"data.{name}") is not None for name in TOKENIZER):      # another one: not half of each
+        values = {path: value for path, value in values.items() if not path.startswith("data.")}
     source = Source("script", "the checkpoint")
     return [Setting(path, value, source) for path, value in values.items()]
 

@@ -47,7 +47,7 @@ from ..ramps import Progress
 from .build import Engine, build_engine
 from .data_facts import data_facts
 from .distributed import joined
-from .foreign_start import foreign_defaults, load_foreign, read_foreign
+from .foreign_start import foreign_defaults, load_foreign, log_length, origin_of, read_foreign
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .log import Log, check_log, open_log
 from .prepared_kernels import prepare_kernels
@@ -95,6 +95,8 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     saved = () if foreign else options_of_checkpoint(argv)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
                    defaults={**foreign, **defaults}, settings=saved)
+    if foreign:
+        log_length(config)
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
@@ -128,6 +130,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         if start.step is not None:
             on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
         foreign = on_all_ranks(world, lambda: read_foreign(config, start.foreign))
+        description |= origin_of(start.run, foreign, config)
         _leave_if_stopped(stop, mesh)
         engine = build_engine(config, mesh)
         if mesh.rank == 0:

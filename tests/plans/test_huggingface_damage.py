@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.load import read_run
 from megatron_ds.commands.convert_checkpoint import run_tool
 from megatron_ds.config import parse
 from megatron_ds.conversion.family import entries_of, model_of
-from megatron_ds.conversion.formats import Wishes, format_of
+from megatron_ds.conversion.formats import Wishes, detected, format_of
 from megatron_ds.conversion.huggingface_families import FAMILIES
 from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
 from megatron_ds.conversion.own_format import FORMAT as OURS
@@ -173,6 +173,8 @@ WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window":
 OTHER_MODELS = {
     "post-LN": ({"model_type": "bert"}, "post-LN"),
     "an unknown type": ({"model_type": "lama"}, "did you mean 'llama'"),
+    "another type": ({"model_type": "gpt_oss"}, "experts have biases and a clamped"),
+    "a type with ALiBi": ({"model_type": "bloom"}, "a norm after the embeddings"),
     "no type": ({"model_type": None}, "model_type None is not supported"),
     "a sliding window": ({"sliding_window": 8}, "sliding_window is 8.*is a mistral"),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
@@ -371,6 +373,18 @@ def test_a_checkpoint_gives_its_activation_also_where_it_is_the_default_of_other
 def test_a_written_step_of_the_optimizer_is_the_iteration_where_it_is_not_counted():
     assert updates_in(StoredProgress(iteration=7)) == 7 and updates_in(StoredProgress()) == 0
     assert updates_in(StoredProgress(iteration=7, num_updates=0)) == 0
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_is_refused_beside_a_model_and_alone(name, tmp_path):
+    source = written(tmp_path / "in")
+    (source / name).write_text("{}")
+    refused(source, tmp_path / "out", "holds an adapter .*Merge it first")
+    for path in source.iterdir():
+        if path.name != name:
+            path.unlink()
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        detected(source).read(source, Wishes())
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,12 +37,28 @@ EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
 EncodeArrays = Callable[[Sequence[str]], Arrays]
 logger = logging.getLogger(__name__)
 CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice, in 50 ms
+ENCODING = "a text cannot be encoded"
 OTHER, LETTER, NUMBER, SPACE = range(4)
 LAST_ASSIGNED = 0x40000                                     # no letters, numbers or spaces from here on
 # The newer pattern, and how many digits of a number stay together.
 _NEWER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
           r"\s*[\r\n]+|\s+(?!\S)|\s+")
 MOST_DIGITS = {_NEWER % "{1,3}": 3, _NEWER % "": 1}
+
+
+@contextmanager
+def library_panics(what: str) -> Iterator[None]:
+    """Inside, a panic of the library becomes a DataError. It is no Exception, and its class has no name to
+    import."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: the tokenizers library failed: {error}. The file is damaged, or the text "
+                        "cannot be cut by its pattern.") from None
 
 
 class LibraryTokenizer(Tokenizer):
@@ -58,10 +75,13 @@ class LibraryTokenizer(Tokenizer):
             _ = self._backend
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with library_panics(ENCODING):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with library_panics(ENCODING):
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
         """Ids of the texts back to back, and the number of ids of each, by the backend."""

@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import DataError
-from .backend import LibraryTokenizer
+from .backend import LibraryTokenizer, library_panics
 from .base import TOKENIZERS, Tokenizer, TokenizerOptions, fingerprint_of, required_files
+from .special_tokens import end_of_document, read_json_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
     from tokenizers.models import Model
 
-# Common names of the end-of-document token, tried when no tokenizer_config.json names it.
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 EOD = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LONGEST_WORD = 200                                      # characters; a longer word is unknown, as in Megatron
+MOST_IDS = 10**8                                        # no vocabulary is so large; ids are int32 in corpora
 Pair = tuple[str, str]
 
 
@@ -36,44 +36,25 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def __init__(self, path: str, backend: str = "auto"):
         from tokenizers import Tokenizer
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        try:
-            tokenizer = Tokenizer.from_file(file)
-        except Exception as e:                             # the library raises plain Exception for everything
-            raise DataError(f"--tokenizer-model {path}: {file} cannot be read as a tokenizer: {e}.") from None
+        with library_panics(f"--tokenizer-model {file} cannot be read as a tokenizer"):
+            try:
+                tokenizer = Tokenizer.from_file(file)
+            except Exception as e:                         # the library raises plain Exception for everything
+                raise DataError(f"--tokenizer-model {path}: {file} cannot be read as a tokenizer: "
+                                f"{e}.") from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         super().__init__(tokenizer, backend)
         self.vocab = tokenizer.get_vocab(with_added_tokens=True)
+        check_ids(self.vocab, f"--tokenizer-model {file}")
         self.vocab_size = max(self.vocab.values()) + 1
-        self.eod = self._end_of_document(file)
+        self.eod = end_of_document(file, self.vocab)
         self.fingerprint = fingerprint_of("HuggingFaceTokenizer", tokenizer.to_str().encode())
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "HuggingFaceTokenizer":
         path, = required_files(options, ("tokenizer_model",), "HuggingFaceTokenizer", folder_ok=True)
         return cls(path, options.backend)
-
-    def _end_of_document(self, file: str) -> int:
-        named = _configured_end(os.path.join(os.path.dirname(file), "tokenizer_config.json"))
-        names = (named, *END_NAMES) if named else END_NAMES
-        ids = (self._tokenizer.token_to_id(name) for name in names)
-        found = next((i for i in ids if i is not None), None)
-        if found is None:
-            raise DataError(f"{file} has no end-of-document token: none of {', '.join(names)}. Name one as "
-                            "eos_token in a tokenizer_config.json next to it.")
-        return found
-
-
-def _configured_end(config_file: str) -> str | None:
-    """`eos_token` of a tokenizer_config.json: a string, or an object with its text under "content"."""
-    if not os.path.isfile(config_file):
-        return None
-    try:
-        with open(config_file, encoding="utf-8") as f:
-            token = json.load(f).get("eos_token")
-    except (ValueError, AttributeError) as e:
-        raise DataError(f"{config_file} is not a JSON object: {e}.") from None
-    return token.get("content") if isinstance(token, dict) else token
 
 
 @TOKENIZERS.register("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -169,17 +150,32 @@ class GPT2BPETokenizer(LibraryTokenizer):
 
 def read_bpe_files(vocab_file: str, merge_file: str) -> tuple[dict[str, int], list[Pair]]:
     """({token: id}, merges). Raises DataError naming the file that is damaged or has no `<|endoftext|>`."""
-    try:
-        with open(vocab_file, encoding="utf-8") as f:
-            vocab = json.load(f)
-    except ValueError as e:                                 # JSON and UTF-8 errors are both ValueErrors
-        raise DataError(f"--vocab-file {vocab_file} is not JSON text: {e}.") from None
-    if not isinstance(vocab, dict) or not all(isinstance(i, int) for i in vocab.values()):
+    vocab = read_json_text(vocab_file, f"--vocab-file {vocab_file}")
+    if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
         raise DataError(f"--vocab-file {vocab_file} is not a JSON object from token to id.")
+    check_ids(vocab, f"--vocab-file {vocab_file}")
+    check_distinct(vocab, f"--vocab-file {vocab_file}")
     if EOD not in vocab:
         raise DataError(f"--vocab-file {vocab_file} has no token {EOD}, which ends a document. Add it with "
                         "an unused id.")
     return vocab, _read_merges(merge_file, vocab)
+
+
+def check_ids(vocab: Mapping[str, int], name: str) -> None:
+    """Raises DataError for an id that no token has. name: of the file, for the message."""
+    if odd := next((token for token, i in vocab.items() if not 0 <= i < MOST_IDS), None):
+        raise DataError(f"{name} has the id {vocab[odd]} for {odd!r}: ids are numbers from 0 to "
+                        f"{MOST_IDS - 1:,}, and the vocabulary is as large as the largest. The file is "
+                        "damaged.")
+
+
+def check_distinct(vocab: Mapping[str, int], name: str) -> None:
+    """Raises DataError for two tokens with one id: the id would have two texts."""
+    tokens: dict[int, str] = {}
+    for token, i in vocab.items():
+        if (first := tokens.setdefault(i, token)) != token:
+            raise DataError(f"{name} has the id {i} for {first!r} and for {token!r}, and an id is one token. "
+                            "The file is damaged.")
 
 
 def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
