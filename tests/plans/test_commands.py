@@ -81,7 +81,8 @@ def test_python_m_and_the_script_of_the_checkout_are_the_same():
     outputs = []
     for start in (["-m", "megatron_ds", "schedule"], [ROOT / "tools/show_schedule.py"]):
         words = [warm_python(), *start, "--schedule", "1f1b", "--pipeline-size", "2", "--microbatches", "3"]
-        outputs.append(subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120))
+        outputs.append(subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True,
+                                      timeout=120))
     assert outputs[0].stdout == outputs[1].stdout and "bubble" in outputs[0].stdout
 
 
