@@ -137,6 +137,36 @@ def test_every_package_needs_torch_and_numpy_only_and_starts_nothing():
     assert not modules_after(statement) & optional
 
 
+CACHES_WITH_TENSORS = {
+    # A plan and a run have objects of their own as keys.
+    "data.documents._foreign", "data.documents._bias", "ops.gpu.flex_attention._of_batch",
+    # Keyed by the device, which is "meta" in plans for GPUs.
+    "ops.gpu.flex_attention._of_pattern", "ops.gpu.flex_attention._pattern_tiles",
+    "ops.gpu.flex_attention._pattern_mods"}
+MAY_HOLD_TENSORS = ("Tensor", "ScoreTiles", "MaskMod", "BlockMask", "Batch", "Routing")
+
+
+def cached_functions(path: Path) -> list[ast.FunctionDef]:
+    """Functions whose results functools keeps for the whole process."""
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef)
+            and any(ast.unparse(d).partition("(")[0].rpartition(".")[2] in ("cache", "lru_cache")
+                    for d in node.decorator_list)]
+
+
+def test_no_cache_keeps_a_tensor_that_a_plan_could_have_made():
+    """Plans run in the process of a run (--zero3-pin-stage auto), in tensors without memory. A cache that a
+    plan fills would give one of them to the run. Keep numbers or numpy arrays, and make the tensor where it
+    is used."""
+    found = set()
+    for path in FILES:
+        for node in cached_functions(path):
+            returns = ast.unparse(node.returns) if node.returns else "Any"
+            if returns == "Any" or any(word in returns for word in MAY_HOLD_TENSORS):
+                found.add(".".join((*module_of(path), node.name)))
+    assert found == CACHES_WITH_TENSORS
+
+
 def test_the_entry_scripts_stay_short():
     for script in ("pretrain_gpt.py", "pretrain_bert.py"):
         assert len((ROOT / script).read_text().splitlines()) <= 60

@@ -392,6 +392,12 @@ class PlanConfig:
         help="The rank whose memory and traffic are printed (--dry-run only).",
         avoid="In real runs the launcher sets it.")
 
+    device_memory: str | None = option(None,
+        help="Memory of each device, such as 80GB or 80GiB (--dry-run only). The plan states whether the "
+             "rank with the highest peak fits, and what would help; the exit code is 1 if it does not fit. "
+             "Default: that of this machine's GPU, if there is one.",
+        avoid="In real runs the device itself has it.")
+
     @property
     def is_dry(self) -> bool:
         """Whether a plan is printed instead of a run."""

@@ -161,7 +161,12 @@ class Batch:
     @property
     def counted_tokens(self) -> torch.Tensor:
         """fp32 scalar: number of tokens that count in the loss, also those that other ranks hold."""
-        return (self.loss_mask if self.whole is None else self.whole.loss_mask).float().sum()
+        return self.counted_by_sequence.sum()
+
+    @property
+    def counted_by_sequence(self) -> torch.Tensor:
+        """fp32 [b], the same for each sequence."""
+        return (self.loss_mask if self.whole is None else self.whole.loss_mask).float().sum(1)
 
     def keep(self, index: torch.Tensor, part: SequenceSlice) -> "Batch":
         """The tokens at index [b, k] of the whole sequences, ascending, and of these the rank's part."""

@@ -17,6 +17,7 @@ from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 
+import numpy as np
 import torch
 
 from ..config.model_options import ModelConfig
@@ -67,12 +68,12 @@ class Capacity:
 
     def of_lengths(self, lengths: torch.Tensor, longest: int) -> torch.Tensor:
         """`rows` of each number in lengths, int64 of any shape on any device, none above `longest`."""
-        return on_device(_table(self, longest), lengths.device)[lengths]
+        return on_device(torch.tensor(_table(self, longest)), lengths.device)[lengths]
 
 
 @lru_cache(maxsize=64)
-def _table(capacity: Capacity, longest: int) -> torch.Tensor:
-    return torch.tensor([capacity.rows(tokens) for tokens in range(longest + 1)])
+def _table(capacity: Capacity, longest: int) -> np.ndarray:
+    return np.array([capacity.rows(tokens) for tokens in range(longest + 1)], dtype=np.int64)
 
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:

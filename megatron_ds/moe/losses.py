@@ -5,7 +5,8 @@
     z-loss            mean over tokens of logsumexp(z)²
 
 At an even load the load balancing loss is 1. The T tokens are those of a micro-batch or of each sequence,
-whose mean is taken. Padding does not count. Fedus et al. 2021 (arXiv:2101.03961), section 2.2; per sequence:
+whose mean is taken; with --calculate-per-token-loss each sequence weighs as many tokens as it has in the loss,
+so that no division of a step into micro-batches changes the result. Padding does not count. Fedus et al. 2021 (arXiv:2101.03961), section 2.2; per sequence:
 DeepSeek-AI 2024 (arXiv:2412.19437), equations 17 to 20; z-loss: Zoph et al. 2022 (arXiv:2202.08906), section
 3.
 
@@ -23,9 +24,12 @@ from .totals import Totals
 AUX, Z_LOSS = "load balancing loss", "router z-loss"
 
 
-def sets_of(config: ModelConfig, samples: int) -> int:
+def sets_of(config: ModelConfig, samples: int, ledger: Ledger) -> int:
     """Sets of tokens whose totals the losses need: the sequences of the micro-batch, or 1, all together."""
-    return samples if any(kind == "seq_aux_loss" for kind, _ in _weighted(config)) else 1
+    kinds = {kind for kind, _ in _weighted(config)}
+    if ledger.tokens is not None and (config.moe_z_loss_coeff or "global_aux_loss" in kinds):
+        return samples
+    return samples if "seq_aux_loss" in kinds else 1
 
 
 def add_losses(ledger: Ledger, totals: Totals, config: ModelConfig,
@@ -36,11 +40,23 @@ def add_losses(ledger: Ledger, totals: Totals, config: ModelConfig,
     last_share  [E], share of each expert in the slots of the previous step, for "global_aux_loss"
     """
     for kind, weight in _weighted(config):
-        value = SCOPES[kind](totals, last_share)
-        ledger.add(AUX if kind == "aux_loss" else f"{kind.split('_')[0]} {AUX}", value, weight=weight)
+        value, count = _over_sets(SCOPES[kind](totals, last_share), ledger.tokens)
+        ledger.add(AUX if kind == "aux_loss" else f"{kind.split('_')[0]} {AUX}", value, count, weight=weight)
     if config.moe_z_loss_coeff:
-        ledger.add(Z_LOSS, totals.whole.sum_of("squares"), totals.whole.sum_of("tokens"),
-                   weight=config.moe_z_loss_coeff)
+        value, count = totals.whole.sum_of("squares"), totals.whole.sum_of("tokens")
+        if ledger.tokens is not None:
+            means = totals.sum_of("squares") / totals.sum_of("tokens").clamp(min=1)
+            value, count = _over_sets(means, ledger.tokens)
+        ledger.add(Z_LOSS, value, count, weight=config.moe_z_loss_coeff)
+
+
+def _over_sets(values: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """(sum, count) of the mean over sets. values: [sets], or a scalar of all; tokens: of `Ledger`"""
+    if values.dim() == 0:
+        return values, 1
+    if tokens is None:
+        return values.mean(), 1
+    return (values * tokens).sum(), tokens.sum()
 
 
 def of_micro_batch(totals: Totals, last_share: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,18 +65,18 @@ def of_micro_batch(totals: Totals, last_share: torch.Tensor | None = None) -> to
 
 
 def of_sequences(totals: Totals, last_share: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean over the sets of the load balancing loss of each; a scalar."""
-    return _balance(totals).mean()
+    """The load balancing loss of each set; [sets]."""
+    return _balance(totals)
 
 
 def of_last_step(totals: Totals, last_share: torch.Tensor) -> torch.Tensor:
-    """Scores of the micro-batch against the shares of slots in the whole previous step; a scalar.
+    """Scores of each set against the shares of slots in the whole previous step; [sets].
 
     Those shares are known before the step, so the term does not depend on how the step is divided.
     """
-    whole, num_experts = totals.whole, totals.num_experts
+    num_experts = totals.num_experts
     share = last_share.where(last_share.sum() > 0, 1 / num_experts)                # before the first step
-    return num_experts * (whole.scores * share).sum() / whole.sum_of("tokens").clamp(min=1)
+    return num_experts * (totals.scores * share).sum(-1) / totals.sum_of("tokens").clamp(min=1)
 
 
 Scope = Callable[[Totals, torch.Tensor | None], torch.Tensor]

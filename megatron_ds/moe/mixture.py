@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         config, ledger, balance = self.config, batch.ledger, self.router.balance
         squares = bool(config.moe_z_loss_coeff) and batch.training
         ranks = self.ctx.sequence_ranks
-        totals = Totals.of(chosen, limited.kept, sets_of(config, batch.size) if batch.training else 1,
+        totals = Totals.of(chosen, limited.kept, sets_of(config, batch.size, ledger) if batch.training else 1,
                            None if ranks is None else ranks.every, counted, squares)
         if batch.training:
             add_losses(ledger, totals, config, balance.share)

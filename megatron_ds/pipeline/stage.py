@@ -77,7 +77,7 @@ class Stage:
         training = torch.is_grad_enabled()
         if x is not None and training:
             x = x.detach().requires_grad_()
-        ledger = Ledger()
+        ledger = Ledger(batch.counted_by_sequence if self.per_token else None)
         batch = batch.with_ledger(ledger)
         attached = partial(self._with_terms, ledger, batch, scale)
         output = self._run(x, batch, attached)

@@ -17,6 +17,7 @@ from ..mpu.group import RING_FACTOR
 from ..mpu.launch import Launch
 from ..pipeline.picture import draw
 from .context_text import context_text
+from .device_fit import DeviceMemory, device_memory, fit_text, fits, remedies_text
 from .expert_text import expert_rows, experts_text, has_experts
 from .flops import model_flops, token_drop_savings
 from .keep_gathered import is_automatic
@@ -40,17 +41,21 @@ def names_its_world(argv: Sequence[str]) -> bool:
 
 
 def dry_run(as_given: RunConfig, launch: Launch) -> int:
-    """Print the plan on rank 0; returns the exit code."""
+    """Print the plan on rank 0; returns the exit code: 1 if a rank does not fit its device."""
     if launch.rank:
         return 0
     gc.freeze()     # a schedule is many small objects: each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
+    memory = device_memory(config, config.plan.dry_run)
     plan = plan_world(config, config.plan.rank, config.plan.dry_run)
-    logger.info("%s", plan_text(plan, [*unchecked, *_unchecked(config)]))
-    return 0
+    logger.info("%s", plan_text(plan, [*unchecked, *_unchecked(config, memory)], memory))
+    if memory is None or fits(plan, memory):
+        return 0
+    logger.info("\n%s", "\n".join(remedies_text(plan, memory)))
+    return 1
 
 
-def _unchecked(config: RunConfig) -> Iterator[str]:
+def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
     """What a launch checks and a plan does not, one line each."""
     data, checkpoint = config.data, config.checkpoint
     given = data.data_path or data.train_data_path or [
@@ -69,16 +74,18 @@ def _unchecked(config: RunConfig) -> Iterator[str]:
         yield "the times of layers, which --pipeline-cut measured needs; cut by FLOPs in this plan"
     if any(most is not None for *_, most in expert_rows(config)):
         yield "the loads of the experts, which depend on the data; planned as equal"
-    yield ("memory and speed of the devices, the network between them, and memory that libraries and "
-           "allocators take")
+    if memory is None:
+        yield "whether each rank fits its device: --device-memory 80GB compares the peak with that"
+    yield "speed of the devices and of the network, and memory that libraries and allocators take"
 
 
-def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
-    """The whole text. unchecked: what a launch checks and the plan did not."""
+def plan_text(plan: WorldPlan, unchecked: Sequence[str], memory: DeviceMemory | None = None) -> str:
+    """The whole text. unchecked: what a launch checks and the plan did not. memory: of a device, if known"""
     experts, context = experts_text(plan, plan.rank_plan(plan.rank)), context_text(plan)
     parts = (grid_text(plan.grid, plan.rank, is_tied(plan), has_experts(plan.config)), stages_text(plan),
-             context, experts, schedule_text(plan), memory_text(plan), traffic_text(plan), flops_text(plan),
-             proof_text(plan), ["not checked:", *(f"  {line}" for line in unchecked)])
+             context, experts, schedule_text(plan), memory_text(plan), fit_text(plan, memory),
+             traffic_text(plan), flops_text(plan), proof_text(plan),
+             ["not checked:", *(f"  {line}" for line in unchecked)])
     return "\n\n".join(filter(None, ("\n".join(part) for part in parts)))
 
 

@@ -179,7 +179,8 @@ class _RangePart:
             views = scores.unflatten(1, (-1, len(self.tile.rows)))                  # [heads, r, R, K]
             for edge in self.tile.edges:
                 part = views[..., edge.columns]
-                part += _edge_bias(self.seen.pattern, len(self.tile.rows), edge.offset, part.shape[-1])
+                bias = _edge_bias(self.seen.pattern, len(self.tile.rows), edge.offset, part.shape[-1])
+                part += torch.from_numpy(bias)
             rows, keys = (torch.arange(span.start, span.stop) for span in (self.tile.rows, self.tile.keys))
             self.seen.close(views, rows, keys, self.owner)
         return scores
@@ -259,16 +260,19 @@ def _for_heads(seen: Visible, heads: torch.Tensor, r: int) -> Visible:
 
 
 @lru_cache(maxsize=256)
-def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) -> torch.Tensor:
-    """[rows, columns], -inf where a query does not see a key; offset: from the first query to the first key.
-    The same for all tiles but the first and the last ones of a sequence."""
-    distance = torch.arange(columns) + offset - torch.arange(rows)[:, None]
-    hidden = torch.zeros(rows, columns, dtype=torch.bool)
+def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) -> np.ndarray:
+    """fp32 [rows, columns], -inf where a query does not see a key.
+
+    offset: from the first query to the first key
+    Equal for all tiles but the first and the last ones of a sequence.
+    """
+    distance = np.arange(columns) + offset - np.arange(rows)[:, None]
+    hidden = np.zeros((rows, columns), dtype=bool)
     if pattern.after is not None:
         hidden |= distance > pattern.after
     if pattern.left is not None:
         hidden |= distance < -pattern.left
-    return torch.zeros(rows, columns).masked_fill_(hidden, -math.inf)
+    return np.where(hidden, np.float32(-math.inf), np.float32(0))
 
 
 def _block_bias(tiles: BlockTiles, is_causal: bool) -> torch.Tensor:
