@@ -21,6 +21,7 @@ from .chunk_file import saved_crc32
 from .cover import covers_once
 from .folder import INDEX_FILE, read_regular
 from .index_pickle import unpickled
+from .pickle_guards import reason_of
 from .run_file import check_crc32, read_run_file
 
 MOST_DIMENSIONS = 8       # 2**8 corners of a box
@@ -65,11 +66,11 @@ def index_of(path: Path, save_id: str | None, files: Mapping[str, Mapping] | Non
             check_crc32(content, files[INDEX_FILE])
         index = unpickled(content)
     except Exception as error:      # a damaged pickle raises almost anything
-        raise CheckpointError(f"{file_name} is damaged: {error}") from error
+        raise CheckpointError(f"{file_name} is damaged: {reason_of(error)}") from error
     try:
         problem = next(_problems(path, index, save_id, files), None)
     except Exception as error:      # its parts may have any type
-        problem = f"its index is malformed ({type(error).__name__}: {error})"
+        problem = f"its index is malformed ({type(error).__name__}: {reason_of(error)})"
     if problem:
         raise CheckpointError(f"{path} is not a complete checkpoint: {problem}.")
     return index

@@ -5,17 +5,20 @@ before it:
 
     opcodes    an index, as Python 3.8 and later pickle it, needs about 30 opcodes, which allocate little
                (`pickle_opcodes.py`)
-    names      the unpickler resolves the names of the index's own dataclasses and refuses every other name
+    names      the unpickler resolves the names of the index's own dataclasses and refuses every other name;
+               calls copy no more than the index has bytes, and fields have their types (`pickle_guards.py`)
 """
 
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
 
+from .pickle_guards import Allowance, Constant, Function, Records
 from .pickle_opcodes import Opcodes
 
 FIXED = ("PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
@@ -24,37 +27,79 @@ FIXED = ("PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BIN
          "REDUCE", "BUILD")
 LENGTHS = {"SHORT_BINUNICODE": "<B", "BINUNICODE": "<I", "LONG1": "<B"}      # the length, then so many bytes
 check_opcodes = Opcodes("index", FIXED, LENGTHS).check
-
-
-def _member(enumeration: type, name: str) -> Any:
-    """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
-    if enumeration is not dcp._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it names an attribute of {enumeration!r}, which no index needs")
-    return enumeration[name]
-
-
+_NONE = type(None)
+_FIELDS = {                                                 # of the dataclasses, with the types of values
+    "Metadata": {"state_dict_metadata": dict, "planner_data": object, "storage_data": dict,
+                 "storage_meta": (dcp.StorageMeta, _NONE), "version": (str, _NONE)},
+    "MetadataIndex": {"fqn": str, "offset": (torch.Size, _NONE), "index": (int, _NONE)},
+    "TensorStorageMetadata": {"properties": dcp.TensorProperties, "size": torch.Size, "chunks": list},
+    "ChunkStorageMetadata": {"offsets": torch.Size, "sizes": torch.Size},
+    "StorageMeta": {"checkpoint_id": (str, _NONE), "save_id": (str, _NONE), "load_id": (str, _NONE),
+                    "modules": list},
+    "_StorageInfo": {"relative_path": str, "offset": int, "length": int,
+                     "transform_descriptors": (list, tuple, _NONE),
+                     "crc32": tuple}}                       # which `chunk_file.py` adds
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-            "StorageMeta", "_MEM_FORMAT_ENCODING")
-_ALLOWED = {
-    **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES},
-    **{("torch", name): getattr(torch, name) for name in (*_DTYPES, "Size")},
-    (dcp_files.__name__, "_StorageInfo"): dcp_files._StorageInfo,
-    ("builtins", "getattr"): _member,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,      # a look-up in a table
-}
+_FORMATS = dcp._MEM_FORMAT_ENCODING
 
 
 def unpickled(content: bytes) -> dcp.Metadata:
     """The pickled index. Raises almost any exception when `content` is damaged or not an index."""
     check_opcodes(content)
-    return _Unpickler(io.BytesIO(content)).load()
+    unpickler = _Unpickler(content)
+    index = unpickler.load()
+    unpickler.records.finish()
+    return index
 
 
 class _Unpickler(pickle.Unpickler):
     """Refuses every name that no index needs, before anything is imported."""
 
+    def __init__(self, content: bytes):
+        super().__init__(io.BytesIO(content))
+        self.records, allowance = Records(), Allowance(content)
+        formats = Function(lambda number: Constant(_FORMATS(number)), allowance)
+        self._known: dict[tuple[str, str], Any] = {("torch", name): getattr(torch, name) for name in _DTYPES}
+        for name, fields in _FIELDS.items():
+            module = dcp_files if name == "_StorageInfo" else dcp
+            self._known[module.__name__, name] = self.records.class_of(getattr(module, name), fields)
+        self._known |= {
+            (dcp.__name__, "TensorProperties"): _TensorProperties,
+            (dcp.__name__, "_MEM_FORMAT_ENCODING"): formats,
+            ("torch", "Size"): Function(torch.Size, allowance),
+            ("builtins", "getattr"): Function(partial(_member, formats), allowance),
+            ("torch.serialization", "_get_layout"): Function(_layout, allowance)}
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
+        """An object for the name. Raises UnpicklingError for one that no index needs."""
+        if (module, name) not in self._known:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
-        return _ALLOWED[module, name]
+        return self._known[module, name]
+
+
+class _TensorProperties(dcp.TensorProperties):
+    """Properties that become those of torch, with a `Constant` for the memory format in the pickle."""
+
+    def __setstate__(self, state: Any) -> None:
+        dtype, layout, requires_grad, memory_format, pin_memory = state
+        if not (isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
+                and isinstance(memory_format, Constant)):
+            raise pickle.UnpicklingError("the properties of a tensor are not described as torch does it")
+        super().__setstate__((dtype, layout, bool(requires_grad), memory_format.value, bool(pin_memory)))
+        # From now on BUILD finds torch's own method, which refuses every state: a `Constant` is no format.
+        self.__class__ = dcp.TensorProperties
+
+
+def _member(formats: Function, owner: Any, name: str) -> Constant:
+    """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
+    if owner is not formats or not isinstance(name, str):
+        raise pickle.UnpicklingError("it names an attribute of something else than the memory formats")
+    return Constant(_FORMATS[name])
+
+
+def _layout(name: str) -> torch.layout:
+    """The layout of this name, by a look-up in a table of torch."""
+    try:
+        return torch.serialization._get_layout(name)
+    except (KeyError, TypeError):                            # whose text would hold the whole name
+        raise pickle.UnpicklingError("it names a layout that torch does not have") from None

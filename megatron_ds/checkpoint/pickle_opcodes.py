@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 
 STOP = b"."
 _MOST_AT_ONCE = 10_000       # bounds the memory that the regular expression takes
+# Integers of more than 8 bytes: millions of them can have one hash, and fill a dict in quadratic time.
+_MOST_WIDE = 10_000
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
-_MEMO, _GLOBAL = (_OPCODES[name].code.encode("latin-1") for name in ("LONG_BINPUT", "GLOBAL"))
+_MEMO, _GLOBAL, _LONG = (_OPCODES[name].code.encode("latin-1") for name in ("LONG_BINPUT", "GLOBAL", "LONG1"))
 
 
 class Opcodes:
@@ -47,7 +49,7 @@ class Opcodes:
 
     def end_of(self, content: bytes | mmap.mmap, at: int = 0) -> int:
         """The byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
-        end = len(content)
+        end, wide = len(content), 0
         while True:
             while run := self._run.match(content, at):
                 at = run.end()
@@ -62,7 +64,11 @@ class Opcodes:
             length = self._length_of[code]
             if at + 1 + length.size > end:
                 raise ValueError(f"byte {at} of {end}: it ends within a length")
-            at += 1 + length.size + length.unpack_from(content, at + 1)[0]
+            count = length.unpack_from(content, at + 1)[0]
+            wide += code == _LONG and count > 8
+            if wide > _MOST_WIDE:
+                raise ValueError(f"byte {at} of {end}: more than {_MOST_WIDE} integers of over 8 bytes")
+            at += 1 + length.size + count
             if at > end:
                 raise ValueError(f"a text in it would end at byte {at} of {end}")
 

@@ -4,7 +4,8 @@ Checkpoints of Megatron-LM and DeepSpeed are pickles that name classes of those 
 
     opcodes    those that allocate any amount of memory are refused before unpickling (`pickle_opcodes.py`)
     names      tensors become `StoredTensor`, not read yet; containers are real; any other class becomes a
-               `ForeignObject`, which keeps its arguments and state and does nothing
+               `ForeignObject`, which keeps its arguments and state and does nothing; calls copy no more
+               than the pickle has bytes (`pickle_guards.py`)
 
 Functions and classes of the standard library, and functions of any module, are refused except for those in
 the tables below: no checkpoint needs `os.system`. The names of all stand-ins are listed in `ignored`.
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.pickle_guards import Allowance, Function
 from ..checkpoint.pickle_opcodes import Opcodes
 from .stored_tensor import StoredTensor
 
@@ -60,9 +62,12 @@ class ForeignObject:
     """
 
     foreign_name = ""
+    allowance: Allowance | None = None
 
     def __new__(cls, *args: Any, **keywords: Any) -> "ForeignObject":
         self = object.__new__(cls)
+        if cls.allowance is not None:
+            cls.allowance.take(1 + len(args) + len(keywords))
         self.args, self.state = args, keywords or None
         return self
 
@@ -92,6 +97,13 @@ def fields_of(value: Any) -> dict[str, Any]:
     return dict(state) if isinstance(state, Mapping) else {}
 
 
+class _OrderedDict(collections.OrderedDict):
+    """An OrderedDict without the attributes that torch gives it: each pickled copy would hold all of them."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
 class FileTensor(StoredTensor):
     """A tensor in one file. A pickle cannot change it after its sizes were checked."""
 
@@ -115,7 +127,9 @@ class ForeignUnpickler(pickle.Unpickler):
                  allowed: Mapping[tuple[str, str], Any] | None = None):
         OPCODES.check(content)
         super().__init__(io.BytesIO(content), encoding="latin-1")
-        self._storage_of, self._allowed = storage_of, allowed or {}
+        self._storage_of, self._allowance = storage_of, Allowance(content)
+        self._known = {name: Function(value, self._allowance) for name, value in _CALLED.items()}
+        self._known |= _DTYPE_NAMES | dict(allowed or {})
         self._stand_ins: dict[str, type] = {}
 
     @property
@@ -125,10 +139,8 @@ class ForeignUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """An object of the tables, or a stand-in. Raises UnpicklingError for code."""
-        if (module, name) in self._allowed:
-            return self._allowed[module, name]
-        if (module, name) in _REAL:
-            return _REAL[module, name]
+        if (module, name) in self._known:
+            return self._known[module, name]
         full, root = f"{module}.{name}", module.partition(".")[0]
         is_standard = root in sys.stdlib_module_names or root in ("__builtin__", "copy_reg")
         is_class = name.rpartition(".")[2].lstrip("_")[:1].isupper()
@@ -138,7 +150,8 @@ class ForeignUnpickler(pickle.Unpickler):
                 f"it names {full}, which no checkpoint needs: loading it with another program would run "
                 "code. Do not use this file")
         if full not in self._stand_ins:
-            self._stand_ins[full] = type(name, (ForeignObject,), {"foreign_name": full})
+            self._stand_ins[full] = type(name, (ForeignObject,), {
+                "foreign_name": full, "allowance": self._allowance})
         return self._stand_ins[full]
 
     def persistent_load(self, identifier: Any) -> Storage:
@@ -149,6 +162,7 @@ class ForeignUnpickler(pickle.Unpickler):
         if (kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str | int)
                 or not _is_count(numel) or len(identifier) > 5 and identifier[5] is not None):
             raise pickle.UnpicklingError("a storage is not described as torch.save does it")
+        self._allowance.take(len(identifier))
         return self._storage_of(dtype, str(key), numel)
 
 
@@ -168,9 +182,10 @@ def _is_count(value: Any) -> bool:
 
 def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) -> FileTensor:
     dtype, numel, read_bytes, place = storage
-    size, stride = tuple(size), tuple(stride)
     if not (_is_count(offset) and len(size) == len(stride) <= 64 and all(map(_is_count, (*size, *stride)))):
-        raise pickle.UnpicklingError(f"{place}: a tensor of shape {size} has the strides {stride}")
+        raise pickle.UnpicklingError(f"{place}: the shape or the strides of a tensor are not counts of "
+                                     "elements")
+    size, stride = tuple(size), tuple(stride)
     count = math.prod(size)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride))
     if count > numel or count and last >= numel:
@@ -185,7 +200,7 @@ def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) 
 
 
 def _from_type(function: Callable, _: Any, args: tuple, *__: Any) -> FileTensor:
-    if function is not _tensor:
+    if not (isinstance(function, Function) and function.function is _tensor):
         raise pickle.UnpicklingError("a tensor is not described as torch.save does it")
     return _tensor(*args)
 
@@ -197,38 +212,50 @@ def _first(tensor: Any, *_: Any) -> Any:
 def _member(owner: Any, name: str) -> ForeignObject:
     """A member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
     if not (isinstance(owner, type) and issubclass(owner, ForeignObject) and isinstance(name, str)):
-        raise pickle.UnpicklingError(f"it names an attribute of {owner!r}")
+        raise pickle.UnpicklingError("it names an attribute of something else than a class")
     return owner(name)
 
 
 def _reconstructed(kind: Any, *_: Any) -> ForeignObject:
     if not (isinstance(kind, type) and issubclass(kind, ForeignObject)):
-        raise pickle.UnpicklingError(f"it makes an object of {kind!r}")
+        raise pickle.UnpicklingError("it makes an object of something else than a class")
     return kind()
 
 
 def _latin_bytes(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"it encodes text as {encoding!r}")
+        raise pickle.UnpicklingError("it encodes text as something else than latin-1")
     return text.encode("latin-1")
 
 
-_REAL: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-    **{(module, kind.__name__): kind for module in ("builtins", "__builtin__")
-       for kind in (set, frozenset, list, dict, tuple)},
-    **{(module, "getattr"): _member for module in ("builtins", "__builtin__")},
-    **{(module, "object"): object for module in ("builtins", "__builtin__")},
+def _dict_of(*_: Any) -> dict:
+    """A defaultdict, whose items follow, as a dict: its factory is not needed."""
+    return {}
+
+
+def _layout(name: str) -> str:
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError("the name of a layout is no text")
+    return name
+
+
+_BUILTINS = ("builtins", "__builtin__")
+_CALLED: dict[tuple[str, str], Callable] = {
+    ("collections", "OrderedDict"): _OrderedDict,
+    ("collections", "defaultdict"): _dict_of,
+    **{(module, kind.__name__): kind for module in _BUILTINS
+       for kind in (set, frozenset, list, dict, tuple, object)},
+    **{(module, "getattr"): _member for module in _BUILTINS},
     **{(module, "_reconstructor"): _reconstructed for module in ("copyreg", "copy_reg")},
     ("_codecs", "encode"): _latin_bytes,
-    **{("torch", name): getattr(torch, name) for name in (*_DTYPES, "Size") if hasattr(torch, name)},
-    **{(module, name): dtype for name, dtype in _STORAGES.items()
-       for module in ("torch", "torch.cuda", "torch.storage")},
+    ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _first,
     ("torch._utils", "_rebuild_parameter_with_state"): _first,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    ("torch.serialization", "_get_layout"): str,
-}
+    ("torch.serialization", "_get_layout"): _layout}
+_DTYPE_NAMES: dict[tuple[str, str], torch.dtype] = {
+    **{("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
+    **{(module, name): dtype for name, dtype in _STORAGES.items()
+       for module in ("torch", "torch.cuda", "torch.storage")}}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.folder import INDEX_FILE, read_regular
+from ..checkpoint.pickle_guards import reason_of
 from ..errors import CheckpointError
 from .foreign_pickle import ForeignObject, fields_of, unpickled
 from .stored_tensor import StoredTensor
@@ -132,7 +133,7 @@ def _index_of(path: Path) -> Mapping[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:      # a damaged pickle raises almost anything
-        raise CheckpointError(f"{path / INDEX_FILE} is refused or damaged: {error}.") from error
+        raise CheckpointError(f"{path / INDEX_FILE} is refused or damaged: {reason_of(error)}.") from error
     finally:
         if enabled:
             gc.enable()

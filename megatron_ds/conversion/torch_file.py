@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..checkpoint.pickle_guards import reason_of
 from ..errors import CheckpointError
 from .foreign_pickle import OPCODES, Storage, unpickled
 
@@ -60,7 +61,7 @@ def read_torch_file(path: str | os.PathLike, start: int = 0, length: int | None 
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:      # a damaged pickle or zip raises almost anything
-        raise CheckpointError(f"{path} is refused or damaged: {error}.") from error
+        raise CheckpointError(f"{path} is refused or damaged: {reason_of(error)}.") from error
 
 
 # ---- Archives.
@@ -149,6 +150,8 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
         if parts[0][0] != MAGIC:
             raise ValueError("it is neither an archive nor a sequence of pickles that torch.save wrote")
     starts: dict[str, int] = {}
+    if not isinstance(parts[4][0], list) or not all(isinstance(key, str | int) for key in parts[4][0]):
+        raise ValueError("its keys of storages are no list of texts")
     for key in parts[4][0]:
         dtype, numel = named[str(key)]
         if int.from_bytes(content[at:at + 8], "little") != numel or at + 8 + numel * dtype.itemsize > len(

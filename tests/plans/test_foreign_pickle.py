@@ -150,7 +150,7 @@ def test_a_tensor_larger_than_its_storage_is_refused(shape, strides, offset, tmp
     if shape == (2**40, 0):
         assert read_torch_file(tmp_path / "file.pt").content.read().numel() == 0
         return
-    with pytest.raises(CheckpointError, match="exceeds its storage of 8 elements|has the strides"):
+    with pytest.raises(CheckpointError, match="exceeds its storage of 8 elements|the shape or the strides"):
         read_torch_file(tmp_path / "file.pt")
 
 
