@@ -91,8 +91,8 @@ class LearningRate:
 
     "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) decays during the last `final`
     samples before `decay`, in the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017, equation
-    3, scaled to pass through `highest` at the end of the warm-up. The warm-up has at least the rate after `first`
-    samples. count: progress → n.
+    3, scaled to pass through `highest` at the end of the warm-up. The warm-up has at least the rate after
+    `first` samples. count: progress → n.
 
         highest      ____                     ____________
                     /    \                   /            \

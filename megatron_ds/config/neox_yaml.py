@@ -132,7 +132,8 @@ def _data_words(block: Block) -> Iterator[tuple[str, list[str]]]:
         paths, weights = block.get(f"{part}_data_paths"), block.get(f"{part}_data_weights")
         if isinstance(paths, list) and (not isinstance(weights, list) or len(weights) == len(paths)):
             pairs = zip(weights, paths) if isinstance(weights, list) else ((path,) for path in paths)
-            yield f"{part}_data_paths", [f"--{part}-data-path", *(str(word) for pair in pairs for word in pair)]
+            words = [str(word) for pair in pairs for word in pair]
+            yield f"{part}_data_paths", [f"--{part}-data-path", *words]
     kind = block.get("tokenizer_type", "GPT2BPETokenizer")
     if kind in TOKENIZERS and (block.get("vocab_file") or "tokenizer_type" in block):
         ours, flag = TOKENIZERS[kind]
