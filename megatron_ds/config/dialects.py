@@ -1,7 +1,8 @@
 """Flags of Megatron's forks: one table a fork.
 
-A `Dialect` has two parts. `names` are flags with an option here under another name; the value of a name is
-the flag here, or a flag with its value for a switch. `answers` are flags without an option: accepted where
+A `Dialect` has three parts. `names` are flags with an option here under another name; the value of a name is
+the flag here, or a flag with its value for a switch. `phrases` are flags with values that stand for several
+flags here; another value is refused. `answers` are flags without an option: accepted where
 they change no number, refused with the reason where they do (`unsupported.py`). Names of Megatron itself are
 in `unsupported*.py` and in the options; a flag that several forks have is in the first table that has it.
 """
@@ -23,6 +24,7 @@ class Dialect:
 
     project: str
     names: Mapping[str, str] = field(default_factory=dict)
+    phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)
 
 
@@ -33,13 +35,17 @@ BIGSCIENCE = Dialect(
         "--pad-vocab-size-to": "--padded-vocab-size",
         "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt-param-scheduler",
     },
+    phrases={
+        "--pp-partition-method": {
+            "type:transformer": "", "uniform": "", "parameters": "",
+            "type:transformer|embedding":
+                "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"},
+    },
     answers=table(
         accepted={
             DEFAULT_KERNELS: "--abort-on-unmet-fused-kernel-constraints",
             "weights that tensor-parallel ranks share have one gradient, and stay equal":
                 "--sync-tp-duplicated-parameters",
-            "--pipeline-layout sets which layers a stage has, which changes no number":
-                "--pp-partition-method",
             "the launcher is recognised from the environment": "--launcher",
             "it applies to a log of CodeCarbon only": "--codecarbon-dir",
             "the learning rate always follows from the flags and from progress": "--override-lr-scheduler",
@@ -47,6 +53,11 @@ BIGSCIENCE = Dialect(
         refused={
             "write --finetune, which loads weights only and starts at the first step.": "--reset-progress",
             "the loss is that of all tokens alike. Remove it.": "--norm-target-loss",
+            "a corpus has no range of documents of its own. Write weights and prefixes as --train-data-path, "
+            "--valid-data-path and --test-data-path, or one --data-path with --split.":
+                "--train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths "
+                "--train-weighted-split-paths-path --valid-weighted-split-paths-path "
+                "--test-weighted-split-paths-path",
             "every token sees only the tokens before it. Remove it.":
                 "--prefix-lm --prefixlm --loss-on-targets-only --reweight-loss-based-on-position-frequency",
             "write learning rates that follow the width as --param-group (docs/optimizers.md).":
@@ -73,11 +84,12 @@ LLM_JP = Dialect(
         "the launcher is recognised from the environment": "--use-mpi",
     }, refused={
         "a fixed identifier would continue a run of W&B. Remove it.": "--wandb-id",
+        "the loss has no term of the normalizer of the softmax. Remove it.": "--use-z-loss --z-loss-strength",
     }, only={}))
 
 MINDSPEED = Dialect(
     "Ascend/MindSpeed-LLM",
-    names={"--context-parallel-algo": "--cp-comm-type"},
+    names={"--context-parallel-algo": "--cp-comm-type", "--use-glm-rope": "--rotary-interleaved"},
     answers=table(
         accepted={
             DEFAULT_KERNELS:
@@ -104,7 +116,6 @@ MINDSPEED = Dialect(
         refused={
             "the raw file of a handler is not read. Convert it with tools/preprocess_data.py, and remove it.":
                 "--handler-name",
-            "rotary angles are not those of this model. Remove it.": "--use-glm-rope",
             "a layer has no other place for its norms. Remove it.": "--post-norm --input-embeds-norm",
             "norms multiply by their weight; --apply-layernorm-1p by 1 + weight. Write that.":
                 "--add-rmsnorm-offset",
@@ -171,10 +182,10 @@ HABANA = Dialect(
 ZYPHRA = Dialect(
     "Zyphra/Megatron-LM",
     names={"--hf-autotokenizer-model": "--tokenizer-model"},
-    answers=table(accepted={}, refused={
-        "how many tokens each expert receives is in the log, not in a file of its own. Remove it.":
+    answers=table(accepted={
+        "the log and metrics.jsonl have how many tokens each expert receives":
             "--router-profiling-path --router-profiling-interval",
-    }, only={}))
+    }, refused={}, only={}))
 
 ARGONNE = Dialect(
     "argonne-lcf/Megatron-DeepSpeed",
@@ -183,8 +194,22 @@ ARGONNE = Dialect(
         "file, and name it with --data-args-path.": "--data-file-list",
     }, only={}))
 
-DIALECTS = (BIGSCIENCE, MEGATRON_LLAMA, LLM_JP, MINDSPEED, PAI, SWISS_AI, HYGON, HABANA, ZYPHRA, ARGONNE)
+MEGABLOCKS = Dialect(
+    "databricks/megablocks",
+    answers=table(accepted={
+        "--expert-model-parallel-size sets how many ranks share the experts, which changes no number":
+            "--moe-expert-model-parallelism",
+    }, refused={
+        "experts of MegaBlocks have no bias in their first layer, and its loss of balance is a mean over the "
+        "layers. For such a model write --num-experts N --moe-router-pre-softmax.": "--moe-num-experts",
+        "write --moe-aux-loss-coeff, which is this divided by --num-layers.": "--moe-loss-weight",
+    }, only={}))
+
+DIALECTS = (BIGSCIENCE, MEGATRON_LLAMA, LLM_JP, MINDSPEED, PAI, SWISS_AI, HYGON, HABANA, ZYPHRA, ARGONNE,
+            MEGABLOCKS)
 FORK_NAMES: Mapping[str, str] = MappingProxyType(
     {name: flag for dialect in reversed(DIALECTS) for name, flag in dialect.names.items()})
+FORK_PHRASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {name: values for dialect in DIALECTS for name, values in dialect.phrases.items()})
 FORK_FLAGS: Mapping[str, Answer] = MappingProxyType(
     {name: answer for dialect in reversed(DIALECTS) for name, answer in dialect.answers.items()})

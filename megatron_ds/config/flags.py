@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
-from .dialects import FORK_NAMES
+from .dialects import FORK_NAMES, FORK_PHRASES
 from .option import Option, coerce
 from .reading import Reading, Setting
 from .run import Source, all_options
@@ -96,6 +96,8 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 files[flag].extend(words)
             elif flag in spellings():
                 line.settings.append(_setting(flag, words))
+            elif flag in FORK_PHRASES:
+                line.settings += _of_phrase(flag, words)
             else:
                 _without_option(line, typed, words)
         except ConfigError as error:
@@ -191,6 +193,14 @@ def _setting(flag: str, words: list[str]) -> Setting:
         return Setting(option.path, option.alone, source)
     raw = words if option.is_list and words else _one_word(flag, words, option)
     return Setting(option.path, coerce(option, raw, flag), source)
+
+
+def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
+    """The settings of a flag of a fork that stands for several flags."""
+    value, known = " ".join(words).strip("'\""), FORK_PHRASES[flag]
+    if value not in known:
+        raise ConfigError(f"{flag} {value} is not available. It may be {', '.join(known)}.")
+    return [replace(_setting(other, []), source=Source("flag", flag)) for other in known[value].split()]
 
 
 def _one_word(flag: str, words: list[str], option: Option) -> str:

@@ -99,6 +99,9 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
               "cannot be loaded.")
     apply_wd_to_qk_layernorm: bool = option(
         False, help="Weight decay applies to the norms of --qk-layernorm, too.")
+    embed_layernorm: bool = option(
+        False, help="Normalize the word embeddings, before positions are added and dropout (BLOOM).",
+        avoid="It is for models that were trained so; in bf16 training is stable without it.")
     use_parallel_residual: bool = option(
         False, help="Attention and the feed-forward of a block both read its input, each through its own "
                     "norm, and their outputs are added to it (GPT-J, GPT-NeoX).",

@@ -43,6 +43,7 @@ FLAGS = FORK_FLAGS | RUNTIME_FLAGS | MOE_FLAGS | MEGATRON_FLAGS | table(
         "updated weights are gathered right after the step": "--overlap-param-gather",
         "the learning rate always follows from the flags and from progress": "--override-opt-param-scheduler",
         "TensorBoard's own buffer size is used": "--tensorboard-queue-size",
+        "TensorBoard gets a point at each --log-interval": "--tensorboard-log-interval",
         "there is one implementation of the model":
             "--transformer-impl --use-legacy-models --use-mcore-models",
         "initial weights follow from --seed and each weight's name, the same on every layout":
@@ -55,8 +56,6 @@ FLAGS = FORK_FLAGS | RUNTIME_FLAGS | MOE_FLAGS | MEGATRON_FLAGS | table(
         "residuals are added in the dtype of the weights. Remove it.": "--fp32-residual-connection",
         "write --pipeline-layout, such as 3,2,3.": "--num-layers-per-stage",
         "encoder-decoder models are not available. Remove it.": "--pipeline-model-parallel-split-rank",
-        "TensorBoard gets a point at each --log-interval. Set that instead, and remove this flag.":
-            "--tensorboard-log-interval",
         "write --num-virtual-stages-per-pipeline-rank.": "--virtual-pipeline-model-parallel-size",
     },
     only={

@@ -207,6 +207,9 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
                               "be others. Choose another format.")
     if model.model == "gpt" and getattr(model, "use_parallel_residual", False):
         raise CheckpointError("Megatron-LM does not compute parallel residuals. Choose another format.")
+    if getattr(model, "embed_layernorm", False):
+        raise CheckpointError("Megatron-LM has no norm of the word embeddings (--embed-layernorm). Choose "
+                              "another format.")
     if model.softmax_type == "learnable":
         raise CheckpointError("weights of the softmax (--softmax-type learnable) are not written in this "
                               "format. Choose another format.")

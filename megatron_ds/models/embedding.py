@@ -12,18 +12,18 @@ from ..tensor_parallel.linear import new_shard
 from ..tensor_parallel.vocabulary import VocabParallelEmbedding, lookup, vocabulary_spec
 from .attention import KVCache
 from .layer import HiddenDropout
+from .normalization import make_norm
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
 
 
 class Embedding(nn.Module):
-    """Word embedding, plus learned positions and token types where the model has them, then dropout.
+    """Word embedding, normalized with --embed-layernorm, plus learned positions and token types where the
+    model has them, then dropout.
 
     tied         key of the weight that a head shares; None if the head has its own weight
     token_types  number of segments of a sample; 0 for models without segments
     """
-
-    weights_read_in_backward = False         # a gradient with respect to tokens does not exist
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None, token_types: int = 0):
         super().__init__()
@@ -32,6 +32,9 @@ class Embedding(nn.Module):
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
         self.tokentype_embeddings = TokenTypeEmbedding(config, ctx, token_types) if token_types else None
+        self.norm = make_norm(config, "embedding.norm", ctx) if config.embed_layernorm else None
+        # A gradient with respect to tokens does not exist; that of the norm's input needs its weight.
+        self.weights_read_in_backward = self.norm is not None
         self.dropout = HiddenDropout(config.hidden_dropout, "embedding", ctx)
 
     @property
@@ -42,6 +45,8 @@ class Embedding(nn.Module):
     def forward(self, x: None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         """The tokens of `batch` as hidden states [s(/t), b, h]."""
         x = self.word_embeddings(batch.tokens)                                  # [s(/t), b, h]
+        if self.norm is not None:
+            x = self.norm(x)
         rows = self.ctx.slice.rows(batch.seq_length)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(batch.position_ids, rows)

@@ -21,8 +21,8 @@ FEATURE_FIELDS = ("add_qkv_bias", "qk_layernorm", "rotary_interleaved",
                   "original_max_position_embeddings", "yarn_rotary_scaling_factor",
                   "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim",
                   "yarn_correction_range_round_to_int",
-                  "apply_layernorm_1p", "use_parallel_residual", "window_size", "window_attn_skip_freq",
-                  "softmax_type", *SPARSE_FIELDS)
+                  "apply_layernorm_1p", "use_parallel_residual", "embed_layernorm", "window_size",
+                  "window_attn_skip_freq", "softmax_type", *SPARSE_FIELDS)
 
 # The same, of positions that are in no weight: a model with such positions can be lengthened.
 POSITION_FIELDS = ("position_embedding_type", "positions", "rotary_base",

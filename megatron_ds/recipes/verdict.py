@@ -22,6 +22,7 @@ from ..config.flags import (
     DEEPSPEED_FLAG,
     LOCAL_RANK_FLAG,
     CommandLine,
+    Spelling,
     canonical,
     flags_with_words,
     read_flags,
@@ -32,6 +33,8 @@ from ..config.messages import Rule
 from ..config.neox_yaml import is_neox, read_neox
 from ..config.parse import assembled, check
 from ..config.reading import Reading, attempt
+from ..config.run import all_options
+from ..config.unsupported import answer_to_flag
 from ..errors import ConfigError
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
 from .recipe_file import Training
@@ -164,6 +167,13 @@ def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandL
             return Verdict(typed, value, Kind.DONE, f"{option.flag} (value not known here)"), CommandLine(), {
                 option.path}
         words = closed
+    if spelling is not None and _is_gap(spelling, words):
+        return Verdict(typed, value, Kind.DONE, f"{spelling.option.flag} (a gap that the reader fills)"), (
+            CommandLine()), {spelling.option.path}
+    if spelling is None and closed != words:
+        if not closed and answer_to_flag(flag) is not None:
+            return Verdict(typed, value, Kind.ACCEPTED, "its value is not known here"), CommandLine(), set()
+        words = closed or words
     reading = read_flags([typed, *words])
     if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, LOCAL_RANK_FLAG):
         return Verdict(typed, value, Kind.DONE, "the file is not part of the recipe"), CommandLine(), set()
@@ -171,10 +181,23 @@ def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandL
         text = reading.problems[0]
         kind = Kind.UNKNOWN if text.startswith("unknown flag") else Kind.REFUSED
         return Verdict(typed, value, kind, text), CommandLine(), reading.unread
+    if reading.settings and spelling is None:
+        named = " ".join(all_options()[setting.path].flag for setting in reading.settings)
+        return Verdict(typed, value, Kind.DONE, named), reading, set()
     if spelling is None:
         return Verdict(typed, value, Kind.ACCEPTED, reading.without_effect.get(flag, "")), reading, set()
     name = spelling.option.flag
     return Verdict(typed, value, Kind.DONE, "" if name == flag else name), reading, set()
+
+
+def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
+    """Whether a text of one word is left out, or written as several words: "your tokenizer path"."""
+    option = spelling.option
+    if spelling.is_switch or option.kind is not str or option.choices or option.alone is not None:
+        return False
+    if not words:
+        return True
+    return not option.is_list and len(words) > 1 and all(word.isalpha() for word in words)
 
 
 # -------------------------------------------------------------------------------------------------- JSON

@@ -154,7 +154,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             on_one_rank(world, lambda: lock.check())
         if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
             logger.info("the last checkpoint is %s", path)
-    was_complete = progress.step and make_length(config).is_reached(progress)
+    was_complete = progress.step and make_length(config).is_reached(progress) and not config.train.skip_train
     return _nothing_to_do(config, progress) if was_complete else reason
 
 
