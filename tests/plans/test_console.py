@@ -46,7 +46,7 @@ def test_a_value_in_a_log_message_is_one_line_and_a_table_keeps_its_lines(consol
     log.info("saved %s in %.1f s", Path(FORGED), 1.5)
     log.info("loaded %s: %s", FORGED, OSError(2, "gone", FORGED))
     log.info("%s", "one\ntwo\x1b")
-    log.info("100 %% as it is\x07")
+    log.info("100 % as it is\x07")
     assert console.getvalue().splitlines() == [
         "saved a\\nerror: fake line\\x1b[31m in 1.5 s",
         "loaded a\\nerror: fake line\\x1b[31m: [Errno 2] gone: 'a\\nerror: fake line\\x1b[31m'",
