@@ -27,7 +27,15 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from .errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
+from .console import is_name_too_long, paragraph, printable
+from .errors import (
+    CommunicationError,
+    ConfigError,
+    DeviceMemoryError,
+    LayoutError,
+    MegatronDSError,
+    ScheduleError,
+)
 from .launch_env import ends_siblings, is_launched, local_rank_in, rank_in, size_in
 from .registry import did_you_mean
 
@@ -81,7 +89,7 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
         sys.stdout.flush()
         shared = isinstance(error, EVERYWHERE) or getattr(error, "on_all_ranks", False)
         if rank == 0 or not shared or _must_print(os.environ):
-            text = f"error{f' on rank {rank}' * (rank > 0)}: {error}"
+            text = f"error{f' on rank {rank}' * (rank > 0)}: {_shown(error)}"
             print(text, file=sys.stderr, flush=True)
             note_for_torchrun(os.environ, text, is_consequence=isinstance(error, CommunicationError))
         return 2
@@ -91,9 +99,23 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130                                           # a shell's code for a command ended by Ctrl-C
+    except OSError as error:
+        if not is_name_too_long(error):
+            note_for_torchrun(os.environ, traceback.format_exc())
+            raise
+        print(f"error: {paragraph(str(error))}: a path is longer than the file system allows, which is 255 "
+              "bytes for a name and 4,095 for the whole. Give a shorter one.", file=sys.stderr, flush=True)
+        return 2
     except Exception:
         note_for_torchrun(os.environ, traceback.format_exc())
         raise
+
+
+def _shown(error: MegatronDSError) -> str:
+    """The message as one paragraph, so that a path in it cannot add lines; other programs' may have several.
+    """
+    is_foreign = isinstance(error, CommunicationError | DeviceMemoryError)
+    return printable(str(error)) if is_foreign else paragraph(str(error))
 
 
 def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = False) -> None:

@@ -13,7 +13,7 @@ light.
     2½ optim
     2  ops  data  comm  recipes
     1  config  mpu  accelerator  checkpointing
-    0  cli  errors  launch_env  registry  ramps  difficulty  version
+    0  cli  console  errors  launch_env  registry  ramps  difficulty  version
        standard library only
        host    memory, files and disks of one machine: torch, and nothing above it
 """
@@ -29,14 +29,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
 LAYERS = {
     "errors": 0, "registry": 0, "ramps": 0, "cycles": 0, "difficulty": 0, "version": 0,
-    "cli": 0, "launch_env": 0, "host": 0,
+    "cli": 0, "console": 0, "launch_env": 0, "host": 0,
     "config": 1, "mpu": 1, "ops": 2, "data": 2, "recipes": 2, "tensor_parallel": 3,
     "context_parallel": 3, "pipeline": 3, "zero": 3, "optim": 2.5, "moe": 3.5, "models": 4,
     "checkpoint": 5, "planning": 5, "conversion": 5.5, "training": 6, "engine": 7,
     "accelerator": 1, "comm": 2, "checkpointing": 1, "utils": 8, "commands": 9, "__main__": 10}
 FILES_BELOW = ("mpu.grid",)          # files that count as layer 0: arithmetic on the standard library
 WITHOUT_TORCH = ("errors", "registry", "ramps", "cycles", "difficulty", "version",
-                 "cli", "launch_env", "config", "mpu.grid", "pipeline.stage_bounds")
+                 "cli", "console", "launch_env", "config", "mpu.grid", "pipeline.stage_bounds")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

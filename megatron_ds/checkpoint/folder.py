@@ -12,6 +12,7 @@ renames; between them only `.replaced` has the state, so `find` looks there too.
 a folder (`lock.py`); the name of `.writing` still has a random part, so that files of two jobs cannot mix.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,7 +21,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 INDEX_FILE = ".metadata"
+LONGEST_PATH = 4095 - 160   # bytes of a save folder: systems allow 4,095, and names in it need up to 160
 _NAME = re.compile(r"iter_(\d{7,})")
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(writing|replaced|deleting)(?:-[0-9a-f]+)?")
 
@@ -113,6 +115,9 @@ def check_writable(directory: str | os.PathLike) -> None:
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if len(os.fsencode(folder.resolve())) > LONGEST_PATH:
+            raise OSError(errno.ENAMETOOLONG, f"the path is longer than {LONGEST_PATH:,} bytes, which leaves "
+                          "no room for the names of a checkpoint's files")
         probe(folder, 1)
     except OSError as error:
         raise CheckpointError(
@@ -123,7 +128,7 @@ def check_writable(directory: str | os.PathLike) -> None:
 
 def probe(folder: Path, count: int) -> None:
     """Write and sync a temporary file of `count` bytes. Raises OSError when that fails."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file, naming(folder):
         file.write(bytes(count))
         file.flush()
         os.fsync(file.fileno())
@@ -137,7 +142,7 @@ def write_durably(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(handle, "w") as file:
+        with naming(path), open(handle, "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -146,6 +151,17 @@ def write_durably(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an OSError of a write, which the system reports without one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_regular(path: Path) -> bytes:

@@ -31,7 +31,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
-from .folder import read_regular
+from .folder import naming, read_regular
 from .known_saves import KnownSaves
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ def _write_new(path: Path, text: str) -> bool:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644)
     except FileExistsError:
         return False
-    with open(handle, "w") as file:
+    with naming(path), open(handle, "w") as file:
         file.write(text)
     return True
 

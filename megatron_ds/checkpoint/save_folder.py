@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -102,8 +103,8 @@ def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
     there = saved_run_in(folder)
     if there is None:
         return None
-    aside = folder / f"replaced-{there.run_id or 'unknown'}-{now or datetime.now():%Y%m%d-%H%M%S}"
-    aside.mkdir()
+    name = f"replaced-{there.run_id or 'unknown'}-{now or datetime.now():%Y%m%d-%H%M%S}"
+    aside = _new_directory(folder, name)
     for path in sorted(folder.glob(TOKENIZERS)):
         shutil.copytree(path, aside / path.name)
     for path in sorted(folder.iterdir()):
@@ -113,6 +114,15 @@ def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
     folders.sync_directory(folder)
     logger.info("--overwrite-save: moved %s into %s", there, aside)
     return aside
+
+
+def _new_directory(folder: Path, name: str) -> Path:
+    """Create folder/name; name-2, name-3, … where it exists, as after another start in the same second."""
+    for number in count(1):
+        path = folder / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
 
 
 def run_id_of(run: Mapping) -> str | None:

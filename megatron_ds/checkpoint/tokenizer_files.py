@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError
-from .folder import sync_directory
+from .folder import naming, sync_directory
 from .save_folder import TOKENIZERS
 
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
@@ -134,7 +134,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
         beside.mkdir()
         for name, data in contents.items():
             (beside / name).parent.mkdir(exist_ok=True)
-            with open(beside / name, "xb") as file:
+            with naming(folder / name), open(beside / name, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

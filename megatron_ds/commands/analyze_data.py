@@ -30,6 +30,7 @@ import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.parse import read
+from megatron_ds.console import set_up_logging
 from megatron_ds.data.curriculum.difficulty_analysis import (
     identity,
     is_reduced,
@@ -188,5 +189,5 @@ def _map_here(work: partial, shard: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging(logging.INFO, stream=sys.stderr)
     return main_guard(lambda: run(*parse_arguments(argv)))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.console import set_up_logging
 from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.data.text.indexed import IndexedDataset, corpus_paths
 from megatron_ds.errors import ConfigError, DataError
@@ -87,5 +88,5 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging(logging.INFO, stream=sys.stderr)
     return main_guard(lambda: run(make_parser().parse_args(argv)))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, parse
+from megatron_ds.console import set_up_logging
 from megatron_ds.data.loading.blend import parse_blend, read_sources
 from megatron_ds.data.loading.cache import default_cache
 from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
@@ -29,7 +30,7 @@ WORLD = "--prepare-cache-world-size"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    set_up_logging(logging.INFO, stream=sys.stdout)
     flags, world_size = _world_size(argv)
     config = parse(flags, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
     if config.data.mock_data:

@@ -26,6 +26,7 @@ from functools import partial
 from itertools import accumulate
 
 from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.console import set_up_logging
 from megatron_ds.data.text.corpus_shards import preprocess_in_shards, run_here, run_on_ray
 from megatron_ds.data.text.plain_text import WHERE, TextCut
 from megatron_ds.data.text.preprocess import (
@@ -273,5 +274,5 @@ def progress_lines(args: argparse.Namespace):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging(logging.INFO, stream=sys.stderr)
     return main_guard(lambda: run(parse_arguments(argv)))

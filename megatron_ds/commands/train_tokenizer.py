@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.console import set_up_logging
 from megatron_ds.data.text.text_files import INPUT_HELP, check_files, files_of, read_blocks, texts_of
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe, train_word_pieces
 from megatron_ds.errors import DataError
@@ -74,5 +75,5 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging(logging.INFO, stream=sys.stderr)
     return main_guard(lambda: run(parse_arguments(argv)))

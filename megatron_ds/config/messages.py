@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..console import one_line
 from ..errors import ConfigError
 from .run import RunConfig, all_options
 
@@ -62,7 +63,7 @@ def value_text(value: Any) -> str:
         return " ".join(map(value_text, value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else one_line(str(value))
 
 
 def either(values: Sequence[Any]) -> str:

@@ -25,6 +25,7 @@ from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
+from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
@@ -252,4 +253,4 @@ def _set_up_logging(rank: int) -> None:
     level, form = logging.INFO, "%(message)s"
     if rank:
         level, form = logging.WARNING, f"[rank {rank}] {form}"
-    logging.basicConfig(level=level, format=form, stream=sys.stdout, force=True)
+    set_up_logging(level, form)

@@ -16,10 +16,12 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from .. import __version__
 from ..checkpoint.disk_space import bytes_in, size
@@ -41,6 +43,7 @@ from ..errors import CheckpointError
 from ..models import MODELS
 from ..models.model_identity import MOE_FIELDS, model_identity, why_positions_differ, with_positions_of
 from ..mpu.agree import on_one_rank
+from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..ramps import Progress
 from .build import Engine
@@ -180,15 +183,43 @@ def _data_identity(config: RunConfig) -> dict:
     return identity | MODELS[config.model.model].data.identity(config)
 
 
-def save_run(engine: Engine, progress: Progress, description: dict) -> None:
-    """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
+def save_run(engine: Engine, progress: Progress, description: dict) -> bool:
+    """Write a checkpoint under `config.checkpoint.save`. Collective over the world.
+
+    Returns False where the state has a value that is not finite. No training recovers from one, so nothing is
+    written then: the last good checkpoint stays, and stays the one that a restart loads.
+    """
     config, mesh, begin = engine.config, engine.mesh, time.perf_counter()
+    pieces = saved_pieces(engine)
+    found = all_gather_object(_not_finite(pieces), mesh.group("world"))
+    if any(found):
+        rank = next(rank for rank, name in enumerate(found) if name)
+        if mesh.rank == 0:
+            logger.warning("iteration %d is not saved: %s has values that are not finite (on rank %d), and "
+                           "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
+                           "run, and continue from the last of them with other data or a lower learning rate",
+                           progress.step, found[rank], rank, Path(config.checkpoint.save))
+        return False
     run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
-    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine),
+    path = save(Path(config.checkpoint.save), progress.step, pieces,
                 coordinates=mesh.coordinates, world=mesh.group("world"), run=run,
                 limit=config.checkpoint.save_total_limit, retain=config.checkpoint.save_retain_interval)
     if mesh.rank == 0:
         logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
+    return True
+
+
+def _not_finite(pieces: Sequence[Piece]) -> str | None:
+    """The name of the first tensor of weights or optimizer state with a NaN or an infinity; None without one.
+
+    The smallest and the largest value are NaN if any is, so no mask of the size of the tensor is made.
+    """
+    for piece in pieces:
+        tensor = piece.tensor
+        if tensor.is_floating_point() and tensor.numel() and not all(
+                bool(bound.isfinite()) for bound in torch.aminmax(tensor)):
+            return f"{piece.kind} of {piece.spec.name}"
+    return None
 
 
 def saved_pieces(engine: Engine) -> list[Piece]:

@@ -85,7 +85,7 @@ class Trainer:
         self.tracer = Tracer(engine)
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         self.saved_step = progress.step if config.checkpoint.load else -1
-        self._validated_step = -1
+        self._validated_step = self._tried_step = -1
         self._has_warned_of_stall = self._has_tuned = False
         self._window: list[_Done] = []
         self._vocab = config.padded_vocab_size
@@ -104,7 +104,7 @@ class Trainer:
             if self._saves_besides(0) and self.progress.step == 0 and self.config.checkpoint.save:
                 self.save()
             reason = EVALUATED if self.config.train.skip_train else self._loop()
-            if self.config.checkpoint.save and self.saved_step != self.progress.step:
+            if self.config.checkpoint.save and self.progress.step not in (self.saved_step, self._tried_step):
                 self.save()
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
@@ -312,8 +312,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this moment. Collective over the world."""
-        save_run(self.engine, self.progress, self.description)
-        self.saved_step = self.progress.step
+        if save_run(self.engine, self.progress, self.description):
+            self.saved_step = self.progress.step
+        self._tried_step = self.progress.step
 
 
 def stall_text(share: float, workers: int, mock: bool) -> str:

@@ -167,3 +167,22 @@ def files_limited(rank: int, *, size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def spoiled_weight(rank: int, *, step: int, victim: int, value: float):
+    """After that step the victim has the value in the first weight that it keeps for the optimizer."""
+    from megatron_ds.training import trainer
+
+    real = trainer.train_step
+
+    def train_step(engine, batch, progress, **options):
+        outcome = real(engine, batch, progress, **options)
+        if rank == victim and progress.step + 1 == step:
+            weights = [piece.tensor for piece in engine.optimizer.pieces() if piece.kind == "weight"]
+            next(filter(len, weights))[0] = value
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", train_step)
+        yield

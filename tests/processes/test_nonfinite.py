@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 
+from megatron_ds.checkpoint.folder import steps_in
 from megatron_ds.checkpoint.load import latest
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, STEPS, records, run_file, run_pretrain, train
-from tests.harness.spoilers import poisoned
+from tests.harness.spoilers import poisoned, spoiled_weight
 
 THIRD_STEP = range(2 * GLOBAL_BATCH, 3 * GLOBAL_BATCH)
 ONE_SAMPLE = range(2 * GLOBAL_BATCH + 3, 2 * GLOBAL_BATCH + 4)
@@ -57,3 +58,15 @@ def test_an_overflow_while_the_loss_scale_is_sought_is_no_nan(tmp_path):
     last = records(tmp_path)[-1]
     assert last["skipped_steps"] > 1 and last["nan_steps"] == 0
     assert [record["loss_scale"] for record in records(tmp_path)][:3] == [2.0**30, 2.0**29, 2.0**28]
+
+
+@pytest.mark.parametrize("value, flags", [(math.nan, []), (math.inf, ["--zero-stage", "1"])])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, value, flags):
+    spoil = partial(spoiled_weight, step=3, victim=1, value=value)
+    ended = train(2, [*MOCK, *flags, "--check-for-nan", "continue", "--save", tmp_path, "--save-interval", "1",
+                      "--save-total-limit", "1"], spoil=spoil)
+    assert steps_in(tmp_path) == [2] and latest(tmp_path) == 2
+    warnings = [line for line in ended[0].out.splitlines() if "is not saved" in line]
+    assert len(warnings) == STEPS - 2, "one for each save that was due"
+    assert "iteration 3 is not saved: weight of " in warnings[0] and f"{tmp_path} are kept" in warnings[0]
+    assert f"the last checkpoint is {tmp_path}/iter_0000002" in ended[0].out

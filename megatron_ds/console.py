@@ -1,0 +1,92 @@
+"""Text for terminals and log files: characters that could forge lines are escaped, failed writes are counted.
+
+A path may contain any character except NUL, so a folder named "a\\nerror: no" would add a line to a log, and
+an escape sequence would change a terminal. Paths in logs and errors are therefore shown with `one_line`.
+"""
+
+import errno
+import logging
+import re
+import sys
+from pathlib import PurePath
+from typing import Any, TextIO
+
+# C0 and C1 controls except line feed and tab, DEL, line separators, bytes that are not UTF-8 (surrogates).
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")      # not before an item of a numbered list of problems
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes such as \\x1b; lines stay lines."""
+    return _CONTROLS.sub(lambda found: _escape(found[0]), text)
+
+
+def one_line(text: str) -> str:
+    """`printable`, with line feeds and tabs as \\n and \\t."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def paragraph(text: str) -> str:
+    """An error for a terminal: one line, or one line for each item of a numbered list."""
+    return printable(_NEWLINE_IN_PROBLEM.sub(r"\\n", text))
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    if 0xdc80 <= number <= 0xdcff:                       # a byte of a file name, as os.fsdecode reads it
+        number -= 0xdc00
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+
+
+class _Formatter(logging.Formatter):
+    """Escapes what stands for a value in a message.
+
+    An argument is shown on one line, unless the message is nothing but that argument: a table.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As in logging."""
+        if isinstance(record.args, tuple) and record.msg != "%s":
+            record = logging.makeLogRecord(record.__dict__ | {"args": tuple(map(_value, record.args))})
+        return printable(super().format(record))
+
+
+def _value(argument: Any) -> Any:
+    is_text = isinstance(argument, str | PurePath | BaseException)
+    return one_line(str(argument)) if is_text else argument
+
+
+class _Handler(logging.StreamHandler):
+    """Loses records that cannot be written (a full disk, a closed pipe), and warns once on stderr."""
+
+    has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """As in logging, which would print a traceback for each record."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError | ValueError):
+            super().handleError(record)
+            return
+        if not self.has_warned and self.stream is not sys.stderr:
+            self.has_warned = True
+            reason = getattr(error, "strerror", None) or error
+            try:
+                print(f"warning: log lines cannot be written ({reason}) and are lost; the run goes on",
+                      file=sys.stderr, flush=True)
+            except (OSError, ValueError):
+                pass                                     # stderr is on the same disk
+
+
+def set_up_logging(level: int, form: str = "%(message)s", stream: TextIO | None = None) -> None:
+    """Log to `stream` (default: stdout), replacing all handlers. Characters it cannot encode are escaped."""
+    stream = sys.stdout if stream is None else stream
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
+    handler = _Handler(stream)
+    handler.setFormatter(_Formatter(form))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def is_name_too_long(error: BaseException) -> bool:
+    """Whether the system refused the length of a path."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
