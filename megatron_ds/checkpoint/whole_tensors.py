@@ -120,12 +120,18 @@ class StoredTensors:
         with explain_way_back(self._folder, step):
             self._reader = Reader(path)
         self._kind_of: dict[str, str] = {}
+        self._keys: list[tuple[str, str]] = []
         self.entries: list[TensorEntry] = []
         for key, stored in self._reader.index.state_dict_metadata.items():
             kind, _, name = key.partition("/")
             if kind in kinds:
                 self._kind_of[name] = kind
+                self._keys.append((kind, name))
                 self.entries.append(TensorEntry(name, tuple(stored.size), stored.properties.dtype))
+
+    def keys(self) -> list[tuple[str, str]]:
+        """(kind, name) of each tensor."""
+        return self._keys
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""

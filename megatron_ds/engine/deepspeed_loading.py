@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from ..mpu.agree import on_all_ranks
 from ..mpu.collectives import all_gather_object
 from ..ramps import Progress
+from .checkpoint_places import step_in_directory
 from .engine_status import EngineStatus
 
 
@@ -40,6 +41,8 @@ def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | Non
         return None
     name = read_regular(folder / pointer).decode(errors="replace").strip()
     if not name or os.path.basename(name) == name and steps_in(folder / name):
+        return None
+    if step_in_directory(folder, name) is not None and not (folder / name).exists():
         return None
     return tag_folder(folder, None, pointer) if any(map(is_engine_folder, folder.iterdir())) else None
 

@@ -1,122 +1,140 @@
 """Checkpoints of an engine: those of this package (docs/checkpoints.md), with the user's `client_state`.
 
-    dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag
-    dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, one
-                                                                 checkpoint
-    dir/latest                                                   the tag that was saved last, if tags were
-                                                                 ever used
-
-They also hold the state of the loop: micro-steps, the scheduler's state, and the numbers of parameter groups
-that a scheduler or the program has changed (`engine.set_lr`). The other numbers follow the config of the run
-that loads, so that a changed "lr" in the JSON takes effect. This state is saved as plain JSON values
-(`plain`, `restored`).
+checkpoint_places.py shows the folders. They also hold the state of the loop: micro-steps, the scheduler's
+state, and the numbers of parameter groups that a scheduler or the program has changed (`engine.set_lr`). The
+other numbers follow the config of the run that loads, so that a changed "lr" in the JSON takes effect. This
+state and the program's are saved as JSON (stored_values.py).
 """
 
-import math
+import logging
 import os
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-from ..checkpoint.folder import is_ours, name_of, read_regular, steps_in, write_durably
-from ..checkpoint.load import latest, load, read_run
+from ..checkpoint.folder import write_durably
+from ..checkpoint.load import load, read_run
+from ..checkpoint.pieces import Piece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
+from ..checkpoint.whole_tensors import StoredTensors
 from ..errors import CheckpointError, ConfigError
-from ..mpu.agree import on_one_rank
+from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.param_spec import ParamSpec
 from ..mpu.parameter_piece import ParameterPiece
 from . import known_tags
-from .deepspeed_loading import client_state, deepspeed_folder, fill_from_deepspeed, restore_counters
+from .checkpoint_places import LATEST, check_vacant, default_tag, folder_of, last_folder, place_of
+from .deepspeed_loading import client_state as client_state_of
+from .deepspeed_loading import deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
 from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names
 from .module_values import saved_buffers
+from .stored_values import plain, restored
 
-LATEST = "latest"
-BUFFER = "buffer"           # the kind of a piece
+WEIGHT, BUFFER = "weight", "buffer"     # kinds of pieces
+CLIENT, TYPED = "client_state", "typed_client_state"
+CustomLoad = Callable[..., Any]         # custom_load_fn(src=state_dict, dst=module)
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str | None = None,
-                    client_state: Mapping[str, Any] | None = None) -> Path:
+                    client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
+                    exclude_frozen_parameters: bool = False) -> Path:
     """Save weights, optimizer, scheduler, loss scale and progress; returns the path. Collective.
 
-    tag           name of a folder for it, which `load_checkpoint` without a tag then takes; None: in
-                  `save_dir` itself, by the number of steps
-    client_state  plain values (JSON) of the program, which `load_checkpoint` returns; those of rank 0
+    tag           name of a folder for it; None: global_step and the number of steps, in `save_dir` itself
+    client_state  what `load_checkpoint` returns: values of the types of `stored_values`; those of rank 0
+    save_latest   `load_checkpoint` without a tag takes this checkpoint
+    exclude_frozen_parameters  leave out parameters that are not trained
+    Raises ConfigError, before anything is written, with the key of a value that cannot be saved.
     """
     if engine.has_gradients:
         raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
                           "Save at a boundary of accumulation, right after engine.step().")
-    # A vacant place, and what is saved besides the optimizer's pieces.
-    tag, tagged = None if tag is None else str(tag), tag is not None
-    folder, pointer = folder_of(save_dir, tag), Path(save_dir) / LATEST
-    on_one_rank(engine.world.world, lambda: _check_may_save(engine, Path(save_dir), folder))
-    buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
-    run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
-           "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
-           "client_state": dict(client_state or {})}
-    pieces = [*engine.optimizer.pieces(saving=True), *buffers, *engine.step_state.pieces()]
-    path = save(folder, engine.global_steps, pieces, run=run, coordinates=engine.world.coordinates,
-                world=engine.world.world, limit=1 if tagged else None)
+    # The place. Without a tag and without `latest` it must not be the last one in `save_dir`.
+    world, name = engine.world.world, default_tag(engine.global_steps) if tag is None else str(tag)
+    folder = folder_of(save_dir, None if tag is None and save_latest else name)
 
-    # `latest` names the tag only after the checkpoint is complete.
+    def begin() -> dict[str, Any]:
+        check_vacant(folder)
+        known_tags.check(engine, Path(save_dir), last_folder(save_dir))
+        return _client_values(client_state or {})
+
+    # What is saved: the optimizer's pieces, buffers, and values in run.json.
+    client = on_one_rank(world, begin)
+    frozen = {p.spec.name for p in engine.module.parameters() if not p.requires_grad}
+    left_out = sorted(frozen) if exclude_frozen_parameters else []
+    run = {"version": __version__, "engine": _description(engine) | {"left_out": left_out},
+           "progress": engine.progress.to_dict(), "optimizer": engine.optimizer.extra_state(),
+           "loop": loop_state(engine), **client}
+    pieces = [piece for piece in engine.optimizer.pieces(saving=True) if piece.spec.name not in left_out]
+    pieces += [buffer for buffer in _buffers(engine) if buffer.replica == 0]
+    path = save(folder, engine.global_steps, [*pieces, *engine.step_state.pieces()], run=run,
+                coordinates=engine.world.coordinates, world=world,
+                limit=None if folder == Path(save_dir) else 1)
+
+    # `latest` names the tag only after the checkpoint is complete. Empty where DeepSpeed's folder has the
+    # name.
     def point() -> None:
-        if tagged or pointer.exists():
-            write_durably(pointer, tag or "")
-        known_tags.look(engine, Path(save_dir), folder)
+        is_taken = tag is None and (Path(save_dir) / name).exists()
+        write_durably(Path(save_dir) / LATEST, "" if is_taken else name)
+        known_tags.look(engine, Path(save_dir), last_folder(save_dir))
 
-    on_one_rank(engine.world.world, point)
+    if save_latest:
+        on_one_rank(world, point)
     return path
 
 
 def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str | None = None,
                     load_module_strict: bool = True, load_optimizer_states: bool = True,
-                    load_lr_scheduler_states: bool = True,
-                    load_module_only: bool = False) -> tuple[str | None, dict[str, Any]]:
+                    load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+                    custom_load_fn: CustomLoad | None = None) -> tuple[str | None, dict[str, Any]]:
     """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective over all
     ranks.
 
     Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved it,
     training continues with the same bits.
+    load_module_strict        False: what the checkpoint lacks stays as it is, and what it has besides is left
     load_optimizer_states     False: the weights alone; the counts of steps and the scheduler stay as they are
     load_lr_scheduler_states  False: the scheduler stays as it is
     load_module_only          the same as load_optimizer_states=False
+    custom_load_fn            called on every rank as custom_load_fn(src=state_dict, dst=module) in place of
+                              loading weights and buffers; rank 0's values count. It takes the memory of the
+                              whole module
     """
-    if not load_module_strict:
-        raise ConfigError("load_module_strict=False: a checkpoint loads only into the module that was "
-                          "saved. Save with engine.save_safetensors, and load what fits into the module "
-                          "before initialize.")
     world, with_optimizer = engine.world.world, load_optimizer_states and not load_module_only
     tag = None if tag is None else str(tag)
     foreign = on_one_rank(world, lambda: deepspeed_folder(load_dir, tag))
     if foreign is not None:
+        _check_foreign(foreign, load_module_strict, custom_load_fn)
         return _load_foreign(engine, foreign, with_optimizer, load_lr_scheduler_states)
 
-    def look() -> tuple[str, int, dict] | None:
-        folder = folder_of(load_dir, last_tag(load_dir) if tag is None else tag)
-        step = latest(folder)
+    def look() -> tuple[Path, int, dict] | None:
+        folder, step = place_of(load_dir, tag)
         if step is None:
-            if tag is not None:
-                raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {load_dir}. Tags "
-                                      f"there: {', '.join(_tags(Path(load_dir))) or 'none'}.")
             return None
         run = read_run(folder, step)
-        _check(engine, folder, run, with_optimizer)
-        known_tags.look(engine, Path(load_dir), folder_of(load_dir, last_tag(load_dir)))
-        return str(folder), step, run
+        _check(engine, folder, run, with_optimizer, load_module_strict and custom_load_fn is None)
+        known_tags.look(engine, Path(load_dir), last_folder(load_dir))
+        return folder, step, run
 
     found = on_one_rank(world, look)
     if found is None:
         return None, {}
     folder, step, run = found
-    kinds = None if with_optimizer else ("weight", BUFFER)
+    client = run[CLIENT] | restored(run.get(TYPED, {"dict": []}))
+    # The pieces that are filled, all or those that the checkpoint has.
+    kinds = None if with_optimizer else {WEIGHT, BUFFER}
     pieces = [*engine.optimizer.pieces(saved=run["optimizer"]), *_buffers(engine),
               *engine.step_state.pieces()]
+    if custom_load_fn is not None:
+        pieces = [piece for piece in pieces if piece.kind not in (WEIGHT, BUFFER)]
+    if not load_module_strict or custom_load_fn is not None:
+        pieces = _present(engine, pieces, folder, step)
     load(folder, step, pieces, coordinates=engine.world.coordinates, world=world, kinds=kinds)
     if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])
@@ -124,7 +142,66 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
         load_loop_state(engine, run.get("loop", {}), load_lr_scheduler_states)
     engine.optimizer.after_load()
     engine.discard_gradients()
-    return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
+    if custom_load_fn is not None:
+        _load_by(engine, custom_load_fn, folder, step)
+    return os.path.join(folder, f"iter_{step:07d}"), client
+
+
+def _client_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The program's state in run.json: as it is where JSON has the same values, else with their types."""
+    typed = plain(dict(state), CLIENT)
+    if all(type(key) is str and _is_json(value) for key, value in state.items()):
+        return {CLIENT: dict(state)}
+    return {CLIENT: {}, TYPED: typed}
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives back a value that `plain` accepts."""
+    if type(value) is dict:
+        return all(type(key) is str and _is_json(item) for key, item in value.items())
+    return all(map(_is_json, value)) if type(value) is list else plain(value) is value
+
+
+def _present(engine: EngineStatus, pieces: list[Piece], folder: Path, step: int) -> list[Piece]:
+    """The pieces whose tensors the checkpoint has. Collective; rank 0 reports the others."""
+    def names() -> set[str]:
+        stored = StoredTensors(folder, step, (WEIGHT, BUFFER, *{piece.kind for piece in pieces}))
+        return {f"{kind}/{name}" for kind, name in stored.keys()}
+
+    there = on_one_rank(engine.world.world, names)
+    parameters = {p.spec.name for p in engine.module.parameters()}
+    missing = sorted(name for name in parameters if f"{WEIGHT}/{name}" not in there)
+    if missing and engine.world.rank == 0:
+        logger.warning("the checkpoint in %s lacks %d parameters of this engine, first %s: they stay as they are",
+                       folder, len(missing), missing[0])
+    return [piece for piece in pieces if f"{piece.kind}/{piece.spec.name}" in there]
+
+
+def _load_by(engine: EngineStatus, custom_load_fn: CustomLoad, folder: Path, step: int) -> None:
+    """Call the program's function with the saved weights and buffers. Collective."""
+    if engine.world.expert_parts > 1 or engine.world.model.size > 1:
+        raise ConfigError("custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
+                          "or parts of tensors. Leave it out.")
+    state = on_all_ranks(engine.world.world, lambda: _state_dict_of(engine, folder, step))
+    with engine.gathered_parameters(modifier_rank=0):
+        custom_load_fn(src=state, dst=engine.module)
+
+
+def _state_dict_of(engine: EngineStatus, folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The saved weights, in the formats of the module's, and buffers, under all names of the module."""
+    stored = StoredTensors(folder, step, (WEIGHT, BUFFER))
+    dtypes = {p.spec.name: p.dtype for p in engine.module.parameters()}
+    state = {entry.name: tensor.to(dtypes.get(entry.name, tensor.dtype))
+             for entry, tensor in zip(stored.entries, stored.read_all(stored.entries))}
+    shared = {name: p.spec.name for name, p in engine.module.named_parameters(remove_duplicate=False)}
+    return state | {name: state[first] for name, first in shared.items() if first in state}
+
+
+def _check_foreign(folder: Path, strict: bool, custom_load_fn: CustomLoad | None) -> None:
+    if not strict or custom_load_fn is not None:
+        raise ConfigError(f"{folder} was saved by DeepSpeed, and such a checkpoint loads whole only: "
+                          "load_module_strict=False and custom_load_fn= are for checkpoints of this package. "
+                          "Load it without them, then save it here.")
 
 
 def _load_foreign(engine: EngineStatus, path: Path, with_optimizer: bool, with_scheduler: bool
@@ -136,7 +213,7 @@ def _load_foreign(engine: EngineStatus, path: Path, with_optimizer: bool, with_s
         load_loop_state(engine, {"lr_scheduler": plain(state["lr_scheduler"])}, with_scheduler)
     engine.optimizer.after_load()
     engine.discard_gradients()
-    return str(path), client_state(raw)
+    return str(path), client_state_of(raw)
 
 
 def _description(engine: EngineStatus) -> dict[str, Any]:
@@ -146,57 +223,31 @@ def _description(engine: EngineStatus) -> dict[str, Any]:
             "optimizer": engine.optimizer.inner.kind}
 
 
-def _check(engine: EngineStatus, folder: Path, run: Mapping[str, Any], with_optimizer: bool) -> None:
-    """Raises CheckpointError for a checkpoint of another module, or with the state of another optimizer."""
+def _check(engine: EngineStatus, folder: Path, run: Mapping[str, Any], with_optimizer: bool,
+           strict: bool) -> None:
+    """Raises CheckpointError for a checkpoint of another module, or with the state of another optimizer.
+
+    strict: all parameters of the module must be there
+    """
     theirs, ours = run.get("engine"), _description(engine)
     if theirs is None:
         raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have "
                               "other names. megatron-ds export extracts them.")
     require(run, folder, "engine.parameters", "engine.elements", "engine.optimizer", "progress", "optimizer",
             "client_state")
-    if any(theirs[key] != ours[key] for key in ("parameters", "elements")):
+    if strict and (left_out := theirs.get("left_out")):
+        raise CheckpointError(f"{folder} lacks {len(left_out)} parameters, first {left_out[0]}: it was saved "
+                              "with exclude_frozen_parameters=True. Load it with load_module_strict=False; "
+                              "they then keep the values that the module has.")
+    if strict and any(theirs[key] != ours[key] for key in ("parameters", "elements")):
         raise CheckpointError(
             f"{folder} is a checkpoint of another module: {theirs['parameters']} parameters with "
-            f"{theirs['elements']} elements there, {ours['parameters']} with {ours['elements']} here.")
+            f"{theirs['elements']} elements there, {ours['parameters']} with {ours['elements']} here. To "
+            "load what fits, give load_module_strict=False.")
     if with_optimizer and theirs["optimizer"] != ours["optimizer"]:
         raise CheckpointError(f"{folder} has the state of the optimizer {theirs['optimizer']}, which "
                               f"{ours['optimizer']} cannot use. Load the weights alone, with "
                               "load_optimizer_states=False.")
-
-
-def _check_may_save(engine: EngineStatus, directory: Path, folder: Path) -> None:
-    """Raises CheckpointError when another program has saved there. folder: of the tag."""
-    _check_vacant(folder)
-    known_tags.check(engine, directory, folder_of(directory, last_tag(directory)))
-
-
-def _check_vacant(folder: Path) -> None:
-    """Raises CheckpointError for a training script's folder: its next start would load this checkpoint."""
-    step = next(iter(reversed(steps_in(folder))), None)
-    if step is not None and is_ours(folder / name_of(step)) and "engine" not in read_run(folder, step):
-        raise CheckpointError(f"{folder} holds iteration {step} of a training script, and its next start "
-                              "would load this engine's checkpoint instead. Give another folder, or a tag.")
-
-
-def folder_of(directory: str | os.PathLike, tag: str | None) -> Path:
-    """The folder with the checkpoint of a tag. Raises ConfigError for a tag that cannot name a folder."""
-    if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
-        raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - "
-                          "and _.")
-    return Path(directory) / tag if tag else Path(directory)
-
-
-def last_tag(directory: str | os.PathLike) -> str | None:
-    """The tag of the last checkpoint; None where it has none."""
-    try:
-        return read_regular(Path(directory) / LATEST).decode(errors="replace").strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def _tags(directory: Path) -> list[str]:
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted(path.name for path in found if path.is_dir() and steps_in(path))
 
 
 def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
@@ -211,11 +262,16 @@ def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
 
 def loop_state(engine: EngineStatus) -> dict[str, Any]:
     """The state of the loop as JSON. Raises ConfigError where the scheduler's state has no plain form."""
-    changed = [{key: group[key] for key in group if key != "params" and group[key] != first.get(key)}
+    changed = [{key: _number(group[key]) for key in group if key != "params" and group[key] != first.get(key)}
                for group, first in zip(engine.optimizer.param_groups, engine.configured_groups)]
     scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
-    return {"micro_steps": engine.micro_steps, "param_groups": plain(changed),
-            "lr_scheduler": plain(scheduler)}
+    return {"micro_steps": engine.micro_steps, "param_groups": plain(changed, "param_groups"),
+            "lr_scheduler": plain(scheduler, "the state_dict() of lr_scheduler")}
+
+
+def _number(value: Any) -> Any:
+    """A learning rate that is a tensor as a number."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def load_loop_state(engine: EngineStatus, state: Mapping[str, Any], with_scheduler: bool) -> None:
@@ -231,39 +287,3 @@ def load_loop_state(engine: EngineStatus, state: Mapping[str, Any], with_schedul
         saved = {"last_batch_iteration": engine.global_steps - engine.skipped_steps - 1}
     if saved is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(saved)
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON. Raises ConfigError where it has no plain form (a function, an object)."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    if isinstance(value, float):
-        return {"float": str(value)}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return plain(value.item())
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, tuple):
-        return {"tuple": [plain(item) for item in value]}
-    if isinstance(value, Mapping):
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[plain(key), plain(item)] for key, item in value.items()]}
-    raise ConfigError("a checkpoint holds plain values only, but the state to be saved has a "
-                      f"{type(value).__name__}. Leave it out of state_dict().")
-
-
-def restored(value: Any) -> Any:
-    """The value from which `plain` made `value`."""
-    if isinstance(value, list):
-        return [restored(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    if kind == "float":
-        return float(content)
-    if kind == "tuple":
-        return tuple(restored(item) for item in content)
-    made = {restored(key): restored(item) for key, item in content}
-    return Counter(made) if kind == "counter" else made

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint.load import latest
 from ..checkpoint.safetensors_folder import TensorEntry, cut_into_files, write_folder
 from ..checkpoint.whole_tensors import StoredTensors
-from ..engine.engine_checkpoint import folder_of, last_tag
+from ..engine.checkpoint_places import place_of
 from ..errors import CheckpointError, ConfigError
 from ..mpu.group import solo
 
@@ -126,8 +125,7 @@ def _read(stored: StoredTensors, entries) -> dict[str, torch.Tensor]:
 
 
 def _stored(directory: str | os.PathLike, tag: str | None) -> StoredTensors:
-    place = folder_of(directory, last_tag(directory) if tag is None else tag)
-    step = latest(place)
+    place, step = place_of(directory, tag)
     if step is None:
         raise CheckpointError(f"there is no checkpoint in {place}: give the folder that was the save_dir of "
                               "engine.save_checkpoint, and the tag if there was one.")
