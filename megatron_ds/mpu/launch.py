@@ -230,12 +230,13 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
 def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
                   timeout: timedelta | None = None) -> Transport | None:
     """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
-    there.
+    there. timeout: of their collectives; None: that of the whole world.
 
     Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
     must make the same groups.
     """
     import torch.distributed as dist
+    timeout = timeout or world_timeout()
     mine, num_lanes = None, NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
@@ -248,6 +249,17 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
         mine.open_slots()
     return mine
+
+
+def world_timeout() -> timedelta | None:
+    """The timeout with which torch.distributed was started, by this package or by the program.
+
+    torch gives other groups its own default, 10 or 30 minutes, instead.
+    """
+    import torch.distributed as dist
+    world = dist.group.WORLD
+    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
+    return next((found._timeout for found in options if found is not None), None)
 
 
 def transport_over(process_group: Any, axes: str = "", lanes: Sequence[Any] = ()) -> Transport:
