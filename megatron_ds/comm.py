@@ -30,7 +30,7 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
                      init_method: str | None = None,
                      dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
                      world_size: int = -1) -> None:
-    """Create the process group, unless there is one. Collective over all ranks.
+    """Create the process group, unless there is one; also for one rank. Collective over all ranks.
 
     The launcher's environment sets the rank (torchrun, Slurm, Open MPI). `initialize` calls this function
     itself.
@@ -62,7 +62,7 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
             os.environ.setdefault(name, str(value))
     if distributed_port is not None:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    launching.start(launching.read_launch(), timeout)
+    launching.start(launching.read_launch(), timeout, alone=True)
     atexit.register(launching.stop)
 
 

@@ -27,6 +27,7 @@ import torch
 
 from ..errors import ConfigError, MegatronDSError
 from . import engine_checkpoint, module_values
+from .calls import collective
 from .engine_loader import EngineLoader
 from .engine_status import EngineStatus
 from .json_settings import drops_last
@@ -38,12 +39,14 @@ class Engine(EngineStatus):
     """Made by `initialize`. Its constructor and attributes: see `EngineStatus`."""
 
     # ------------------------------------------------------------------ training
+    @collective
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
             args, kwargs = _in_fp16(args), _in_fp16(kwargs)
         return self.module(*args, **kwargs)
 
+    @collective
     def backward(self, loss: torch.Tensor, retain_graph: bool = False,
                  scale_wrt_gas: bool = True) -> torch.Tensor:
         """Add the gradient of a loss, one number, to those of this micro-batch. Collective.
@@ -74,6 +77,7 @@ class Engine(EngineStatus):
         self._contributions = self._count_contributions()
         return loss if microbatches == 1 else loss.float() / microbatches
 
+    @collective
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End the micro-batch; at a boundary update, and step the scheduler with `lr_kwargs`. Collective."""
         if self._in_no_sync:
@@ -198,12 +202,12 @@ class Engine(EngineStatus):
         return self
 
     # ------------------------------------------------------------------ checkpoints and whole values
-    save_checkpoint = engine_checkpoint.save_checkpoint
-    load_checkpoint = engine_checkpoint.load_checkpoint
+    save_checkpoint = collective(engine_checkpoint.save_checkpoint)
+    load_checkpoint = collective(engine_checkpoint.load_checkpoint)
     gathered_parameters = module_values.gathered_parameters
-    full_state_dict = module_values.full_state_dict
-    save_safetensors = module_values.save_safetensors
-    save_16bit_model = save_fp16_model = module_values.save_16bit_model         # the second: its former name
+    full_state_dict = collective(module_values.full_state_dict)
+    save_safetensors = collective(module_values.save_safetensors)
+    save_16bit_model = save_fp16_model = collective(module_values.save_16bit_model)     # its former name
 
     def _zero3_consolidated_16bit_state_dict(
             self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:

@@ -124,7 +124,7 @@ class ModuleGathering:
             self._leave_recomputed()
             self._leave_all(list(self._open))
             # Units that were gathered ahead for layers that the backward did not reach.
-            self.gathering.reset()
+            self.gathering.drop_claims()
         finally:
             self._in_backward = False
             self._open.clear()
@@ -240,6 +240,8 @@ class ModuleGathering:
             self._route.append(layer)
         self._enter(layer, backward=False)
         self._leave_recomputed()
+        if self._in_backward or torch.is_grad_enabled():
+            self.gathering.path.append(self.layers[layer].name)
 
     def _ends(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
         self._clock += 1
@@ -287,6 +289,7 @@ class ModuleGathering:
         self._open.append(call)
         self._enter(call.layer, backward=True)
         self._leave_recomputed()
+        self.gathering.path.append(f"{self.layers[call.layer].name} in backward")
 
     def _enter_task(self, call: _Call) -> None:
         """Note in which graph task the backward of a call runs, and leave the call at its end."""

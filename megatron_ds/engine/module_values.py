@@ -23,6 +23,7 @@ from ..mpu.external_groups import DataParallelWorld
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from ..mpu.parameter_piece import ParameterPiece
+from ..mpu.stuck_ranks import doing
 from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names, is_expert
 from .number_formats import NumberFormats
@@ -183,7 +184,8 @@ def gathered_parameters(engine: EngineStatus,
     if modifier_rank is not None and not 0 <= modifier_rank < engine.world.data.size:
         raise ConfigError(f"modifier_rank is {modifier_rank}, but data-parallel ranks are 0 to "
                           f"{engine.world.data.size - 1}.")
-    with engine.gathering.whole(chosen) if engine.gathering else nullcontext():
+    gathered = engine.gathering.whole(chosen) if engine.gathering else nullcontext()
+    with doing(f"engine.gathered_parameters (global_steps {engine.global_steps})"), gathered:
         # Quantized weights are not what their masters round to: they are compared with what they were.
         is_rounded = modifier_rank is not None and engine.optimizer.settings.weight_blocks is not None
         before = {p.spec.name: p.detach().clone().view(-1) for p in chosen} if is_rounded else {}

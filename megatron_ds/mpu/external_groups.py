@@ -139,7 +139,7 @@ def _mesh_of_all_ranks() -> Mesh:
                               "data-parallel. Pass mpu=megatron_ds.mpu.")
         return mesh
     if not dist.is_initialized():
-        launching.start(launching.read_launch())
+        launching.start(launching.read_launch(), alone=True)
         atexit.register(launching.stop)         # `TorchTransport.close` has the reason
     return initialize_model_parallel()
 

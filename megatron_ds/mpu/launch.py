@@ -1,13 +1,14 @@
 """`Launch`: rank, world size and address from the launcher's environment; starts and stops torch.distributed.
 
 Supported launchers: torchrun (and others that set its variables), Slurm's srun, Open MPI's mpirun, or none,
-which is one rank. A world of one rank opens no socket and makes no process group.
+which is one rank. Training scripts of one rank open no socket and make no process group; programs around an
+engine get one, since they may call torch.distributed themselves.
 """
 
+import logging
 import os
 import platform
 import re
-import socket
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from .stuck_ranks import register_host
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+logger = logging.getLogger(__name__)
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -52,8 +54,10 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
-def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
+def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT, alone: bool = False) -> torch.device:
     """Start torch.distributed unless there is one rank; returns the device of this rank. Collective.
+
+    alone: start it for one rank, too
 
     CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not connect in
     time.
@@ -62,8 +66,11 @@ def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
     if torch.cuda.is_available():
         device = _own_device(launch)
         torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if launch.world_size > 1:
-        _join(launch, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+        _join(launch, backend, timeout)
+    elif alone:
+        _join_alone(backend, timeout)
     return device
 
 
@@ -190,15 +197,11 @@ def _own_device(launch: Launch) -> torch.device:
 
 
 def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
-    import torch.distributed as dist
+    from .rendezvous import meet
 
     begin = time.monotonic()
     try:
-        if launch.rank > 0:
-            _wait_for_listener(launch.address, launch.port, begin + timeout.total_seconds())
-        address = f"tcp://{launch.address}:{launch.port}"
-        dist.init_process_group(backend, init_method=address, rank=launch.rank, world_size=launch.world_size,
-                                timeout=timeout)
+        meet(backend, (launch.address, launch.port), launch.rank, launch.world_size, timeout)
         register_host()
     except (RuntimeError, ValueError, OSError) as error:
         hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
@@ -209,33 +212,27 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
             f"MASTER_PORT chooses another port if this one is taken. The cause: {error}") from error
 
 
-def _wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """Return when rank 0 (or torchrun's agent) listens. Raises the last OSError if it does not by `deadline`.
+def _join_alone(backend: str, timeout: timedelta) -> None:
+    """A process group of one rank. Its store is in memory: no port is taken."""
+    import torch.distributed as dist
 
-    torch's own store also waits, but tries twice, up to 2.4 times the timeout, and prints C++ stack frames.
-    """
-    pause = 0.05
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(1.0, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start "
-                              "or has exited") from error
-        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        pause = min(1.0, 1.5 * pause)
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    except RuntimeError as error:       # the engine itself does without
+        logger.warning("torch.distributed cannot be started for this one process (%s): the program can "
+                       "train, but not call torch.distributed itself", error)
 
 
 def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
                   timeout: timedelta | None = None) -> Transport | None:
     """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
-    there.
+    there. timeout: of their collectives; None: that of the whole world.
 
     Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
     must make the same groups.
     """
     import torch.distributed as dist
+    timeout = timeout or world_timeout()
     mine, num_lanes = None, NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
@@ -248,6 +245,17 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
         mine.open_slots()
     return mine
+
+
+def world_timeout() -> timedelta | None:
+    """The timeout with which torch.distributed was started, by this package or by the program.
+
+    torch gives other groups its own default, 10 or 30 minutes, instead.
+    """
+    import torch.distributed as dist
+    world = dist.group.WORLD
+    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
+    return next((found._timeout for found in options if found is not None), None)
 
 
 def transport_over(process_group: Any, axes: str = "", lanes: Sequence[Any] = ()) -> Transport:

@@ -1,10 +1,11 @@
-"""Which rank is stuck: after a failed operation each rank reports to torch.distributed's store; a stuck rank
-does not.
+"""Which rank is stuck, and what the others were doing: after a failed operation each rank reports to
+torch.distributed's store; a stuck rank does not.
 
 A timeout names the group that did not complete, not the rank that is stuck: in an all-reduce every rank
 waits for every other, and across groups rank 1 may wait for rank 3, which waits for rank 2. All of them time
 out at nearly the same time. So each rank reports its failure, waits for the reports of the others, and names
-the missing ranks.
+the missing ranks. A report contains the call that the rank is in (`doing`): where only some ranks have called
+`save_checkpoint`, no rank is stuck, and these names show it.
 
 Nothing here raises or blocks: the store may be on the rank that is stuck, so a thread accesses it, with a
 time limit.
@@ -13,7 +14,8 @@ time limit.
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -21,6 +23,23 @@ REPORT_SECONDS = 10.0        # ranks that waited time out within a step of one a
 LAST_REPORT_SECONDS = 2.0    # for the last one, when all others have reported
 ANSWER_SECONDS = 3.0         # how long the store may take to answer
 _NAMED = 8
+_NOTHING = "no call of the engine"
+_current = [""]              # the call that this process is in; also read by threads of autograd
+
+
+@contextmanager
+def doing(call: str) -> Iterator[None]:
+    """Inside, a failure of a collective is reported with the name of this call."""
+    before, _current[0] = _current[0], call
+    try:
+        yield
+    finally:
+        _current[0] = before
+
+
+def current_call() -> str:
+    """The name given to the innermost `doing`, "" outside of any."""
+    return _current[0]
 
 
 def register_host() -> None:
@@ -61,7 +80,7 @@ def _store() -> dist.Store:
 def _write(store: dist.Store) -> bool:
     key = str(dist.get_rank())
     if not store.check([key]):
-        store.set(key, "failed")
+        store.set(key, current_call() or _NOTHING)
         store.add("count", 1)
     return True
 
@@ -88,12 +107,29 @@ def _host(store: dist.Store, rank: int) -> str:
 def _sentence(store: dist.Store, size: int) -> str:
     missing = _absent(store, range(size))
     if not missing:
-        return f"All {size} ranks report that they waited: they took different paths through the program"
+        return (f"All {size} ranks report that they waited{_calls(store, range(size))}: they took different "
+                "paths through the program")
     names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED])
     names += " and others" if len(missing) > _NAMED else ""
     which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
-    return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy "
-            f"with something else, or on a host that is gone")
+    waiting = sorted(set(range(size)) - set(missing))
+    return (f"Of {size} ranks, all but {len(missing)} report that they waited{_calls(store, waiting)}; "
+            f"{which} stuck: stopped, busy with something else, or on a host that is gone")
+
+
+def _calls(store: dist.Store, ranks: Sequence[int]) -> str:
+    """", rank 0 in engine.save_checkpoint, ranks 1, 2 in engine.step"; "" where no rank is in a call."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, call in zip(ranks, store.multi_get([str(rank) for rank in ranks]) if ranks else ()):
+        ranks_of.setdefault(call.decode(), []).append(rank)
+    if set(ranks_of) <= {_NOTHING}:
+        return ""
+    return "".join(f", {_named(of)} in {call}" for call, of in list(ranks_of.items())[:_NAMED])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:_NAMED])) + (" and others" if len(ranks) > _NAMED else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def _within(seconds: float, call: Callable):

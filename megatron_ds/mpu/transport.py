@@ -28,7 +28,7 @@ from ..errors import CommunicationError
 from ..host.memory_maps import SharedPages, share_pages
 from ..host.signal_pipes import SignalPipes, share_pipes
 from .group import AllOf, Messages, Work
-from .stuck_ranks import name_stuck_ranks, report_failure
+from .stuck_ranks import current_call, name_stuck_ranks, report_failure
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 EXCHANGE_TAG = (1 << 20) + (1 << 16) + 1     # above those of channels and of gloo.py
@@ -204,9 +204,11 @@ def _failure_message(transport: TorchTransport, what: str, error: Exception) -> 
                "was killed (out of memory?)")
     elif "timed out" in cause.lower() or "timeout" in cause.lower():
         stuck = name_stuck_ranks() or "Look for a rank that is busy or stuck, or that took another path"
-        why = f"A peer did not arrive in time (--distributed-timeout-minutes sets the time to wait). {stuck}"
+        why = ("A peer did not arrive in time (--distributed-timeout-minutes, or "
+               f"init_distributed(timeout=…), sets the time to wait). {stuck}")
     else:
         report_failure()
         why = "Look for the earliest error among these ranks"
-    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. {why}. "
-            f"Message of the backend: {cause}")
+    call = f" in {current_call()}" if current_call() else ""
+    return (f"rank {me}{call}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. "
+            f"{why}. Message of the backend: {cause}")

@@ -30,7 +30,7 @@ from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
 from ..errors import DeviceMemoryError
-from ..launch_env import rank_in, with_local_rank
+from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
@@ -80,7 +80,10 @@ def pretrain(argv: Sequence[str] | None = None, **defaults: object) -> int:
     defaults: values of the entry script by option name; flags and files override them.
     """
     def run() -> int:
-        with StopRequest() as stop:
+        stop = StopRequest()
+        if size_in(os.environ) > 1:      # if one rank exited alone, the others would wait for it
+            stop.defer()
+        with stop:
             return _pretrain(argv, defaults, stop)
 
     return main_guard(run)
@@ -100,8 +103,6 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
         log_length(config)
     if config.plan.is_dry:
         return dry_run(config, launch)
-    if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
-        stop.defer()
     with deterministic_operations(config.train.deterministic_mode), joined(config, launch) as mesh:
         try:
             reason = train(config, mesh, launch.source, started, stop)

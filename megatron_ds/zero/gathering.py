@@ -208,6 +208,7 @@ class LayerGathering:
     prefetch     elements that may be gathered ahead of their layers; None: one layer ahead, of any size
     close        called with a layer when its backward has ended
     stage        of the pipeline: several stages can claim one unit
+    path         names of the layers in the order in which a step used them, for modules of an unknown order
     """
 
     def __init__(self, needs: Sequence[Sequence[GatherUnit]], in_backward: Sequence[Sequence[GatherUnit]],
@@ -215,6 +216,7 @@ class LayerGathering:
         self.needs, self.in_backward, self.prefetch = needs, in_backward, prefetch
         self.close, self.stage = close, stage
         self._keeps_all = False
+        self.path: list[str] = []
 
     @property
     def units(self) -> list[GatherUnit]:
@@ -256,7 +258,12 @@ class LayerGathering:
         self.reset()
 
     def reset(self) -> None:
-        """Remove all claims of this stage, also after a step that failed."""
+        """Begin a step, also after one that failed."""
+        self.path.clear()
+        self.drop_claims()
+
+    def drop_claims(self) -> None:
+        """Remove all claims of this stage, and free what no other has claimed."""
         for unit in self.units:
             unit.claims -= {claim for claim in unit.claims if claim[0] == self.stage}
             if not unit.claims:

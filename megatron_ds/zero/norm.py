@@ -25,7 +25,7 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
 `ScalerState.after` is the rule, a pure function; `LossScaler` holds the current state.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,6 @@ from ..mpu.group import Group
 from ..mpu.param_spec import EXPERT_DATA_AXES, ParamSpec
 from .data_groups import Axes, DataGroups
 from .layout import SlotPiece
-from .unused import Rule, number_of
 
 ROW = 1024
 ROWS_AT_A_TIME = 4096
@@ -96,19 +95,19 @@ def count_zeros(views: list[torch.Tensor], device: torch.device) -> torch.Tensor
     return zeros
 
 
-def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups,
-                   zeros: torch.Tensor | None = None, rule: Rule = "same") -> torch.Tensor:
-    """float64 [2] on the device: the sum of `squares` over all ranks, and a number that is 0 if data-parallel
-    ranks `received` gradients of the same parameters, or of all if unused ones are refused; otherwise
-    `report_unused` is due. With `zeros` [3]: their sum, too.
+def sum_over_ranks(squares: torch.Tensor, number: int, groups: DataGroups,
+                   zeros: torch.Tensor | None = None, must_be_zero: bool = False) -> torch.Tensor:
+    """float64 [2] on the device: the sum of `squares` over all ranks, and 0 if data-parallel ranks have the
+    same `number`, below 2^16, or if all of them are zero where they must be. With `zeros` [3]: their sum,
+    too.
 
     Collective over the data and the model group; the host does not wait.
     """
-    f = number_of(received, rule)
+    f = number
     local = column([squares, f, f * f, *([] if zeros is None else [zeros])], squares.device)
     all_reduce_(local, groups.data)
     # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
-    if rule != "refused":
+    if not must_be_zero:
         local[1] = groups.data.size * local[2] - local[1].square()
     if zeros is not None:
         local[2] = local[3]

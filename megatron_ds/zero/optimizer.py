@@ -42,7 +42,7 @@ from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .state_piece import StatePiece
 from .tiers import DEVICE, open_tiers
-from .unused import report_unused
+from .unused import PathCheck
 from .whole_matrices import whole_matrices
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -92,7 +92,8 @@ class ZeroOptimizer:
         self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)
                            for stage in use.layers}
         self._tied = TiedGradients(self.sets, groups)
-        self._has_reported = False
+        paths = [gathering.path for gathering in self._gathering.values()]
+        self._check = PathCheck(settings.unused, groups.data, groups.model, paths)
         leaves = [leaf for s in self.trained for leaf in s.resident]
         norms = None                # of parameters, for optimizers that ask for them
         if any(group.needs_norms for group in settings.param_groups):
@@ -200,8 +201,7 @@ class ZeroOptimizer:
     def measure(self, zeros: bool = False) -> torch.Tensor:
         """Finish the reductions; two numbers about the gradients of all ranks, for `update`: float64 [2] on
         the device; with `zeros` a third, the number of elements that are zero. Afterwards no rank reads
-        weights until the update is complete. Collective over the world;
-        the host does not wait for the device.
+        weights until the update is complete. Collective over the world; the host does not wait for it.
         """
         self.reduce_tied()
         self.wait_for_weights()         # of layers that had no forward
@@ -218,7 +218,8 @@ class ZeroOptimizer:
                 squares += squared_norm(s.norm_views, self.device)
         counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
                       torch.zeros_like(squares)) if zeros else local
-        return sum_over_ranks(squares, self._received(), self.groups, counted, self.settings.unused)
+        number = self._check.number(self._received())
+        return sum_over_ranks(squares, number, self.groups, counted, self._check.is_count)
 
     @torch.no_grad()
     def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,
@@ -229,13 +230,12 @@ class ZeroOptimizer:
         measured: the numbers of `measure`, on the host
         lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
         groups have their own of both.
-        Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if a
-        gradient is missing that may not be (unused.py).
+        Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
+        paths differ (unused.py).
         """
         squares, spread = measured[:2]
-        if spread and not self._has_reported:
-            report_unused(self._received(), self.groups.data, self.groups.model, self.settings.unused)
-            self._has_reported = True
+        if spread:
+            self._check.report(self._received())
         scale = self.loss_scale
         divisor = scale * grad_divisor
         norm = (self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)) / divisor

@@ -1,19 +1,22 @@
-"""Parameters without a gradient: what an update does where a rank has not used a parameter.
+"""`PathCheck`: what an update does where data-parallel ranks took different paths through the model.
 
-    "same"      the data-parallel ranks must leave out the same ones, whose gradients are zero
-    "zeros"     each rank may leave out others: its part of the sum is zero
+    "same"      they must use the same parameters, else the update is an error
+    "zeros"     each rank may leave out parameters, whose gradients are zero there
     "refused"   no rank may leave out any
 
-A number that each rank computes from what it received travels with the norm of the gradients, so the check
-costs no message of its own. Only where ranks differ, they exchange names.
+Ranks that gather parameters for each layer (stage 3) must call the same layers in the same order, under every
+rule: collectives of different layers would pair up, and layers of equal size get each other's weights.
+
+A number that each rank computes from its path travels with the norm of the gradients, so the check costs no
+message of its own. Only where ranks differ, they exchange names.
 """
 
 import logging
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..errors import MegatronDSError
+from ..errors import CommunicationError, MegatronDSError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 
@@ -22,37 +25,76 @@ MOST_NAMED = 8
 logger = logging.getLogger(__name__)
 
 
-def number_of(received: Mapping[str, bool], rule: Rule) -> int:
-    """A number below 2^16 to compare over the ranks: how many are missing if any is refused, else a
-    fingerprint."""
-    if rule == "refused":
-        return min(len(received) - sum(received.values()), 0xFFFF)
-    return zlib.crc32(bytes(received.values())) & 0xFFFF
+class PathCheck:
+    """The check of one rank. data, model: its groups. paths: the layers that stages used, if noted."""
+
+    def __init__(self, rule: Rule, data: Group, model: Group, paths: Sequence[Sequence[str]]):
+        self.rule, self._data, self._model = rule, data, model
+        self._paths, self._has_warned = paths, False
+
+    @property
+    def is_count(self) -> bool:
+        """Whether `number` must be zero, rather than equal on all ranks."""
+        return self.rule == "refused"
+
+    def number(self, received: Mapping[str, bool]) -> int:
+        """A number below 2^16 to compare over the ranks: how many parameters received no gradient where that
+        is refused; else a fingerprint, of the layers if they are known.
+        """
+        if self.is_count:
+            return min(len(received) - sum(received.values()), 0xFFFF)
+        layers = "\n".join(self._path()) if self.rule == "zeros" else ""
+        return zlib.crc32(layers.encode() or bytes(received.values())) & 0xFFFF
+
+    def report(self, received: dict[str, bool]) -> None:
+        """Raise the error, which names parameters or layers and ranks; where gradients count as zeros, warn
+        on the first rank, once. Collective over the groups.
+        """
+        if self._has_warned:
+            return
+        if self.rule == "zeros" and (path := self._path()):
+            self._report_layers(path)
+        of_ranks = all_gather_object(dict(received), self._data)
+        without = {name: [rank for rank, theirs in zip(self._data.ranks, of_ranks) if not theirs[name]]
+                   for name in reversed(received)}      # as in forward: buckets are in the order of backward
+        chosen = _refused(without) if self.rule == "refused" else _different(without, self._data)
+        found = self._first(chosen) or "the parameters with a gradient differ"
+        if self.rule == "refused":
+            raise MegatronDSError(
+                f"{found}. \"ignore_unused_parameters\" is false, which makes unused parameters an error. "
+                "Use them in the loss, freeze them with requires_grad_(False), or set it to true: gradients "
+                "are then zero where a parameter is not used.")
+        if self.rule == "same":
+            raise MegatronDSError(
+                f"data-parallel ranks took different paths through the model: {found}. The sum of their "
+                "gradients would be incomplete. Every rank must use the same parameters in each step, if "
+                "necessary with a factor of zero.")
+        self._has_warned = True
+        if self._data.rank == self._model.rank == 0:
+            logger.warning("%s: the gradient of a parameter is zero on ranks that do not use it, in this and "
+                           "in later updates", found)
+
+    def _path(self) -> list[str]:
+        return [layer for path in self._paths for layer in path]
+
+    def _report_layers(self, path: Sequence[str]) -> None:
+        found = self._first(_first_difference(all_gather_object(list(path), self._data), self._data.ranks))
+        raise CommunicationError(
+            f"data-parallel ranks used different layers, or in another order: {found or 'on other ranks'}. "
+            "What they gathered belongs to other layers, so nothing was updated.")
+
+    def _first(self, text: str | None) -> str | None:
+        """The text of the first model-parallel rank that has one."""
+        return next(filter(None, all_gather_object(text, self._model)), None)
 
 
-def report_unused(received: dict[str, bool], data: Group, model: Group, rule: Rule) -> None:
-    """Raise an error that names parameters and the ranks without them; if they count as zeros, warn on the
-    first rank. Collective over the groups.
-    """
-    of_ranks = all_gather_object(dict(received), data)
-    without = {name: [rank for rank, theirs in zip(data.ranks, of_ranks) if not theirs[name]]
-               for name in reversed(received)}      # as in forward: buckets are in the order of backward
-    chosen = _refused(without) if rule == "refused" else _different(without, data)
-    found = next((text for text in all_gather_object(chosen, model) if text),
-                 "the parameters with a gradient differ")
-    if rule == "refused":
-        raise MegatronDSError(
-            f"{found}. \"ignore_unused_parameters\" is false, which makes unused parameters an error. Use "
-            "them in the loss, freeze them with requires_grad_(False), or set it to true: gradients are then "
-            "zero where a parameter is not used.")
-    if rule == "same":
-        raise MegatronDSError(
-            f"data-parallel ranks took different paths through the model: {found}. The sum of their "
-            "gradients would be incomplete. Every rank must use the same parameters in each step, if "
-            "necessary with a factor of zero.")
-    if data.rank == model.rank == 0:
-        logger.warning("%s: the gradient of a parameter is zero on ranks that do not use it, in this and in "
-                       "later updates", found)
+def _first_difference(paths: Sequence[Sequence[str]], ranks: Sequence[int]) -> str | None:
+    for at in range(max(map(len, paths))):
+        here = [path[at] if at < len(path) else "no layer" for path in paths]
+        other = next((i for i, layer in enumerate(here) if layer != here[0]), None)
+        if other is not None:
+            return f"rank {ranks[0]} used {here[0]} where rank {ranks[other]} used {here[other]}"
+    return None
 
 
 def _different(without: Mapping[str, list[int]], data: Group) -> str | None:

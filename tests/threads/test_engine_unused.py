@@ -87,8 +87,11 @@ def check_equal(found):
 def test_experts_that_a_rank_has_not_chosen_have_gradients_of_zeros(stage, zero, caplog):
     check_equal(on_ranks(RANKS, train, lambda: make(Mixture), config_of(stage, **zero)))
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "mixtures.0.experts.0.weight received a gradient on rank(s) 0 but not on 1" in told[0]
+    if "leaf_module" in zero:
+        assert not told
+    else:
+        assert len(told) == 1
+        assert "mixtures.0.experts.0.weight received a gradient on rank(s) 0 but not on 1" in told[0]
 
 
 def test_leaf_modules_are_gathered_as_a_whole_and_freed():
