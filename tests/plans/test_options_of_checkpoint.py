@@ -4,6 +4,7 @@ import pytest
 
 from megatron_ds.checkpoint.load import read_run
 from megatron_ds.config import parse
+from megatron_ds.conversion.own_format import source_in
 from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
 from megatron_ds.errors import CheckpointError
 from megatron_ds.training import from_checkpoint
@@ -62,3 +63,10 @@ def test_a_checkpoint_without_options_is_an_error_only_where_they_are_asked_for(
     with pytest.raises(CheckpointError, match="no options of a training run"):
         options_of_checkpoint([*words, "--use-checkpoint-args"])
     assert options_of_checkpoint(["--load", str(tmp_path / "none")]) == options_of_checkpoint([]) == []
+
+
+@pytest.mark.parametrize("source", [5, {"family": "opt", "settings": 5},
+                                    {"family": "opt", "generation": [1]}])
+def test_a_damaged_record_of_the_source_is_one_error(source):
+    with pytest.raises(CheckpointError, match="trained_from is not a table of settings"):
+        source_in({"trained_from": source})
