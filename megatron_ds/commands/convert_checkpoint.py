@@ -131,7 +131,7 @@ def described(checkpoint: LogicalCheckpoint) -> str:
              f", iteration {step}" if (step := checkpoint.progress.iteration) is not None else ""]
     lists = {"left out": checkpoint.unused, "ignored": checkpoint.ignored}
     texts = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
-    return "\n".join(("".join(parts), *texts, *(f"not followed: {note}" for note in checkpoint.notes)))
+    return "\n".join(("".join(parts), *texts, *(f"differs here: {note}" for note in checkpoint.notes)))
 
 
 def verify_written(source: LogicalCheckpoint, args: argparse.Namespace, target: Format) -> None:

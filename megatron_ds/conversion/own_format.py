@@ -91,10 +91,17 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 
 
 def source_in(run: Mapping) -> dict[str, Any]:
-    """Format, family and settings of the checkpoint that the weights in a run came from; {} if none is
-    known."""
+    """Format, family and settings of the checkpoint that the weights in a run came from; {} if none is known.
+
+    Raises CheckpointError for other contents, which only a damaged run.json has.
+    """
     found = run.get(SOURCE) or run.get(ORIGIN) or {}
-    return dict(found) if isinstance(found, Mapping) else {}
+    tables = [found, *(found.get(name) or {} for name in ("settings", "generation"))] if isinstance(
+        found, Mapping) else [found]
+    if not all(isinstance(table, Mapping) for table in tables):
+        name = SOURCE if run.get(SOURCE) else ORIGIN
+        raise CheckpointError(f"run.json is damaged: {name} is not a table of settings.")
+    return dict(found)
 
 
 def options_of(model: ModelConfig) -> dict[str, Any]:

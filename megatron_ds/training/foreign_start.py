@@ -169,10 +169,10 @@ def log_length(config: RunConfig) -> None:
 
 
 def notes_text(found: LogicalCheckpoint) -> str:
-    """The settings of the source that the run does not follow, a paragraph each."""
+    """The settings of the source that the run follows otherwise or not at all, a paragraph each."""
     lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
              for note in found.notes]
-    return "\n".join((f"settings of {found.folder} that this run does not follow:", *lines))
+    return "\n".join((f"settings of {found.folder} that differ in this run:", *lines))
 
 
 def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:

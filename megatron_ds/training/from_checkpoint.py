@@ -2,9 +2,12 @@
 --use-checkpoint-opt-param-scheduler those of the schedules.
 """
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ..checkpoint.load import latest, read_run
+from ..checkpoint.tokenizer_files import named_copies
 from ..config import RunConfig, Source
 from ..config.config_text import from_dict
 from ..config.flags import read_flags
@@ -49,7 +52,7 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
     run = read_run(folder, step)
     config = saved_config(run, folder)
     values = {f"model.{name}": value for name, value in vars(config.model).items()}
-    values |= {f"data.{name}": getattr(config.data, name) for name in TOKENIZER}
+    values |= {f"data.{name}": value for name, value in _tokenizer(folder, run, config).items()}
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
     # Also a default value of activation: its default depends on other options.
@@ -59,6 +62,14 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
         values = {path: value for path, value in values.items() if not path.startswith("data.")}
     source = Source("script", "the checkpoint")
     return [Setting(path, value, source) for path, value in values.items()]
+
+
+def _tokenizer(folder: str, run: Mapping, config: RunConfig) -> dict[str, str | None]:
+    """The options of the tokenizer, with the copies beside the checkpoint for files that no longer exist."""
+    found = {name: getattr(config.data, name) for name in TOKENIZER}
+    copies = {name: str(Path(folder, path)) for name, path in named_copies(Path(folder), run).items()}
+    return found | {name: path for name, path in copies.items()
+                    if found.get(name) and not os.path.exists(found[name]) and os.path.exists(path)}
 
 
 def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:

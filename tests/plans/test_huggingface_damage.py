@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
-from megatron_ds.checkpoint.load import read_run
 from megatron_ds.commands.convert_checkpoint import run_tool
-from megatron_ds.config import parse
 from megatron_ds.conversion.family import entries_of, model_of
 from megatron_ds.conversion.formats import Wishes, detected, format_of
 from megatron_ds.conversion.huggingface_families import FAMILIES
@@ -22,8 +20,6 @@ from megatron_ds.conversion.run_values import updates_in
 from megatron_ds.conversion.stored_tensor import StoredProgress
 from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
 from megatron_ds.errors import CheckpointError, ConfigError
-from megatron_ds.training import from_checkpoint
-from megatron_ds.training.from_checkpoint import options_of_checkpoint
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "num_key_value_heads": 1, "intermediate_size": 12, "vocab_size": 11, "max_position_embeddings": 16,
@@ -345,29 +341,6 @@ def test_a_conversion_between_other_formats_is_verified_by_this_package_alone(tm
     assert "both outputs were computed by this package" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--verify: a written universal checkpoint of DeepSpeed does not"):
         run_tool([*words, "deepspeed-universal"])
-
-
-def test_options_of_a_checkpoint_have_the_rows_that_no_token_uses(tmp_path):
-    source = written(tmp_path / "in")
-    (source / "vocab.txt").write_text("\n".join((*BERT_TOKENS, "a", "b")))
-    convert(source, tmp_path / "ours")
-    words = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data"]
-    settings = options_of_checkpoint(words)
-    assert {setting.path: setting.value for setting in settings}["model.vocab_size"] == LLAMA["vocab_size"]
-    config = parse([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"], settings=settings)
-    assert config.data.tokenizer_type == "BertWordPieceLowerCase" and config.model.vocab_size == 11
-
-
-def test_a_checkpoint_gives_its_activation_also_where_it_is_the_default_of_other_options(tmp_path,
-                                                                                          monkeypatch):
-    convert(written(tmp_path / "in"), tmp_path / "ours")
-    run = read_run(tmp_path / "ours", 0)
-    run["config"]["model"]["activation"] = "gelu"
-    monkeypatch.setattr(from_checkpoint, "read_run", lambda *_: run)
-    words = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data"]
-    config = parse([*words, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"],
-                   settings=options_of_checkpoint(words))
-    assert not config.model.add_bias_linear and config.model.activation == "gelu"
 
 
 def test_a_written_step_of_the_optimizer_is_the_iteration_where_it_is_not_counted():

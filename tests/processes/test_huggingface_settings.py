@@ -175,3 +175,26 @@ def test_the_objective_of_a_folder_with_experts_is_that_of_transformers(layers, 
     assert error() < (0.7 * unscaled if is_on and layers > 1 else 1e-5)
     note, = (note for note in found.notes if "router_aux_loss_coef" in note)
     assert ("0.2 = 0.3 × 2 / 3" in note) == (is_on and layers == 3) and ("is 0 unless" in note) == (not is_on)
+
+
+LONG = {
+    "llama": dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                  original_max_position_embeddings=256),
+    "mistral, window": dict(rope_type="linear", factor=4.0), "qwen2": dict(rope_type="yarn", factor=8.0),
+    "gpt_neox": dict(rope_type="yarn", factor=8.0, beta_fast=16.0),
+    "qwen3_moe": dict(rope_type="dynamic", factor=4.0)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_outputs_of_late_positions_are_those_of_transformers(name, tmp_path):
+    folder = saved(name, tmp_path)
+    config = settings_of(folder)                # with rope_parameters, which rope_scaling replaces
+    scaled = {"rope_scaling": LONG[name], "max_position_embeddings": 2048}
+    if LONG[name]["rope_type"] == "yarn":
+        scaled["original_max_position_embeddings"] = 256
+    (folder / "config.json").write_text(json.dumps(config | scaled))
+    tokens = torch.randint(0, config["vocab_size"], (1, 2000), generator=torch.Generator().manual_seed(1))
+    ours, theirs = our_outputs(HUGGING_FACE.read(folder, Wishes()), tokens), their_outputs(folder, tokens)
+    late, largest = largest_difference([ours[0][:, 1500:]], [theirs[0][:, 1500:]])
+    early, _ = largest_difference([ours[0][:, :500]], [theirs[0][:, :500]])
+    assert max(early, late) < 3e-5 * largest, (early, late, largest)
