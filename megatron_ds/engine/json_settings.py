@@ -54,6 +54,7 @@ DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
             "logging.log_interval": 0}
 DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
+NEVER_PRINTS = ("steps_per_print", math.inf)          # as accelerate writes it; an engine's default is never
 # Keys of the JSON for options that have none of their own.
 KEYS = {"optimizer.optimizer": "optimizer.type", "optimizer.adam_eps": "optimizer.params.eps",
         "optimizer.adagrad_eps": "optimizer.params.eps",
@@ -104,7 +105,7 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     found, block = block_of(config)
     name = name or found
     drops_last(name, block)
-    block = {key: value for key, value in block.items() if key != DROP_LAST}
+    block = {key: value for key, value in block.items() if key != DROP_LAST and (key, value) != NEVER_PRINTS}
     reading = reading_of(name, block)
     settings = reading.settings_or_error()
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)

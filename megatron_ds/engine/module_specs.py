@@ -47,6 +47,7 @@ from ..mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ..zero.gathering import LayerGathering, Unit
 
 NOT_DRAWN = Init("zeros")       # the values come with the module
+LEAF = "_z3_leaf"                # DeepSpeed's attribute of modules that stage 3 gathers as a whole
 SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
 
 
@@ -204,7 +205,7 @@ def find_layers(module: nn.Module) -> list[ModuleLayer]:
 
 def _visit(name: str, module: nn.Module, is_element: bool, total: int) -> Iterator[ModuleLayer]:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if is_element and not is_list and not _is_divided(module, total):
+    if getattr(module, LEAF, False) or is_element and not is_list and not _is_divided(module, total):
         if parameters := list(module.parameters()):
             yield ModuleLayer(name, module, parameters)
         return

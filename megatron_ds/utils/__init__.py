@@ -2,13 +2,19 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
+from .. import foreign_name
 from ..engine import RepeatingLoader
 from ..mpu.launch import read_launch
 
 __all__ = ["RepeatingLoader", "log_dist", "logger", "print_rank_0"]
 
 logger = logging.getLogger("megatron_ds")
+
+
+def __getattr__(name: str) -> Any:
+    return foreign_name(__name__, name)
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
