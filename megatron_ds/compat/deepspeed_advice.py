@@ -11,8 +11,7 @@ PIPELINE = ("an engine trains a module as a whole, without pipeline stages. pret
             "3.")
 SCHEDULE = "the schedules of this package are in megatron_ds.pipeline (docs/design/pipeline.md)."
 INFERENCE = ("this package trains. Export the weights with engine.save_safetensors(folder) and load them "
-             "with "
-             "transformers or an inference server.")
+             "with transformers or an inference server.")
 HYBRID = "generate inside of `with engine.gathered_parameters():` with engine.module.generate(…)."
 COMPRESSION = "compression of models (quantization, pruning, distillation of layers) is not part of it."
 TILING = "split the Linear into several modules of a ModuleList: stage 3 gathers its elements one by one."
@@ -22,24 +21,20 @@ KERNELS = "torch's scaled_dot_product_attention, or the layers of megatron_ds.mo
 SEQUENCE = ("use deepspeed.sequence.layer.DistributedAttention in the module's attention, or pretrain_gpt.py "
             "with --context-parallel-size (docs/long_sequences.md).")
 BUILDERS = ("extensions are compiled when the package is installed; docs/kernels.md lists them. No builder "
-            "is "
-            "needed.")
+            "is needed.")
 TENSOR_PARALLEL = ("automatic tensor parallelism is not available. Use ZeRO stage 3, or pretrain_gpt.py with "
                    "--tensor-model-parallel-size for this package's models.")
-MICS = ('use zero.Init with "zero_hpz_partition_size" in the config: ranks of a node then gather weights
-among '
-        "themselves.")
+MICS = ('use zero.Init with "zero_hpz_partition_size" in the config: ranks of a node then gather weights '
+        "among themselves.")
 CURRICULUM = ("curricula and random-LTD belong to pretrain_gpt.py (docs/data_efficiency.md); in your own "
-              "loop "
-              "choose the samples with a sampler.")
+              "loop choose the samples with a sampler.")
 PROFILER = "use torch.profiler; a dry run (docs/planning.md) counts the operations of this package's models."
 MONITOR = "use engine.monitor.write_events, with \"tensorboard\" or \"csv_monitor\" in the config."
 ONEBIT = ('name it in the config, {"optimizer": {"type": "OneBitAdam", …}}: it exchanges compressed momenta '
           "instead of gradients, so the engine must make it.")
 PLAIN_MOE = "use deepspeed.moe.layer.MoE, whose gate and exchange of tokens are megatron_ds.moe."
 CONVERT = ("engine.load_checkpoint reads folders of DeepSpeed, universal ones too, at any stage and number "
-           "of "
-           "ranks; docs/checkpoints.md describes the conversion.")
+           "of ranks; docs/checkpoints.md describes the conversion.")
 RNG = "activations are not split over ranks; the tracker of random states is get_cuda_rng_tracker()."
 ELASTIC = "checkpoints load on any number of ranks: start the program again with another number."
 SWAP = 'use "offload_optimizer" and "offload_param" with "device": "nvme" in the config.'
@@ -88,8 +83,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.schedule": {"PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule "
                               "PipeInstruction OptimizerStep ReduceGrads ReduceTiedGrads BufferOpInstruction "
                               "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
-                              "SendGrad "
-                              "RecvGrad": SCHEDULE},
+                              "SendGrad RecvGrad": SCHEDULE},
     "runtime.pipe.topology": {"ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
                               "PipelineParallelGrid": PIPELINE},
     "pipe.topology": {},
@@ -101,21 +95,20 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "runtime.state_dict_factory": {"SDLoaderFactory SDLoaderBase MegatronSDLoader": CONVERT},
     "runtime.sequence_parallel.ulysses_sp": {
         "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute "
-        "TiledMLP "
-        "TiledFusedLogitsLoss": SEQUENCE},
+        "TiledMLP TiledFusedLogitsLoss": SEQUENCE},
     "runtime.sequence_parallel.parallel_state_sp": {
         "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size "
         "get_sequence_parallel_rank get_sequence_data_parallel_group": SEQUENCE},
     "runtime.zero.config": {"DeepSpeedZeroConfig get_zero_config": INTERNAL},
-    "runtime.zero.linear": {"LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap":
-    INTERNAL},
+    "runtime.zero.linear": {"LinearModuleForZeroStage3 LinearFunctionForZeroStage3 "
+                            "zero3_linear_wrap": INTERNAL},
     "runtime.zero.mics": {"MiCS_Init MiCS_Optimizer MiCS_Offload": MICS},
     "runtime.zero.offload_config": {"DeepSpeedZeroOffloadParamConfig "
                                     "DeepSpeedZeroOffloadOptimizerConfig": INTERNAL},
     "runtime.zero.partitioned_param_coordinator": {"PartitionedParameterCoordinator InflightParamRegistry "
                                                    "iter_params": INTERNAL},
-    "sequence.cross_entropy": {"vocab_sequence_parallel_cross_entropy vocab_parallel_cross_entropy":
-    SEQUENCE},
+    "sequence.cross_entropy": {"vocab_sequence_parallel_cross_entropy "
+                                "vocab_parallel_cross_entropy": SEQUENCE},
     "sequence.fpdt_layer": {"FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss": SEQUENCE},
     "sequence.layer": {"single_all_to_all": SEQUENCE},
     "utils": {"get_numactl_cmd": "bind processes with numactl in the command that starts them.",

@@ -9,9 +9,11 @@ are.
 import importlib.metadata
 import sys
 from collections.abc import Iterable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from .. import engine
 from ..errors import ConfigError
 from .deepspeed_modules import FOREIGN, PACKAGE, AliasFinder, names_of
 
@@ -27,12 +29,32 @@ class InstalledModule(ModuleType):
     __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "initialize":
+            return initialize
         if name.startswith("__"):
             raise AttributeError(f"module {FOREIGN!r} has no attribute {name!r}")
         return getattr(sys.modules[PACKAGE], name)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(sys.modules[PACKAGE]), *names_of("")})
+
+
+@wraps(engine.initialize)
+def initialize(*args: Any, **options: Any) -> Any:
+    """`megatron_ds.initialize`; checkpoints without a tag get DeepSpeed's, "global_step10", and a folder.
+
+    Libraries look for such folders before they load a checkpoint.
+    """
+    made = engine.initialize(*args, **options)
+    save = made.engine.save_checkpoint
+
+    @wraps(save)
+    def save_checkpoint(save_dir: Any, tag: str | None = None, *others: Any, **named: Any) -> Any:
+        default = f"global_step{made.engine.global_steps}"
+        return save(save_dir, default if tag is None else tag, *others, **named)
+
+    made.engine.save_checkpoint = save_checkpoint
+    return made
 
 
 class Distribution(importlib.metadata.Distribution):

@@ -68,7 +68,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
          "add_tuning_arguments": _SCHEDULES + "add_tuning_arguments",
          "DeepSpeedDataLoader": "engine.engine_loader:EngineLoader",
          "DistributedAttention": "compat.deepspeed_sequence:DistributedAttention"},
-    "accelerator": {"DeepSpeedAccelerator": "accelerator:Accelerator"} | _each(_FUNCTIONS, "set_accelerator is_current_accelerator_supported"),
+    "accelerator": {"DeepSpeedAccelerator": "accelerator:Accelerator",
+                    **_each(_FUNCTIONS, "set_accelerator is_current_accelerator_supported")},
     "checkpoint": {"DeepSpeedCheckpoint": _CLASSES + "DeepSpeedCheckpoint"},
     "checkpoint.constants": _texts(
         "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
@@ -110,7 +111,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO "
         "TOTAL_NUM_STEPS EDGE_VALUE MID_VALUE"),
     "runtime.utils": _each(_FUNCTIONS, "see_memory_usage memory_status partition_uniform partition_balanced "
-                           "prefix_sum_inc set_random_seed ensure_directory_exists call_to_str noop_decorator "
+                           "prefix_sum_inc set_random_seed ensure_directory_exists call_to_str "
+                           "noop_decorator "
                            "noop_context required_torch_version empty_cache move_to_device copy_to_device "
                            "get_only_unique_item is_model_parallel_parameter clip_grad_norm_ "
                            "get_global_norm get_ma_status") | _each(_CLASSES, "DummyOptim"),

@@ -30,8 +30,8 @@ class DeepSpeedCPULion(FusedLion):
 class DeepSpeedCPUAdagrad(Adagrad):
     """`Adagrad` with DeepSpeed's arguments."""
 
-    def __init__(self, model_params: Iterable, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
-                 amsgrad: bool = False, fp32_optimizer_states: bool = True):
+    def __init__(self, model_params: Iterable, lr: float = 1e-2, eps: float = 1e-10,
+                 weight_decay: float = 0.0, amsgrad: bool = False, fp32_optimizer_states: bool = True):
         _check_states(type(self).__name__, fp32_optimizer_states)
         super().__init__(model_params, lr, eps, weight_decay)
 

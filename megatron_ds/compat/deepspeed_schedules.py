@@ -171,7 +171,8 @@ TUNING = {"--lr_schedule": str, "--lr_range_test_min_lr": float, "--lr_range_tes
           "--cycle_second_step_size": int, "--cycle_second_stair_count": int, "--decay_step_size": int,
           "--decay_lr_rate": float, "--cycle_min_mom": float, "--cycle_max_mom": float,
           "--decay_mom_rate": float, "--warmup_min_lr": float, "--warmup_max_lr": float,
-          "--warmup_num_steps": int, "--warmup_type": str, "--cos_min_ratio": float, "--warmup_min_ratio": float}
+          "--warmup_num_steps": int, "--warmup_type": str, "--cos_min_ratio": float,
+          "--warmup_min_ratio": float}
 
 
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:

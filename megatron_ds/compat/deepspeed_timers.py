@@ -111,7 +111,8 @@ class ThroughputTimer:
     """Samples per second between `start` and `stop`, without the first `start_step` steps."""
 
     def __init__(self, config: object = None, batch_size: int = 1, start_step: int = 2,
-                 steps_per_output: int | None = None, monitor_memory: bool = False, logging_fn: object = None):
+                 steps_per_output: int | None = None, monitor_memory: bool = False,
+                 logging_fn: object = None):
         self.batch_size, self.start_step = max(1, batch_size), start_step
         self.steps_per_output, self.logging = steps_per_output, logging_fn or log_dist
         self.global_step_count, self.total_elapsed_time, self._began = 0, 0.0, 0.0
