@@ -10,7 +10,7 @@ from ..engine.json_settings import block_of, read_settings
 from ..errors import ConfigError
 from ..mpu.launch import read_launch
 
-ALLREDUCE_SIZE = 500_000_000
+ALLREDUCE_SIZE, DEFAULT_PORT = 500_000_000, 29500
 
 
 class DeepSpeedConfig:

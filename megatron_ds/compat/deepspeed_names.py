@@ -93,6 +93,9 @@ HERE: Mapping[str, Mapping[str, str]] = {
              **_each(_FUNCTIONS, "log_summary get_all_ranks_from_group")},
     "comm.utils": _each(_FUNCTIONS, "get_local_rank_from_launcher get_world_rank_from_launcher "
                                     "get_world_size_from_launcher"),
+    "constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": _CLASSES + "DEFAULT_PORT",
+                  "default_pg_timeout": "mpu.launch:DEFAULT_TIMEOUT",
+                  **_texts("CROSS_RANK=CROSS_RANK CROSS_SIZE=CROSS_SIZE")},
     "moe.utils": MOE_GROUPS,
     "monitor.monitor": MONITORS,
     "ops.adagrad": ADAGRAD, "ops.lamb": LAMB, "ops.lion": LION,

@@ -1,7 +1,7 @@
 """`deepspeed.utils`, for programs that import it. This package does not use it."""
 
-import logging
 from collections.abc import Sequence
+from logging import INFO, getLogger
 from typing import Any
 
 from .. import foreign_name
@@ -10,14 +10,14 @@ from ..mpu.launch import read_launch
 
 __all__ = ["RepeatingLoader", "log_dist", "logger", "print_rank_0"]
 
-logger = logging.getLogger("megatron_ds")
+logger = getLogger("megatron_ds")
 
 
 def __getattr__(name: str) -> Any:
     return foreign_name(__name__, name)
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log on these ranks, on all if `ranks` is None or contains -1; also before there is a process group."""
     rank = read_launch().rank
     if ranks is None or -1 in ranks or rank in ranks:
