@@ -5,13 +5,20 @@ resumes at any layout.
 
 Importing the package imports no submodule: `megatron_ds.mpu`, `megatron_ds.config`, … load when they are
 first used.
+
+DeepSpeed's names that are no names of this package (`megatron_ds.runtime.utils.see_memory_usage`) are
+those of
+compat/deepspeed_names.py; `install_as_deepspeed()` gives all of them the name `deepspeed`, too.
 """
 
+import sys
 from importlib import import_module
+from typing import Any
 
 from .version import __version__
 
-__all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize",
+           "install_as_deepspeed"]
 
 _SUBMODULES = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine",
                "errors", "models", "moe", "mpu", "ops", "optim", "pipeline", "ramps", "registry",
@@ -29,8 +36,36 @@ def __getattr__(name: str):
         return import_module(".comm", __name__).init_distributed
     if name in _OF_THE_ENGINE:
         return getattr(import_module(".engine", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return foreign_name(__name__, name)
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_SUBMODULES, *_OF_THE_ENGINE, "init_distributed"])
+
+
+def install_as_deepspeed() -> None:
+    """Give this package the name `deepspeed` in this process, for libraries that import it by that name.
+
+    Call it before they are imported. Raises ConfigError if DeepSpeed itself has been imported.
+    """
+    import_module(".compat.deepspeed_installation", __name__).install()
+
+
+def foreign_name(module: str, name: str) -> Any:
+    """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
+    if name.startswith("__") and name != "__path__":
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return import_module(".compat.deepspeed_modules", __name__).find(module, name)
+
+
+class _ForeignModules:
+    """Finds modules of DeepSpeed that are no files of this package. It is asked last, for missing ones."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith(f"{__name__}.") or name.startswith(f"{__name__}.compat"):
+            return None
+        return import_module(".compat.deepspeed_modules", __name__).Finder.find_spec(name)
+
+
+sys.meta_path.append(_ForeignModules)

@@ -4,8 +4,8 @@
     x = megatron_ds.checkpointing.checkpoint(layer, x)
 
 Note: random numbers. torch restores its generators of the CPU and the devices before it recomputes, so
-dropout has the same masks. It does not restore generators that a program makes, such as Megatron's for
-tensor-parallel ranks.
+dropout has the same masks; and `checkpoint` restores the states of `get_cuda_rng_tracker()`. Generators that
+a program makes otherwise, such as Megatron's for tensor-parallel ranks, are not restored.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,18 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as of_torch
 
+from . import foreign_name
 from .errors import ConfigError
+from .host.random_states import NAME, RandomStates
 from .host.waiting_tensors import WaitingTensor, WaitingTensors
 
 # Argument that is not supported → why it is not needed.
 REFUSED = {"partition_activations": "activations are not split over tensor-parallel ranks",
            "contiguous_checkpointing": "torch's allocator places activations",
            "synchronize": "no step of recomputation needs it", "profile": "use torch.profiler"}
-_state: dict[str, bool] = {"configured": False, "in_cpu": False}
+_state: dict[str, Any] = {"configured": False, "in_cpu": False, "mpu": None}
+_tracker = RandomStates()
+TENSOR_PARALLEL_OFFSET = 2718           # between the seed and that of tensor-parallel rank 0, as Megatron's
 _waiting = WaitingTensors()
 
 
@@ -33,7 +37,8 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
               profile: bool | None = None) -> None:
     """Check DeepSpeed's arguments. Raises ConfigError for those that are set and not supported.
 
-    mpu_, num_checkpoints: have no effect
+    mpu_: gives the tensor-parallel rank to `model_parallel_cuda_manual_seed`
+    num_checkpoints: has no effect
     checkpoint_in_cpu: tensors of a GPU that are arguments of `checkpoint` wait in host memory
     deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments
     """
@@ -50,7 +55,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
     if wrong := [key for key, value in requested.items() if value and key in REFUSED]:
         raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}"
                                     for key in wrong) + ". Remove it.")
-    _state.update(configured=True, in_cpu=bool(requested.get("checkpoint_in_cpu")))
+    _state.update(configured=True, mpu=mpu_ or _state["mpu"], in_cpu=bool(requested.get("checkpoint_in_cpu")))
 
 
 def is_configured() -> bool:
@@ -68,7 +73,37 @@ def checkpoint(function: Callable, *args: Any) -> Any:
     Does not re-enter autograd: parameters receive gradients also if no argument requires one.
     """
     with saved_tensors_hooks(_away, _back) if _state["in_cpu"] else nullcontext():
-        return of_torch.checkpoint(function, *args, use_reentrant=False)
+        return of_torch.checkpoint(function, *args, use_reentrant=False, context_fn=_same_states)
+
+
+def _same_states() -> tuple[Any, Any]:
+    """Contexts of the forward and of its recomputation, which begins with the same random states."""
+    return nullcontext(), _tracker.at(_tracker.get_states())
+
+
+def non_reentrant_checkpoint(function: Callable, *args: Any) -> Any:
+    """`checkpoint`."""
+    return checkpoint(function, *args)
+
+
+def get_cuda_rng_tracker() -> RandomStates:
+    """The random states by name, which `checkpoint` restores for its recomputation."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed torch with `seed`, and the state of tensor-parallel regions with another one for each rank."""
+    mpu = _state["mpu"]
+    name = next((n for n in ("get_tensor_model_parallel_rank", "get_model_parallel_rank") if hasattr(mpu, n)),
+                None)
+    rank = 0 if name is None else getattr(mpu, name)()
+    _tracker.reset()
+    torch.manual_seed(seed)
+    _tracker.add(NAME, seed + TENSOR_PARALLEL_OFFSET + rank)
+
+
+def __getattr__(name: str) -> Any:
+    return foreign_name(__name__, name)
 
 
 def _away(x: torch.Tensor) -> torch.Tensor | tuple[WaitingTensor, bool]:

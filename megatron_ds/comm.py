@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import foreign_name
 from .errors import ConfigError, NotInitializedError
 from .mpu import launch as launching
 
@@ -148,8 +149,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(dist, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and torch.distributed has none "
-                             "either")
+        return foreign_name(__name__, name)
     return getattr(dist, name)
 
 

@@ -33,7 +33,8 @@ LAYERS = {
     "config": 1, "mpu": 1, "ops": 2, "data": 2, "recipes": 2, "tensor_parallel": 3,
     "context_parallel": 3, "pipeline": 3, "zero": 3, "optim": 2.5, "moe": 3.5, "models": 4,
     "checkpoint": 5, "planning": 5, "conversion": 5.5, "training": 6, "engine": 7,
-    "accelerator": 1, "comm": 2, "checkpointing": 1, "utils": 8, "commands": 9, "__main__": 10}
+    "accelerator": 1, "comm": 2, "checkpointing": 1, "utils": 8, "compat": 8.5, "commands": 9,
+    "__main__": 10}
 FILES_BELOW = ("mpu.grid",)          # files that count as layer 0: arithmetic on the standard library
 WITHOUT_TORCH = ("errors", "registry", "ramps", "cycles", "difficulty", "version",
                  "cli", "console", "launch_env", "config", "mpu.grid", "pipeline.stage_bounds")

@@ -44,7 +44,9 @@ AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 SIGNATURES_OF_DEEPSPEED = {"comm.init_distributed", "checkpointing.configure",
                            "engine.initialization.initialize",
                            "engine.zero_init.Init.__init__", "moe.layer.MoE.__init__",
-                           "ops.adam.DeepSpeedCPUAdam.__init__", "ops.adam.FusedAdam.__init__"}
+                           "ops.adam.DeepSpeedCPUAdam.__init__", "ops.adam.FusedAdam.__init__",
+                           "compat.deepspeed_schedules.OneCycle.__init__",
+                           "compat.deepspeed_optimizers.FusedLamb.__init__"}
 # Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
 # field's term.
 RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|"

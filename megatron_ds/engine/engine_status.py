@@ -32,12 +32,13 @@ from ..training.csv_monitor import CsvFiles
 from ..training.sink import Tolerant, check_folder
 from ..training.tensorboard import EventFile
 from ..zero.optimizer import StepResult
+from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
 from .module_gathering import ModuleGathering
 
 
-class EngineStatus(nn.Module):
+class EngineStatus(EngineAnswers):
     """The half of `Engine` that a program reads.
 
     module      the user's; its parameters are views of the optimizer's buffers. At stage 3 they show NaN

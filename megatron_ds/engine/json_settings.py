@@ -56,6 +56,7 @@ DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant
             "logging.log_interval": 0}
 DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
 UNUSED, LEAVES = "ignore_unused_parameters", "leaf_module"     # of "zero_optimization"
+NEVER_PRINTS = ("steps_per_print", math.inf)          # as accelerate writes it; an engine's default is never
 # Keys of the JSON for options that have none of their own.
 KEYS = {"optimizer.optimizer": "optimizer.type", "optimizer.adam_eps": "optimizer.params.eps",
         "optimizer.adagrad_eps": "optimizer.params.eps",
@@ -158,7 +159,8 @@ def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
 
 def _without_engine_keys(block: Mapping[str, Any]) -> dict[str, Any]:
     """The block without the keys that the engine reads itself."""
-    rest = {key: value for key, value in block.items() if key != DROP_LAST}
+    rest = {key: value for key, value in block.items()
+            if key != DROP_LAST and (key, value) != NEVER_PRINTS}
     if isinstance(zero := rest.get("zero_optimization"), Mapping):
         rest["zero_optimization"] = {key: value for key, value in zero.items() if key not in (UNUSED, LEAVES)}
     return rest

@@ -4,11 +4,13 @@ layer `MoE` for any module, in DeepSpeed's place, layer.py, which is loaded on f
 
 from importlib import import_module
 
+from .. import foreign_name
+
 __all__ = ["MoE", "layer"]
 
 
 def __getattr__(name: str):
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return foreign_name(__name__, name)
     module = import_module(".layer", __name__)
     return module if name == "layer" else getattr(module, name)

@@ -27,6 +27,7 @@ from .param_spec import DATA_AXES, EXPERT_DATA_AXES
 FUNCTIONS = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data")
                   for what in ("rank", "group", "world_size"))
 SEVENTH = "get_expert_data_parallel_group"
+_adopted: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,11 @@ def join_world(mpu: Any = None) -> DataParallelWorld:
     return _of_functions(mpu)
 
 
+def adopted_mpu() -> Any | None:
+    """The object with DeepSpeed's functions that `join_world` was given last, None if there was none."""
+    return _adopted.get("mpu")
+
+
 def has_process_group() -> bool:
     """Whether torch.distributed was started or is not needed: there is one rank."""
     import torch.distributed as dist
@@ -158,6 +164,7 @@ def _of_functions(mpu: Any) -> DataParallelWorld:
                           f"{', '.join(FUNCTIONS)}, or a megatron_ds Mesh. Leave it out where all ranks are "
                           "data-parallel.")
     _check_stages(getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)())
+    _adopted["mpu"] = mpu
     data = _adopt("dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size())
     model = _adopt("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
     size = data.size * model.size

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .. import foreign_name
 from ..errors import ConfigError
 from .cpu import compiled_adam
 from .gpu import adam_kernels
@@ -139,6 +140,10 @@ def adam_variant_(p: torch.Tensor, state: dict[str, Any], group: Mapping[str, An
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     first, second = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
     p.addcdiv_(m, (v / second).sqrt_().add_(group["eps"]), value=-group["lr"] / first)
+
+
+def __getattr__(name: str) -> Any:
+    return foreign_name(__name__, name)
 
 
 class FusedAdam(torch.optim.Adam):

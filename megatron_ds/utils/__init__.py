@@ -1,8 +1,10 @@
 """`deepspeed.utils`, for programs that import it. This package does not use it."""
 
-import logging
 from collections.abc import Sequence
+from logging import INFO, getLogger
+from typing import Any
 
+from .. import foreign_name
 from ..engine import RepeatingLoader
 from ..engine.leaf_modules import (
     get_z3_leaf_modules,
@@ -19,10 +21,14 @@ __all__ = ["RepeatingLoader", "get_z3_leaf_modules", "log_dist", "logger", "prin
            "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
            "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"]
 
-logger = logging.getLogger("megatron_ds")
+logger = getLogger("megatron_ds")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def __getattr__(name: str) -> Any:
+    return foreign_name(__name__, name)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log on these ranks, on all if `ranks` is None or contains -1; also before there is a process group."""
     rank = read_launch().rank
     if ranks is None or -1 in ranks or rank in ranks:

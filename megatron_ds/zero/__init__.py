@@ -6,6 +6,8 @@ written for DeepSpeed. They belong to the engine (engine/zero_init.py) and are l
 
 from importlib import import_module
 
+from .. import foreign_name
+
 _OF_THE_ENGINE = ("GatheredParameters", "Init", "register_external_parameter",
                   "unregister_external_parameter")
 
@@ -13,4 +15,4 @@ _OF_THE_ENGINE = ("GatheredParameters", "Init", "register_external_parameter",
 def __getattr__(name: str):
     if name in _OF_THE_ENGINE:
         return getattr(import_module("megatron_ds.engine.zero_init"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return foreign_name(__name__, name)
