@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
@@ -93,6 +94,8 @@ def main(args: argparse.Namespace) -> int:
     if args.verify and not target.can_verify:
         raise ConfigError(f"--verify: a written {target.noun} does not describe its model, so it cannot be "
                           "read again. Omit --verify.")
+    if args.verify:
+        check_transformers(source, target)
     if args.save.resolve() == args.load.resolve():
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
     wishes = Wishes(args.iteration, args.vocab_size, args.dtype, args.max_shard_size, args.family,
@@ -109,6 +112,14 @@ def main(args: argparse.Namespace) -> int:
     if args.verify:
         verify_written(checkpoint, args, target)
     return 0
+
+
+def check_transformers(*formats: Format) -> None:
+    """Raises ConfigError if --verify would need transformers for a format, and it is not installed."""
+    if any(one.name == "huggingface" for one in formats) and find_spec("transformers") is None:
+        raise ConfigError("--verify computes the outputs of folders of Hugging Face with transformers, which "
+                          "is not installed. Nothing was written. Run pip install 'megatron_ds[verify]' or "
+                          "pip install transformers, or omit --verify.")
 
 
 def check_used(wishes: Wishes, source: Format, target: Format, verify: bool) -> None:

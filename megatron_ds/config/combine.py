@@ -141,6 +141,7 @@ ULYSSES = "--ds-sequence-parallel-size"
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
+QUANTIZED = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients")
 SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
           "checkpoint.no_save_optim", "checkpoint.extra_save_iters")
 OF_LOADING = ("optimizer.use_checkpoint_opt_param_scheduler", "checkpoint.use_checkpoint_args",
@@ -177,6 +178,11 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _without(config, ("train.tiled_mlp",),
                           f"a tile has as many tokens as the hidden size, {hidden:,}, and a sequence has "
                           f"{length:,}")
+    parallel = config.parallel
+    if config.zero.stage == 3 and config.world_size == (
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size):
+        config = _without(config, QUANTIZED, "one data-parallel rank sends neither weights nor gradients, so "
+                                             "nothing is rounded; with several ranks the numbers differ")
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype != "fp16":
         config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),

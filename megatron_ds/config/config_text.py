@@ -24,6 +24,7 @@ FILES = (
     (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take the value from the flags."))
 COMMANDS = (
     ("--help, -h", "Print this text and exit."),
+    ("--help-short", "Print the flags that most runs set, in one page, and exit."),
     ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
     ("--print-config", "Print the complete configuration as YAML for --config, with the source of each "
                        "value, and exit."),
@@ -31,6 +32,20 @@ COMMANDS = (
                        "lists them."),
     ("--local-rank N", "Accepted because some launchers append it; the rank follows from the launcher's "
                        "environment."))
+MOST_USED: Mapping[str, tuple[str, ...]] = {
+    "Model": ("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.num_query_groups",
+              "model.seq_length", "model.position_embedding_type", "model.normalization", "model.activation",
+              "model.vocab_size"),
+    "Batches and length": ("train.micro_batch_size", "train.global_batch_size", "train.train_iters"),
+    "Learning": ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", "optimizer.lr_warmup_iters",
+                 "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.bf16"),
+    "Layout": ("parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
+               "parallel.pipeline_model_parallel_size", "parallel.context_parallel_size", "zero.stage",
+               "train.recompute_granularity"),
+    "Data": ("data.data_path", "data.tokenizer_type", "data.tokenizer_model", "data.mock_data"),
+    "Checkpoints and log": ("checkpoint.save", "checkpoint.load", "checkpoint.save_interval",
+                            "logging.log_interval", "logging.tensorboard_dir"),
+    "Without training": ("plan.dry_run", "plan.world_size", "plan.device_memory")}
 WIDEST = 48                                                 # widest column; longer values are not aligned
 
 
@@ -40,11 +55,29 @@ def help_text() -> str:
     intro = (f"Required: {required}, "
              "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
              "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
-             "--lr=1e-4.")
-    lines = [*textwrap.wrap(intro, WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
+             "--lr=1e-4. The flags that most runs set, in one page: --help-short.")
+    lines = [*textwrap.wrap(intro, WIDTH, break_on_hyphens=False), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in options_in(section))]
     return "\n".join(lines) + "\n"
+
+
+def short_help_text() -> str:
+    """The options of `MOST_USED`, each in a sentence."""
+    lines = ["The flags that most runs set; all flags, their defaults and when not to use them: --help."]
+    for title, names in MOST_USED.items():
+        options = [all_options()[name] for name in names]
+        lines += ["", title, *_rows((_first_spelling(option), _first_sentence(option)) for option in options)]
+    lines += ["", "Files", *_rows(FILES)]
+    return "\n".join(lines) + "\n"
+
+
+def _first_spelling(option: Option) -> str:
+    return invocation(option).split(", ")[0]
+
+
+def _first_sentence(option: Option) -> str:
+    return option.help.partition(". ")[0].removesuffix(".") + "."
 
 
 def invocation(option: Option) -> str:

@@ -22,7 +22,8 @@ CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
 STRICT_FLAG = "--strict-flags"           # what changes nothing is an error
 LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
 # Flags that print a text and exit → the text.
-ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
+ASKING = {"--help": "help", "-h": "help", "--help-short": "short help",
+          "--version": "version", "--print-config": "config"}
 # Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
 OVERRIDDEN = {"--no-position-embedding": ("rope",), "--use-distributed-optimizer": (2, 3)}
 
@@ -31,7 +32,7 @@ OVERRIDDEN = {"--no-position-embedding": ("rope",), "--use-distributed-optimizer
 class CommandLine(Reading):
     """The reading of the command line, before its files are read.
 
-    asks_for: the text that is to be printed instead of a run, "help", "version" or "config".
+    asks_for: the text that is to be printed instead of a run, "help", "short help", "version" or "config".
     """
 
     yaml_files: list[str] = field(default_factory=list)

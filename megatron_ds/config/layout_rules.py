@@ -173,6 +173,8 @@ def offloading(config: RunConfig) -> Iterator[str]:
         yield from given(config, DISK_OPTIONS, "applies to offloading to a disk, but nothing is offloaded to "
                                                "a disk. Remove it, or use --offload-optimizer nvme.")
     for path, folder in folders.items():
+        of_weights = path == "zero.offload_param" and zero.offload_param_nvme_path is not None
+        flag = "--offload-param-nvme-path" if of_weights else "--offload-nvme-path"
         if folder is None:
             yield (f"[{path}] needs a folder for its scratch file. Give one on a fast local disk with "
                    "--offload-nvme-path.")
@@ -180,8 +182,8 @@ def offloading(config: RunConfig) -> Iterator[str]:
             continue                                         # the folder is on the machines that will run
         elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
             wrong = "is not writable" if os.path.isdir(folder) else "does not exist"
-            yield (f"[{path}]: the folder {folder} {wrong}. Give another with --offload-nvme-path, or create "
-                   "it on every node.")
+            yield (f"[{path}]: the folder {folder} {wrong}. Give another with {flag}, or "
+                   "create it on every node.")
 
 
 def world(config: RunConfig) -> Iterator[str]:

@@ -20,7 +20,7 @@ from ..version import __version__
 from .attention_rules import ATTENTION_RULES
 from .combine import combined, contradictions
 from .config_files import names
-from .config_text import help_text, to_yaml
+from .config_text import help_text, short_help_text, to_yaml
 from .data_rules import DATA_RULES
 from .deepspeed_json import read_deepspeed
 from .flags import CommandLine, read_flags, spellings
@@ -32,6 +32,9 @@ from .reading import Reading, Setting, attempt, reject
 from .run import RunConfig, Source, all_options
 from .sparse_rules import SPARSE_RULES
 from .training_rules import TRAINING_RULES
+
+
+HELP = {"help": help_text, "short help": short_help_text}
 
 
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
@@ -82,8 +85,8 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
               ) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
     """(the configuration, the command line, one reading for it and for each file, their problems)."""
     line = read_flags(argv)
-    if line.asks_for == "help":
-        _print_and_exit(help_text(), env)
+    if line.asks_for in HELP:
+        _print_and_exit(HELP[line.asks_for](), env)
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
     readings = [line, *read_yamls(line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]

@@ -64,7 +64,7 @@ class Ledger:
     """The entries of one micro-batch at one stage, in the order in which layers add them.
 
     is_open  whether it collects; False for a layer that backward runs again, and where entries are discarded
-    tokens   with per-token losses: [b], the tokens of each sequence that count in the loss. Such a micro-batch
+    tokens   with per-token losses: [b], the tokens of each sequence that count in the loss. A micro-batch
              weighs as many as it has, so a term that is a mean over sequences must weigh each by its own.
              None: micro-batches weigh the same
     """

@@ -1,5 +1,7 @@
 """The modules of a rank's pipeline stages: built from their slices of the list of layers, run in order."""
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +12,9 @@ from torch import nn
 from ..data.batch import Batch
 from .attention import KVCache
 from .layer import Layer
+
+logger = logging.getLogger(__name__)
+SILENT_SECONDS = 10.0        # between two lines of a build that takes long
 
 
 def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleList]:
@@ -30,8 +35,11 @@ def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
 
 def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.ModuleList:
     """The modules of a stage. Adds them to `built`, the modules of this rank by layer name."""
-    blocks = 0
-    for layer in layers:
+    blocks, shown = 0, time.monotonic()
+    for done, layer in enumerate(layers):
+        if time.monotonic() - shown >= SILENT_SECONDS:
+            shown = time.monotonic()
+            logger.info("built %d of %d layers", done, len(layers))
         source = built.get(layer.tied_to)
         if source is not None:
             source.weight.spec = replace(source.weight.spec, tied=None)

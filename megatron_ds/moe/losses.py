@@ -5,8 +5,9 @@
     z-loss            mean over tokens of logsumexp(z)²
 
 At an even load the load balancing loss is 1. The T tokens are those of a micro-batch or of each sequence,
-whose mean is taken; with --calculate-per-token-loss each sequence weighs as many tokens as it has in the loss,
-so that no division of a step into micro-batches changes the result. Padding does not count. Fedus et al. 2021 (arXiv:2101.03961), section 2.2; per sequence:
+whose mean is taken. With --calculate-per-token-loss each sequence weighs as many tokens as it has in the
+loss, so that no division of a step into micro-batches changes the result. Padding does not count. Fedus et
+al. 2021 (arXiv:2101.03961), section 2.2; per sequence:
 DeepSeek-AI 2024 (arXiv:2412.19437), equations 17 to 20; z-loss: Zoph et al. 2022 (arXiv:2202.08906), section
 3.
 
@@ -39,49 +40,51 @@ def add_losses(ledger: Ledger, totals: Totals, config: ModelConfig,
     totals      over the sets of `sets_of`, with squares for a z-loss
     last_share  [E], share of each expert in the slots of the previous step, for "global_aux_loss"
     """
+    tokens = ledger.tokens
     for kind, weight in _weighted(config):
-        value, count = _over_sets(SCOPES[kind](totals, last_share), ledger.tokens)
-        ledger.add(AUX if kind == "aux_loss" else f"{kind.split('_')[0]} {AUX}", value, count, weight=weight)
+        name = AUX if kind == "aux_loss" else f"{kind.split('_')[0]} {AUX}"
+        by_sequence = tokens if kind in BY_SEQUENCE else None
+        count = 1 if by_sequence is None else by_sequence.sum()
+        ledger.add(name, SCOPES[kind](totals, last_share, by_sequence), count, weight=weight)
     if config.moe_z_loss_coeff:
         value, count = totals.whole.sum_of("squares"), totals.whole.sum_of("tokens")
-        if ledger.tokens is not None:
+        if tokens is not None:
             means = totals.sum_of("squares") / totals.sum_of("tokens").clamp(min=1)
-            value, count = _over_sets(means, ledger.tokens)
+            value, count = (means * tokens).sum(), tokens.sum()
         ledger.add(Z_LOSS, value, count, weight=config.moe_z_loss_coeff)
 
 
-def _over_sets(values: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """(sum, count) of the mean over sets. values: [sets], or a scalar of all; tokens: of `Ledger`"""
-    if values.dim() == 0:
-        return values, 1
-    if tokens is None:
-        return values.mean(), 1
-    return (values * tokens).sum(), tokens.sum()
-
-
-def of_micro_batch(totals: Totals, last_share: torch.Tensor | None = None) -> torch.Tensor:
+# In these functions, tokens [sets] are those of `Ledger`: if given, the result is the sum over sets of their
+# losses times their tokens.
+def of_micro_batch(totals: Totals, last_share: torch.Tensor | None = None,
+                   tokens: torch.Tensor | None = None) -> torch.Tensor:
     """The load balancing loss over all tokens of the micro-batch; a scalar."""
     return _balance(totals.whole)
 
 
-def of_sequences(totals: Totals, last_share: torch.Tensor | None = None) -> torch.Tensor:
-    """The load balancing loss of each set; [sets]."""
-    return _balance(totals)
+def of_sequences(totals: Totals, last_share: torch.Tensor | None = None,
+                 tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """The mean over the sets of the load balancing loss of each; a scalar."""
+    values = _balance(totals)
+    return values.mean() if tokens is None else (values * tokens).sum()
 
 
-def of_last_step(totals: Totals, last_share: torch.Tensor) -> torch.Tensor:
-    """Scores of each set against the shares of slots in the whole previous step; [sets].
+def of_last_step(totals: Totals, last_share: torch.Tensor,
+                 tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """Scores of the micro-batch against the shares of slots in the whole previous step; a scalar.
 
     Those shares are known before the step, so the term does not depend on how the step is divided.
     """
-    num_experts = totals.num_experts
+    of, num_experts = totals.whole if tokens is None else totals, totals.num_experts
     share = last_share.where(last_share.sum() > 0, 1 / num_experts)                # before the first step
-    return num_experts * (totals.scores * share).sum(-1) / totals.sum_of("tokens").clamp(min=1)
+    values = num_experts * (of.scores * share).sum(-1) / of.sum_of("tokens").clamp(min=1)
+    return values if tokens is None else (values * tokens).sum()
 
 
-Scope = Callable[[Totals, torch.Tensor | None], torch.Tensor]
+Scope = Callable[[Totals, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 SCOPES: dict[str, Scope] = {"aux_loss": of_micro_batch, "seq_aux_loss": of_sequences,
                             "global_aux_loss": of_last_step}
+BY_SEQUENCE = {"seq_aux_loss", "global_aux_loss"}       # their sums over sequences make up that of a step
 
 
 def _weighted(config: ModelConfig) -> list[tuple[str, float]]:

@@ -12,8 +12,9 @@ The first axis of `order` varies fastest. Default order, tp=2, cp=1, dp=2, pp=2 
     ep     0  0  1  1  0  0  1  1        groups("edp")      (0,) (1,) ...
 
 The position of "ep" in the order, relative to "dp", decides which of ep and edp varies faster among the ranks
-of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (In Megatron-LM some orders
-give them different ones, and it refuses these orders; for the orders that it accepts the ranks agree.)
+of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (Megatron-LM
+refuses most orders that give them different ones. Of orders in which tp is not first it accepts some, such as
+cp-dp-tp-ep-pp, and gives experts other tensor groups than attention; its flags reach no such order.)
 """
 
 from collections.abc import Sequence

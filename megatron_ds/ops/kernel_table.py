@@ -72,7 +72,7 @@ class Operation:
 
     in_torch: the implementation in torch's operations; the operation has its name and its docstring. The
     first argument is a tensor, whose device and dtype count. dtype: that tensor's, assigned where it is not
-    that of a run's weights.
+    that of a run's weights. of_gradients: assigned where it is that of the accumulated gradients
     """
 
     def __init__(self, in_torch: Callable[..., Any]):
@@ -81,6 +81,7 @@ class Operation:
         self.implementations = [Implementation("torch", in_torch)]
         self.examples: list[Callable[..., tuple]] = []
         self.dtype: torch.dtype | None = None
+        self.of_gradients = False
         self.benchmark_sizes: tuple[tuple[int, int], ...] = BENCHMARK_SIZES
         OPERATIONS[self.name] = self
 
@@ -213,17 +214,19 @@ def _log_once(operation: str, name: str, reason: str) -> None:
                 operation, name, reason)
 
 
-def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] | None = None) -> str:
+def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] | None = None,
+                 gradients: torch.dtype | None = None) -> str:
     """The implementations that a device has for weights of a dtype, one line for the start of a run.
 
     kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
 
-    used: names of the operations to be listed; None for all
+    used: names of the operations to be listed; None for all. gradients: their dtype; None: that of weights
     """
     own, by_torch = [], []
     for name in sorted(OPERATIONS if used is None else used):
         operation = OPERATIONS[name]
-        entries = _candidates(operation, device.type, operation.dtype or dtype, _MODE[0])[:-1]
+        first = (gradients or dtype) if operation.of_gradients else operation.dtype or dtype
+        entries = _candidates(operation, device.type, first, _MODE[0])[:-1]
         (own if entries else by_torch).append(f"{name} {' or '.join(e.name for e in entries)}".strip())
     parts = [", ".join(own)] * bool(own) + [f"{', '.join(by_torch)} by torch"] * bool(by_torch)
     return f"kernels: {'; '.join(parts)}"

@@ -129,6 +129,9 @@ def _takes_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: 
     return compiled_product.takes_target(out) and compiled_product.suits(a, b)
 
 
+add_product_.of_gradients = True
+
+
 @add_product_.implementation("c++", devices=CPU, dtypes=(torch.float32,), suits=_takes_sum,
                              available=partial(compiled_product.reason_against, *compiled_product.NAMES))
 def _compiled_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False) -> None:
@@ -154,6 +157,9 @@ def _add_wide_product_example(rows: int, width: int, dtype: torch.dtype, device:
 def add_narrow_(out: torch.Tensor, x: torch.Tensor, overwrites: bool = False) -> torch.Tensor:
     """out += x, in place and without autograd; out = x with `overwrites`. `out` may be wider than x."""
     return out.copy_(x) if overwrites else out.add_(x)
+
+
+add_narrow_.of_gradients = True
 
 
 @add_narrow_.example

@@ -38,7 +38,8 @@ def prepare_kernels(engine: Engine) -> str:
     if mesh.device.type != "cuda" or config.train.kernels == "torch" or reason_against(mesh.device):
         return ""
     used = used_operations(config, mesh.device.type)
-    kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype], used)      # chooses them, after checks
+    kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype], used,      # chooses them, after checks
+                 DTYPES[config.optimizer.gradient_dtype])
     plan = engine.plan
     schedule = plan_schedule(config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs())
     with launches_recorded() as launches, calls_recorded() as calls:

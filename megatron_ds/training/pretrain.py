@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from .. import __version__
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
 from ..checkpoint.lock import SaveLock
@@ -121,6 +122,9 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     a stop signal before the first step.
     """
     world, checkpoint = mesh.group("world"), as_given.checkpoint
+    if mesh.rank == 0:
+        logger.info("megatron_ds %s on %d rank%s: opening data and building the model", __version__,
+                    world.size, "s" * (world.size > 1))
     _leave_if_stopped(stop, mesh)
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
     with save_folder(checkpoint, world) as lock:

@@ -35,6 +35,7 @@ from ..config import RunConfig, Source
 from ..config.config_text import to_dict
 from ..config.data_efficiency_options import order_identity
 from ..config.data_rules import FIM
+from ..config.optimizer_rules import FROZEN, ZERO_ONE
 from ..config.training_options import CheckpointConfig
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
@@ -257,10 +258,24 @@ def load_run(engine: Engine, start: Start) -> Progress:
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     if mesh.rank == 0:
+        if with_optimizer:
+            log_other_workers(start.run["config"], engine.config)
         log_positions(start.run["identity"]["model"], model_identity(engine.config.model))
         logger.info("loaded %s, iteration %d%s, in %.1f s", checkpoint.load, start.step,
                     "" if with_optimizer else " (weights only)", time.perf_counter() - begin)
     return progress
+
+
+def log_other_workers(saved: Mapping, config: RunConfig) -> None:
+    """Log that the workers of a 1-bit optimizer have other tokens than before, if they do."""
+    before = tuple(saved.get("parallel", {}).get("cp_comm_type", ()))
+    now, ranks = config.parallel.cp_comm_type, config.parallel.context_parallel_size
+    splits = {set(kinds) == {"a2a"} for kinds in (before, now)}
+    if before and len(splits) > 1 and ranks > 1 and config.optimizer.optimizer in (*FROZEN, ZERO_ONE):
+        logger.warning("--cp-comm-type was %s and is %s: with --optimizer %s each context-parallel rank "
+                       "compresses the gradient of its own tokens, which are others now. The run is not the "
+                       "one that was saved; use --cp-comm-type %s to continue that.", " ".join(before),
+                       " ".join(now), config.optimizer.optimizer, " ".join(before))
 
 
 def log_positions(theirs: Mapping, ours: Mapping) -> None:

@@ -44,7 +44,7 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
         kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype],
-                     used_operations(config, mesh.device.type)),
+                     used_operations(config, mesh.device.type), DTYPES[config.optimizer.gradient_dtype]),
         *filter(None, (allocator_text(),)), _zero(engine), _memory(engine),
         *filter(None, (kept_inputs_text(config, mesh.device.type),)), "",
         values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))

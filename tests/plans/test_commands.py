@@ -115,3 +115,14 @@ def page_row(name):
 def test_the_page_has_every_command():
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line.startswith("| `")] == [page_row(name) for name in COMMANDS]
+
+
+def test_the_short_page_has_the_flags_that_most_runs_set(capsys):
+    assert ended("train", "--help-short") == 0
+    page = capsys.readouterr().out
+    for flag in ("--num-layers", "--lr", "--tensor-model-parallel-size", "--zero-stage", "--data-path",
+                 "--save", "--dry-run", "--config"):
+        assert f"  {flag} " in page
+    assert len(page.splitlines()) <= 80 and "--help." in page.splitlines()[0]
+    assert ended("train", "--help") == 0
+    assert "--help-short" in capsys.readouterr().out[:600]

@@ -40,6 +40,9 @@ CURRICULUM = ("--curriculum-type seqlen_truncate --curriculum-min-length 8 --cur
 
 # ------------------------------------------------------------------ micro-batches and samples
 INVARIANT = ["--moe-router-load-balancing-type", "seq_aux_loss", *DROPS]
+BY_SEQUENCE = ("--moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+               "--moe-aux-loss-coeff 0.5 0.5").split()
+TERMS = ("router z-loss", "seq load balancing loss", "global load balancing loss")
 
 
 def test_capacity_and_balance_of_sequences_do_not_depend_on_the_micro_batch_size():
@@ -61,6 +64,18 @@ def test_those_of_micro_batches_do(flags):
     job = job_of(*flags, without=("--eod-mask-loss",))
     (one, _), (four, _) = alone(job), alone(job, mbs=4)
     assert four.merged[0].losses != pytest.approx(one.merged[0].losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("mbs", [2, 4])
+def test_with_per_token_losses_and_masks_terms_do_not_depend_on_the_micro_batch(mbs):
+    """Each sequence weighs as many tokens as it has in the loss, in all terms but that of the micro-batch."""
+    job = job_of("--calculate-per-token-loss", "--moe-z-loss-coeff", "0.5", *BY_SEQUENCE)
+    (one, _), (other, _) = alone(job), alone(job, mbs=mbs)
+    assert other.merged[0].losses == pytest.approx(one.merged[0].losses, rel=1e-6)
+    assert other.merged[0].grad_norms == pytest.approx(one.merged[0].grad_norms, rel=1e-6)
+    for ours, theirs in zip(other.merged[0].metrics, one.merged[0].metrics):
+        for name in TERMS:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
 
 
 OPTIONS = {
