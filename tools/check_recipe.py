@@ -4,6 +4,7 @@
     python tools/check_recipe.py ds_config.json model_config.yaml
     python tools/check_recipe.py train.sh --arguments ckpt logs --set NUM_GPUS=16
     python tools/check_recipe.py --summary recipes/*.sh
+    python tools/check_recipe.py --run-tiny train.sh
 
 Every flag and key is done, accepted because there is nothing to do, refused with the reason and what to write
 instead, or unknown; at the end is the command line to write here. The exit code is 0 if all files would run,
@@ -13,6 +14,7 @@ otherwise 1. Scripts are read, not run: values that only a run could know, such 
 import re
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +38,9 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not state it")
     parser.add_argument("--summary", action="store_true",
                         help="one line for each file, then how often each flag is refused or unknown")
+    parser.add_argument("--run-tiny", action="store_true",
+                        help="train each file for 3 steps here, shrunk to a size that takes seconds, with its "
+                             "own kinds of parallelism, schedules and optimizer, on mock data and CPUs")
     args = parser.parse_args()
     variables = dict(_pair(text) for text in args.variables)
     from megatron_ds.recipes.recipe_file import read_recipe
@@ -53,6 +58,10 @@ def main() -> int:
             obstacles["cannot be read"] += 1
             continue
         is_accepted = all(one.is_accepted for one in assessed)
+        if args.run_tiny and is_accepted:
+            is_accepted = _trains(path, trainings[0], assessed[0].ranks)
+            accepted += is_accepted
+            continue
         accepted += is_accepted
         if args.summary:
             names = sorted(set().union(*(_obstacles(one) for one in assessed)))
@@ -66,6 +75,35 @@ def main() -> int:
         for name, count in obstacles.most_common():
             print(f"{count:5}  {name}")
     return 0 if accepted == len(args.files) else 1
+
+
+def _trains(path: Path, training, ranks: int) -> bool:
+    """Train the recipe shrunk, and print its losses. Returns whether it made its steps."""
+    from megatron_ds.config.parse import parse
+    from megatron_ds.recipes.tiny import changed, shrunk
+    from megatron_ds.recipes.tiny_run import losses_of
+    from megatron_ds.recipes.verdict import config_of
+    from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
+
+    with tempfile.TemporaryDirectory() as folder:
+        def parsed(text: str, size: int):
+            file = Path(folder) / "parsed.yaml"
+            file.write_text(text, encoding="utf-8")
+            return parse(["--config", str(file)], size, known=KNOWN_NAMES, rules=RULES, env={})
+
+        try:
+            config = config_of(training, ranks)
+            tiny = shrunk(config, parsed, folder)
+            print(f"{path}, {tiny.ranks} process{'es' * (tiny.ranks > 1)}: {', '.join(changed(config, tiny))}")
+            for flag, why in tiny.left_out.items():
+                print(f"  left out: {flag} ({why})")
+            for record in losses_of(tiny, ROOT / "pretrain_gpt.py", Path(folder)):
+                print(f"  step {record['step']}: lm loss {record['loss']:.6f}, "
+                      f"learning rate {record['learning_rate']:.3e}")
+        except ConfigError as error:
+            print(f"{path}: does not train: {error}")
+            return False
+    return True
 
 
 def _pair(text: str) -> tuple[str, str]:

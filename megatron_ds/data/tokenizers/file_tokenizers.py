@@ -44,6 +44,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         tokenizer.no_truncation()
         super().__init__(tokenizer, backend)
         self.vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self.base_size = tokenizer.get_vocab_size(with_added_tokens=False)
         self.vocab_size = max(self.vocab.values()) + 1
         self.eod = self._end_of_document(file)
         self.fingerprint = fingerprint_of("HuggingFaceTokenizer", tokenizer.to_str().encode())
