@@ -53,8 +53,8 @@ class DataConfig:
     tokenizer_model: str | None = option(
         None, help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.")
     extra_vocab_size: int | None = option(None, at_least=0,
-        help="Rows of the embedding beyond the vocabulary of a HuggingFaceTokenizer, added tokens not counted, "
-             "as in Pai-Megatron-Patch: the size is their sum, if that is larger than --vocab-size.",
+        help="Rows of the embedding beyond the vocabulary of a HuggingFaceTokenizer, added tokens not "
+             "counted, as in Pai-Megatron-Patch: the size is their sum, if that is above --vocab-size.",
         avoid="--padded-vocab-size states the size itself.")
     eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")
     reset_position_ids: bool = option(

@@ -1,10 +1,10 @@
 """A recipe's configuration shrunk to a size that this machine trains in seconds.
 
-Kept: the kind of model, the schedules of learning rate and pipeline, optimizer, precision, ZeRO, recomputation,
-and each kind of parallelism that has more than one rank, with two ranks, as long as there are at most RANKS.
-Shrunk: layers, widths, heads, length, vocabulary, experts, batch, and the length of training. Replaced: data and
-tokenizer, by mock data; folders and trackers, by none. Whatever does not fit the small sizes is left out; the
-result names it.
+Kept: the kind of model, the schedules of learning rate and pipeline, optimizer, precision, ZeRO,
+recomputation, and each kind of parallelism that has more than one rank, with two ranks, as long as there are
+at most RANKS. Shrunk: layers, widths, heads, length, vocabulary, experts, batch, and the length of training.
+Replaced: data and tokenizer, by mock data; folders and trackers, by none. What does not fit the small sizes
+is left out; the result names it.
 """
 
 import re

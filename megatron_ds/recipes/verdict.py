@@ -40,6 +40,7 @@ from .recipe_file import Training
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
+UNSET = r"\(default\)|^missing:|there is none"        # in problems with options that are not given
 OTHER_FLAGS = "?"                        # stands for options that an open word may hold: $more_options
 PATHS_OF_DATA = ("data.data_path", "data.train_data_path")
 OPEN_IN_JSON = (re.compile(rf'"[^"\n]*{OPEN}[^{CLOSE}]*{CLOSE}[^"\n]*"'),
@@ -270,7 +271,7 @@ def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaul
     found: list[str] = []
     attempt(found, lambda: check(config, known, () if unread else rules, problems, unread))
     if OTHER_FLAGS in unread:                # it may set what has its default here, or is missing
-        found = [problem for problem in found if not re.search(r"\(default\)|^missing:|there is none", problem)]
+        found = [problem for problem in found if not re.search(UNSET, problem)]
     return [problem for problem in found if problem not in own]
 
 

@@ -199,7 +199,8 @@ def test_null_tokenizer_refuses_what_is_not_an_id_in_range():
 
 def test_llama2_tokenizer_is_the_sentencepiece_model_with_a_begin_of_sentence(tokenizer_files):
     files = tokenizer_files["Llama2Tokenizer"]
-    plain, llama = make_tokenizer("SentencePieceTokenizer", **files), make_tokenizer("Llama2Tokenizer", **files)
+    plain = make_tokenizer("SentencePieceTokenizer", **files)
+    llama = make_tokenizer("Llama2Tokenizer", **files)
     assert llama.encode("The fox") == [1, *plain.encode("The fox")]          # <s> of every such model
     assert (llama.vocab_size, llama.eod) == (plain.vocab_size, plain.eod)
     assert llama.fingerprint != plain.fingerprint

@@ -1,4 +1,4 @@
-"""Flags of Megatron's forks: each name sets its option, each answer has a reason, numbers are never ignored."""
+"""Flags of Megatron's forks: each name sets its option, each answer has a reason, no number is ignored."""
 
 import math
 
@@ -122,7 +122,8 @@ def test_the_final_decay_of_wsd_is_the_closed_form_in_both_units(style, left, un
 
 def test_a_warm_up_from_one_begins_with_the_rate_of_its_first_step():
     words = "--lr-decay-style cosine --lr-warmup-iters 4 --lr-warmup-style"
-    first, second = (make_learning_rate(parsed(f"{words} {style}")) for style in ("linear_from_one", "linear"))
+    first = make_learning_rate(parsed(f"{words} linear_from_one"))
+    second = make_learning_rate(parsed(f"{words} linear"))
     assert [first.at(n) for n in range(6)] == [second.at(max(n, 1)) for n in range(6)]
     assert first.at(0) == pytest.approx(2.5e-4) and second.at(0) == 0
 

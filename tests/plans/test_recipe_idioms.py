@@ -1,13 +1,14 @@
-"""Idioms of public recipes: text for `bash -c`, loops, functions in `$( )`, gaps, and options in variables."""
+"""Idioms of public recipes: text for `bash -c`, loops, functions in `$( )`, gaps, options in variables."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron_ds.recipes.recipe_file import read_recipe
+from megatron_ds.recipes.recipe_file import kind_of, read_recipe
 from megatron_ds.recipes.shell_script import included_devices, read_script
 from megatron_ds.recipes.shell_values import shown
 from megatron_ds.recipes.verdict import Kind, assess
+from tools import check_recipe
 
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
         "--train-iters 4 --lr 1e-3 --mock-data --vocab-size 61")
@@ -61,8 +62,8 @@ L=7
 torchrun pretrain_gpt.py $(model_args 2) --seed $(echo 5) --n $(nvidia-smi | wc -l) --last `echo $L`
 """)
     words = [shown(word) for word in launch.words]
-    assert words == ["--num-layers", "2", "--hidden-size", "64", "--seed", "5", "--n", "$(nvidia-smi | wc -l)",
-                     "--last", "7"]
+    assert words == ["--num-layers", "2", "--hidden-size", "64", "--seed", "5",
+                     "--n", "$(nvidia-smi | wc -l)", "--last", "7"]
 
 
 def test_a_script_that_a_recipe_writes_and_submits_is_read(tmp_path):
@@ -89,6 +90,27 @@ torchrun pretrain_gpt.py {TINY} $ARGS
     assert [v.text for v in assessment.verdicts if "gap" in v.text] == [
         f"{flag} (a gap that the reader fills)" for flag in ("--save", "--tokenizer-model",
                                                              "--tokenizer-model")]
+
+
+@pytest.mark.parametrize("name, text, kind", [
+    ("ds_config", '{"fp16": {"enabled": true}}', "JSON"), ("config.txt", "# x\nnum_layers: 2\n", "YAML"),
+    ("train", "#!/bin/bash\nX=1\n", "shell"), ("a.json", "x", "JSON"), ("b.yml", "{a: 1}", "YAML"),
+    ("run.job", "export A=1\n", "shell"), ("empty", "", "shell")])
+def test_a_file_of_any_name_is_recognised_by_how_it_begins(tmp_path, name, text, kind):
+    (tmp_path / name).write_text(text)
+    assert kind_of(tmp_path / name) == kind
+
+
+def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys, monkeypatch):
+    (tmp_path / "ds").write_text('{"train_batch_size": 4, "wandb": {"enabled": true, "project": "p"}, '
+                                 '"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}')
+    found = {}
+    for reader in ("train", "engine"):
+        words = ["check_recipe.py", "--for", reader, str(tmp_path / "ds")]
+        monkeypatch.setattr("sys.argv", words)
+        found[reader] = check_recipe.main(), capsys.readouterr().out
+    assert found["train"][0] == 0 and "for pretrain_gpt.py" in found["train"][1]
+    assert found["engine"][0] == 1 and "wandb" in found["engine"][1]
 
 
 def test_several_words_of_a_number_are_no_gap(tmp_path):

@@ -1,4 +1,4 @@
-"""`check_recipe.py --run-tiny` trains a recipe shrunk; --skip-train, extra checkpoints and files that ask a run."""
+"""`check_recipe.py --run-tiny` trains a recipe shrunk; --skip-train; extra checkpoints; trigger files."""
 
 import json
 from pathlib import Path
