@@ -4,6 +4,8 @@
     megatron-ds check ds_config.json model_config.yaml
     megatron-ds check train.sh --arguments ckpt logs --set NUM_GPUS=16
     megatron-ds check --summary recipes/*.sh
+    megatron-ds check --run-tiny train.sh
+    megatron-ds check --for engine ds_config.json
 
 Every flag and key is done, accepted because there is nothing to do, refused with the reason and what to write
 instead, or unknown; at the end is the command line to write here. The exit code is 0 if all files would run,
@@ -13,6 +15,7 @@ such as $1, are not checked.
 
 import re
 import shlex
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,15 +29,7 @@ UNREADABLE = "cannot be read"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check all files. Returns the exit code."""
-    parser = Arguments(__doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON")
-    parser.add_argument("--arguments", nargs="*", default=[], metavar="WORD", help="$1, $2, … of the script")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="variables",
-                        help="environment variables of the script")
-    parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not state it")
-    parser.add_argument("--summary", action="store_true",
-                        help="one line for each file, then how often each flag is refused or unknown")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     variables = dict(_pair(text) for text in args.variables)
     from megatron_ds.recipes.recipe_file import read_recipe
     from megatron_ds.recipes.verdict import assess
@@ -50,8 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{path}: cannot be read: {error}" if args.summary else f"{error}\n")
             obstacles[UNREADABLE] += 1
             continue
+        if args.reader == "engine" and not trainings[0].script:
+            problems = _problems_of_engine(path, args.world_size or 1)
+            accepted += not problems
+            obstacles.update(f"engine: {problem[:90]}" for problem in problems)
+            print(f"{path}, for megatron_ds.initialize: {'; '.join(problems) or 'accepted'}")
+            continue
         is_accepted = all(one.is_accepted for one in assessed)
         obstacles[UNREADABLE] += not all(one.is_read for one in assessed)
+        if args.run_tiny and is_accepted:
+            is_accepted = _trains(path, trainings[0], assessed[0].ranks)
+            accepted += is_accepted
+            continue
         accepted += is_accepted
         if args.summary:
             names = sorted(set().union(*(_obstacles(one) for one in assessed)))
@@ -67,6 +72,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     if obstacles[UNREADABLE]:
         return 2
     return 0 if accepted == len(args.files) else 1
+
+
+def _parser() -> Arguments:
+    parser = Arguments(__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON")
+    parser.add_argument("--arguments", nargs="*", default=[], metavar="WORD", help="$1, $2, … of the script")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="variables",
+                        help="environment variables of the script")
+    parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not state it")
+    parser.add_argument("--summary", action="store_true",
+                        help="one line for each file, then how often each flag is refused or unknown")
+    parser.add_argument("--run-tiny", action="store_true",
+                        help="train each accepted file for 3 steps, shrunk to what takes seconds, with "
+                             "its own parallelism, schedules and optimizer, on mock data and CPUs")
+    parser.add_argument("--for", choices=("train", "engine"), default="train", dest="reader",
+                        help="what reads a DeepSpeed JSON: pretrain_gpt.py (default), which has flags of its "
+                             "own, or megatron_ds.initialize, for training loops of your own")
+    return parser
+
+
+def _problems_of_engine(path: Path, ranks: int) -> list[str]:
+    """Why `megatron_ds.initialize` would refuse a DeepSpeed JSON."""
+    from megatron_ds.config.reading import ConfigProblems
+    from megatron_ds.engine.json_settings import read_settings
+    try:
+        read_settings(str(path), ranks)
+    except ConfigProblems as error:
+        return list(error.problems)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _trains(path: Path, training, ranks: int) -> bool:
+    """Train the recipe shrunk, and print its losses. Returns whether it made its steps."""
+    from megatron_ds.config.parse import parse
+    from megatron_ds.recipes.tiny import changed, shrunk
+    from megatron_ds.recipes.tiny_run import losses_of
+    from megatron_ds.recipes.verdict import config_of
+    from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
+
+    with tempfile.TemporaryDirectory() as folder:
+        def parsed(text: str, size: int):
+            file = Path(folder) / "parsed.yaml"
+            file.write_text(text, encoding="utf-8")
+            return parse(["--config", str(file)], size, known=KNOWN_NAMES, rules=RULES, env={})
+
+        try:
+            config = config_of(training, ranks)
+            tiny = shrunk(config, parsed, folder)
+            processes = f"{tiny.ranks} process{'es' * (tiny.ranks > 1)}"
+            print(f"{path}, {processes}: {', '.join(changed(config, tiny))}")
+            for flag, why in tiny.left_out.items():
+                print(f"  left out: {flag} ({why})")
+            for record in losses_of(tiny, Path(folder)):
+                print(f"  step {record['step']}: lm loss {record['loss']:.6f}, "
+                      f"learning rate {record['learning_rate']:.3e}")
+        except ConfigError as error:
+            print(f"{path}: does not train: {error}")
+            return False
+    return True
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -86,7 +152,8 @@ def _obstacles(assessment) -> Iterator[str]:
 def _report(path: Path, training, assessment) -> Iterator[str]:
     """The lines for one training."""
     from megatron_ds.recipes.verdict import Kind
-    yield f"{path}{f', {training.script}' if training.script else ''}"
+    reader = training.script or "a DeepSpeed JSON for pretrain_gpt.py (--for engine: for initialize)"
+    yield f"{path}, {reader}"
     for kind in Kind:
         rows = [verdict for verdict in assessment.verdicts if verdict.kind is kind]
         if rows:

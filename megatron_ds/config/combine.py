@@ -137,6 +137,7 @@ def _last_of_schedule(config: RunConfig) -> int | None:
         return None
 
 
+PAI_TOKENIZER = "--patch-tokenizer-type"     # its files are in the folder of --load
 ULYSSES = "--ds-sequence-parallel-size"
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
@@ -239,6 +240,9 @@ def _of_deepspeed(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
 def _with_tokenizer(config: RunConfig) -> RunConfig:
     """The tokenizer of Megatron's entry scripts, if files of it are given without its type."""
     data = config.data
+    source = config.sources.get("data.tokenizer_type")
+    if source is not None and source.name == PAI_TOKENIZER and data.tokenizer_model is None:
+        return _derived(config, "data.tokenizer_model", config.checkpoint.load, "the folder of --load")
     if data.tokenizer_type is not None or data.mock_data or not data.vocab_file:
         return config
     if config.model.model == "bert":

@@ -56,7 +56,8 @@ def help_text() -> str:
              "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
              "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
              "--lr=1e-4. The flags that most runs set, in one page: --help-short.")
-    lines = [*textwrap.wrap(intro, WIDTH, break_on_hyphens=False), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
+    lines = [*textwrap.wrap(intro, WIDTH, break_on_hyphens=False), "", "Files", *_rows(FILES), "",
+             "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in options_in(section))]
     return "\n".join(lines) + "\n"

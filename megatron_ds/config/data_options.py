@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from .option import option
 
 DEFAULT_SPLIT = "969, 30, 1"
-# Names of HuggingFaceTokenizer in Megatron-DeepSpeed, in BigScience's and Huawei's forks, and in Zyphra's.
-HF_TOKENIZERS = ("HFTokenizer", "PretrainedFromHF", "HFAutoTokenizer")
+# Names of HuggingFaceTokenizer in Megatron-DeepSpeed, in BigScience's and Huawei's forks, in Zyphra's, and of
+# --patch-tokenizer-type, whose tokenizers all are folders of Hugging Face.
+HF_TOKENIZERS = ("HFTokenizer", "PretrainedFromHF", "HFAutoTokenizer", "LLamaTokenizer", "QwenTokenizer",
+                 "Qwen2Tokenizer", "Qwen3Tokenizer", "DeepSeekV2Tokenizer", "MistralTokenizer", "YiTokenizer",
+                 "FalconTokenizer")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class DataConfig:
     tokenizer_model: str | None = option(
         None, per_host=True,
         help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.")
+    extra_vocab_size: int | None = option(None, at_least=0,
+        help="Rows of the embedding beyond the vocabulary of a HuggingFaceTokenizer, added tokens not "
+             "counted, as in Pai-Megatron-Patch: the size is their sum, if that is above --vocab-size.",
+        avoid="--padded-vocab-size states the size itself.")
     eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")
     reset_position_ids: bool = option(
         False, help="Count positions from the beginning of each document in a sample.")

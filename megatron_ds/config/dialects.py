@@ -74,7 +74,7 @@ MEGATRON_LLAMA = Dialect(
     answers=table(accepted={
         "a GPT is always causal": "--causal-lm",
         "gradients lie in buckets of one size, which changes no number":
-            "--reduce-bucket-size --max-local-bucket-size",
+            "--max-local-bucket-size",
     }, refused={}, only={}))
 
 LLM_JP = Dialect(
@@ -126,16 +126,18 @@ MINDSPEED = Dialect(
 
 PAI = Dialect(
     "alibaba/Pai-Megatron-Patch",
+    names={"--patch-tokenizer-type": "--tokenizer-type"},
     answers=table(
         accepted={
             "samples have --seq-length tokens; longer padding is that of fine-tuning": "--max-padding-length",
             DEFAULT_KERNELS: "--use-llama2-rotary-position-embeddings",
         },
-        refused={
-            "rotary positions are scaled by --rotary-seq-len-interpolation-factor or --use-rope-scaling. "
-            "Remove it.": "--rotary-scale-factor",
-        },
+        refused={},
         only={
+            "--rotary-scale-factor": Answer(
+                "positions are not scaled",
+                "positions are scaled by --rotary-seq-len-interpolation-factor or --use-rope-scaling. Remove "
+                "it.", ("1", "1.0", *OFF)),
             "--train-mode": Answer("a run trains on whole documents",
                                    "a run trains on whole documents, not on answers. Remove it.",
                                    ("pretrain", *OFF)),

@@ -33,7 +33,6 @@ from .run import RunConfig, Source, all_options
 from .sparse_rules import SPARSE_RULES
 from .training_rules import TRAINING_RULES
 
-
 HELP = {"help": help_text, "short help": short_help_text}
 
 

@@ -21,6 +21,10 @@ from .shell_script import Script, read_script
 from .shell_tokens import ShellError
 from .shell_values import IS_OPEN, Scope, fields_of, opened
 
+JSON, YAML, SHELL = "JSON", "YAML", "shell"
+KINDS = {".json": JSON, ".yaml": YAML, ".yml": YAML, ".sh": SHELL, ".bash": SHELL, ".slurm": SHELL,
+         ".sbatch": SHELL}
+HEAD = 4096                              # characters that are read to recognise a file of another ending
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_\d+)?")
 NUMBERS = re.compile(r"[-+.\deE]+(\s+[-+.\deE]+)+")
 # Names of Megatron's --yaml-cfg that are not a flag's name → the flag for true, the flag for false.
@@ -60,10 +64,11 @@ def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[st
     variables  of the environment of a script; arguments: of a script, $1 first
     """
     try:
-        if path.suffix == ".json":
+        kind = kind_of(path)
+        if kind == JSON:
             text = text_of_file(path)
             return [Training("", ("--deepspeed_config", str(path)), files={str(path): text})]
-        if path.suffix in (".yaml", ".yml"):
+        if kind == YAML:
             return _of_yaml(path, Scope(dict(variables), list(arguments)))
         return _of_script(read_script(path, variables, arguments), path)
     except ShellError as error:
@@ -75,6 +80,17 @@ def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[st
         raise ConfigError(f"{path}: this is not a text file.") from None
     except OSError as error:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
+
+
+def kind_of(path: Path) -> str:
+    """The kind of a file: by its ending, or for another ending by how it begins."""
+    if path.suffix in KINDS:
+        return KINDS[path.suffix]
+    head = text_of_file(path, errors="replace")[:HEAD].lstrip()
+    if head.startswith("{"):
+        return JSON
+    lines = [line for line in head.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return YAML if lines and re.match(r"---|[\w-]+:(\s|$)", lines[0]) else SHELL
 
 
 def _of_script(script: Script, path: Path) -> list[Training]:

@@ -33,7 +33,7 @@ from ..config.messages import Rule
 from ..config.neox_yaml import is_neox, read_neox
 from ..config.parse import assembled, check
 from ..config.reading import Reading, attempt
-from ..config.run import all_options
+from ..config.run import RunConfig, all_options
 from ..config.unsupported import answer_to_flag
 from ..errors import ConfigError
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
@@ -42,6 +42,8 @@ from .shell_tokens import ShellError
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
+UNSET = r"\(default\)|^missing:|there is none"        # in problems with options that are not given
+OTHER_FLAGS = "?"                        # stands for options that an open word may hold: $more_options
 PATHS_OF_DATA = ("data.data_path", "data.train_data_path")
 # Possessive: no part is tried twice, so the time grows with the length alone.
 OPEN_VALUE = rf"{OPEN}[^{OPEN}{CLOSE}]*+{CLOSE}"
@@ -131,6 +133,14 @@ def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule
                      all(reading.is_complete for reading in readings))
 
 
+def config_of(training: Training, ranks: int) -> RunConfig:
+    """The configuration of a training for this many processes; open values have their defaults."""
+    line, _, _, _ = _read_words(training)
+    readings = [_read_file(name, text) for name, text in training.files.items()]
+    defaults = {"model": "bert"} if "bert" in training.script else {}
+    return assembled(line, readings, ranks, defaults)[0]
+
+
 # ------------------------------------------------------------------------------------------------- flags
 def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
     """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
@@ -158,36 +168,36 @@ def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str
 
 def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandLine, set[str]]:
     """(verdict, what the flag sets, the paths whose value is open)."""
-    value = shown(" ".join(words))
-    spelling = spellings().get(flag)
+    value, spelling = shown(" ".join(words)), spellings().get(flag)
     closed = [word for word in words if not IS_OPEN.search(word)]
-    if spelling is not None and len(closed) < len(words):
-        option = spelling.option
-        if not spelling.is_switch and (option.is_list or not closed):
-            return Verdict(typed, value, Kind.DONE, f"{option.flag} (value not known here)"), CommandLine(), {
-                option.path}
-        words = closed
-    if spelling is not None and _is_gap(spelling, words):
-        return Verdict(typed, value, Kind.DONE, f"{spelling.option.flag} (a gap that the reader fills)"), (
-            CommandLine()), {spelling.option.path}
-    if spelling is None and closed != words:
-        if not closed and answer_to_flag(flag) is not None:
-            return Verdict(typed, value, Kind.ACCEPTED, "its value is not known here"), CommandLine(), set()
-        words = closed or words
-    reading = read_flags([typed, *words])
+    if (unknown := _not_known(flag, spelling, words, closed)) is not None:
+        kind, text = (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")
+        paths = {spelling.option.path} if spelling else set()
+        return Verdict(typed, value, kind, f"{text} ({unknown})".strip()), CommandLine(), paths
+    # An open word after the value, or after a switch, may hold other flags.
+    paths = {OTHER_FLAGS} if len(closed) < len(words) else set()
+    reading = read_flags([typed, *closed])
     if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, LOCAL_RANK_FLAG):
-        return Verdict(typed, value, Kind.DONE, "the file is not part of the recipe"), CommandLine(), set()
+        return Verdict(typed, value, Kind.DONE, "the file is not part of the recipe"), CommandLine(), paths
     if reading.problems:
         text = reading.problems[0]
         kind = Kind.UNKNOWN if text.startswith("unknown flag") else Kind.REFUSED
         return Verdict(typed, value, kind, text), CommandLine(), reading.unread
-    if reading.settings and spelling is None:
-        named = " ".join(all_options()[setting.path].flag for setting in reading.settings)
-        return Verdict(typed, value, Kind.DONE, named), reading, set()
+    if not reading.settings:
+        return Verdict(typed, value, Kind.ACCEPTED, reading.without_effect.get(flag, "")), reading, paths
+    names = " ".join(all_options()[setting.path].flag for setting in reading.settings)
+    return Verdict(typed, value, Kind.DONE, "" if names == flag else names), reading, paths
+
+
+def _not_known(flag: str, spelling: Spelling | None, words: Sequence[str],
+               closed: Sequence[str]) -> str | None:
+    """Why the value of a flag is not known here; None if it is."""
+    has_open = len(closed) < len(words)
     if spelling is None:
-        return Verdict(typed, value, Kind.ACCEPTED, reading.without_effect.get(flag, "")), reading, set()
-    name = spelling.option.flag
-    return Verdict(typed, value, Kind.DONE, "" if name == flag else name), reading, set()
+        return "value not known here" if has_open and not closed and answer_to_flag(flag) else None
+    if has_open and not spelling.is_switch and (spelling.option.is_list or not closed):
+        return "value not known here"
+    return "a gap that the reader fills" if _is_gap(spelling, closed) else None
 
 
 def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
@@ -323,6 +333,8 @@ def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaul
     own = {problem for reading in readings for problem in reading.problems}
     found: list[str] = []
     attempt(found, lambda: check(config, known, () if unread else rules, problems, unread))
+    if OTHER_FLAGS in unread:                # it may set what has its default here, or is missing
+        found = [problem for problem in found if not re.search(UNSET, problem)]
     return [problem for problem in found if problem not in own]
 
 

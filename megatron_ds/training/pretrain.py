@@ -30,7 +30,7 @@ from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
-from ..errors import DeviceMemoryError
+from ..errors import ConfigError, DeviceMemoryError
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -218,14 +218,25 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
     A --vocab-size above the tokenizer's is kept: models may have rows that no token uses.
     """
     tokenizer = build_tokenizer(config.data, config.model)
-    if (config.model.vocab_size or 0) < tokenizer.vocab_size:
-        source = Source("derived", "the tokenizer")
-        config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, source)
+    if (config.model.vocab_size or 0) < (size := _vocabulary(config, tokenizer)):
+        config = config.with_values({"model.vocab_size": size}, Source("derived", "the tokenizer"))
     kind = MODELS[config.model.model].data
     config = fit_default_split(config, wanted_samples(config), kind)
     datasets = build_datasets(config, wanted_samples(config), tokenizer, kind,
                               one_epoch=bool(config.curriculum.curriculum_metrics))
     return config, tokenizer, build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh)
+
+
+def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Size of the tokenizer's vocabulary, with the rows of --extra-vocab-size. Raises ConfigError."""
+    extra = config.data.extra_vocab_size
+    if extra is None:
+        return tokenizer.vocab_size
+    base = getattr(tokenizer, "base_size", None)
+    if base is None:
+        raise ConfigError(f"--extra-vocab-size {extra} counts from the vocabulary of a HuggingFaceTokenizer, "
+                          f"but --tokenizer-type is {config.data.tokenizer_type}. Use --padded-vocab-size.")
+    return max(tokenizer.vocab_size, base + extra)
 
 
 def _check_outputs(config: RunConfig, rank: int) -> None:

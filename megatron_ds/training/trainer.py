@@ -101,7 +101,7 @@ class Trainer:
         self.stop.defer()
         self.log.begin(first, self._total)
         try:
-            if self._saves_besides(0) and self.progress.step == 0 and self.config.checkpoint.save:
+            if first == 0 and 0 in self.config.checkpoint.extra_save_iters and self.config.checkpoint.save:
                 self.save()
             reason = EVALUATED if self.config.train.skip_train else self._loop()
             if self.config.checkpoint.save and self.progress.step not in (self.saved_step, self._tried_step):

@@ -49,6 +49,7 @@ def tokenizer_files(tmp_path_factory):
                                  merge_file=str(folder / "merges.txt")),
         "HuggingFaceTokenizer": dict(tokenizer_model=str(folder / "tokenizer.json")),
         "SentencePieceTokenizer": dict(tokenizer_model=str(folder / "sp.model")),
+        "Llama2Tokenizer": dict(tokenizer_model=str(folder / "sp.model")),
         "NullTokenizer": dict(vocab_size=300),
     }
 
@@ -70,10 +71,12 @@ def test_text_comes_back_and_ids_are_in_range(name, tokenizer_files):
         assert tokenizer.decode(ids) == text
         assert (all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids)
                 and tokenizer.eod not in ids)
-    assert tokenizer.encode_batch(["", *texts]) == [[], *map(tokenizer.encode, texts)]
+    empty = tokenizer.encode("")                 # Llama2Tokenizer's begin of sentence, or nothing
+    assert len(empty) == (name == "Llama2Tokenizer")
+    assert tokenizer.encode_batch(["", *texts]) == [empty, *map(tokenizer.encode, texts)]
     ids, lengths = arrays_of(tokenizer, ["", *texts])
-    assert ids.tolist() == sum(map(tokenizer.encode, texts), [])
-    assert lengths.tolist() == [0, *(len(tokenizer.encode(text)) for text in texts)]
+    assert ids.tolist() == sum(map(tokenizer.encode, texts), empty)
+    assert lengths.tolist() == [len(empty), *(len(tokenizer.encode(text)) for text in texts)]
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
 
 
@@ -192,3 +195,12 @@ def test_null_tokenizer_refuses_what_is_not_an_id_in_range():
     for text, message in [("1 x", "decimal"), ("11", "allows 0 to 10"), ("-1", "allows 0 to 10")]:
         with pytest.raises(DataError, match=message):
             tokenizer.encode(text)
+
+
+def test_llama2_tokenizer_is_the_sentencepiece_model_with_a_begin_of_sentence(tokenizer_files):
+    files = tokenizer_files["Llama2Tokenizer"]
+    plain = make_tokenizer("SentencePieceTokenizer", **files)
+    llama = make_tokenizer("Llama2Tokenizer", **files)
+    assert llama.encode("The fox") == [1, *plain.encode("The fox")]          # <s> of every such model
+    assert (llama.vocab_size, llama.eod) == (plain.vocab_size, plain.eod)
+    assert llama.fingerprint != plain.fingerprint

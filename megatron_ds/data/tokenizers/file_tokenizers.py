@@ -47,6 +47,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         super().__init__(tokenizer, backend)
         self.vocab = tokenizer.get_vocab(with_added_tokens=True)
         check_ids(self.vocab, f"--tokenizer-model {file}")
+        self.base_size = tokenizer.get_vocab_size(with_added_tokens=False)
         self.vocab_size = max(self.vocab.values()) + 1
         self.eod = end_of_document(file, self.vocab)
         self.fingerprint = fingerprint_of("HuggingFaceTokenizer", tokenizer.to_str().encode())
