@@ -2,6 +2,7 @@
 time limit."""
 
 import logging
+import sys
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,15 @@ def _root_logger_as_before():
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left():
+    """An engine that a test makes without an mpu starts torch.distributed for the tests' own process."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import on_all_ranks
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
+from ..mpu.stuck_ranks import doing
 from ..planning.run_model import DTYPES
 from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
@@ -70,6 +71,7 @@ UNPACK = ("Unpack it: engine, optimizer, training_dataloader, lr_scheduler = ini
           "engine, *_ = initialize(…).")
 
 
+@doing("initialize")
 def initialize(args: Any = None, model: nn.Module | None = None, optimizer: ClientOptimizer | None = None,
                model_parameters: Any = None, training_data: Any = None,
                lr_scheduler: Any | SchedulerMaker | None = None, distributed_port: int | None = None,

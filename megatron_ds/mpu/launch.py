@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ..errors import CommunicationError, ConfigError
+from ..host.backend_log import only_errors
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
-from .stuck_ranks import register_host
+from .stuck_ranks import current_call, name_stuck_ranks, register_host
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -229,15 +230,13 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     there. timeout: of their collectives; None: that of the whole world.
 
     Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
-    must make the same groups.
+    must make the same groups. Raises CommunicationError where others do not make them in time.
     """
-    import torch.distributed as dist
     timeout = timeout or world_timeout()
     mine, num_lanes = None, NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
-            made = [dist.new_group(list(ranks), timeout=timeout, group_desc=axes)
-                    for _ in range(1 + num_lanes)]
+            made = [_new_group(list(ranks), timeout, axes) for _ in range(1 + num_lanes)]
             if rank in ranks:
                 mine = transport_over(made[0], axes, made[1:])
     if num_lanes and mine is not None:
@@ -245,6 +244,21 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
         mine.open_slots()
     return mine
+
+
+def _new_group(ranks: list[int], timeout: timedelta | None, axes: str) -> Any:
+    import torch.distributed as dist
+
+    try:
+        with only_errors():
+            return dist.new_group(ranks, timeout=timeout, group_desc=axes)
+    except RuntimeError as error:
+        call = f" in {current_call()}" if current_call() else ""
+        raise CommunicationError(
+            f"rank {dist.get_rank()}{call}: the {axes} group of ranks {ranks} could not be made; all "
+            f"{dist.get_world_size()} ranks make all groups, in the same order. "
+            f"{name_stuck_ranks() or 'Look for a rank that took another path'}. Message of the backend: "
+            f"{str(error).splitlines()[0]}") from error
 
 
 def world_timeout() -> timedelta | None:

@@ -216,7 +216,10 @@ def _work(rank: int, job: bytes):
     import torch
     import torch.distributed as dist
 
+    from megatron_ds.mpu.mesh import set_mesh
+
     torch.set_num_threads(1)
+    set_mesh(None)              # of an earlier job, whose groups are gone
     function, args, size, store, timeout = pickle.loads(job)
     if store is None:
         return function(rank, ProcessWorld(size), *args)

@@ -105,3 +105,24 @@ def test_layers_that_ranks_gather_in_different_orders_are_an_error_with_advice(c
     for text, seconds in run_processes(2, call_on_one_rank, str(tmp_path), (), 3, False, chosen,
                                        joined=False):
         assert seconds < SECONDS + 12 and "megatron_ds.utils.set_z3_leaf_modules(model, [Class])" in text
+
+
+def initialize_on_rank_0(rank, world, folder):
+    import torch.distributed as dist
+
+    start(rank, folder)
+    try:
+        if rank:
+            time.sleep(SECONDS + 4)
+        else:
+            make_engine(1)
+    except CommunicationError as error:
+        return str(error)
+    finally:
+        set_mesh(None)
+        dist.destroy_process_group()
+
+
+def test_an_engine_that_one_rank_makes_ends_within_the_timeout(tmp_path):
+    text, _ = run_processes(2, initialize_on_rank_0, str(tmp_path), joined=False)
+    assert text.startswith("rank 0 in initialize: the ") and "rank 1 is stuck" in text

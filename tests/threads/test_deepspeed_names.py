@@ -230,11 +230,19 @@ def test_inputs_of_recomputation_wait_in_host_memory():
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
+@pytest.mark.parametrize("has_group", [False, True])
+def test_a_program_of_one_process_needs_no_process_group_and_may_have_one(monkeypatch, has_group):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     comm = megatron_ds.comm
-    megatron_ds.init_distributed()
+    for wrong, match in ((dict(dist_backend="mpi"), "'mpi' is not supported"),
+                         (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
+                         (dict(dist_init_required=False), "no process group yet")):
+        with pytest.raises(ConfigError, match=match):
+            megatron_ds.init_distributed(**wrong)
+    if has_group:
+        megatron_ds.init_distributed()
+    assert torch.distributed.is_initialized() == has_group
     assert "MASTER_PORT" not in os.environ      # the port that Slurm's or Open MPI's job number gives is kept
     x, gathered = torch.arange(3.0), [torch.zeros(3)]
     comm.all_reduce(x)
@@ -245,11 +253,8 @@ def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(),
             comm.is_initialized()) == (0, 1, 0, True)
     assert comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
-    for wrong, match in ((dict(dist_backend="mpi"), "'mpi' is not supported"),
-                         (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
-                         (dict(dist_init_required=False), "no process group yet")):
-        with pytest.raises(ConfigError, match=match):
-            megatron_ds.init_distributed(**wrong)
+    if has_group:
+        return
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
