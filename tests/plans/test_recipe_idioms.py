@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.commands import check_recipe
 from megatron_ds.recipes.recipe_file import kind_of, read_recipe
 from megatron_ds.recipes.shell_script import included_devices, read_script
 from megatron_ds.recipes.shell_values import shown
 from megatron_ds.recipes.verdict import Kind, assess
-from tools import check_recipe
 
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
         "--train-iters 4 --lr 1e-3 --mock-data --vocab-size 61")
@@ -101,14 +101,13 @@ def test_a_file_of_any_name_is_recognised_by_how_it_begins(tmp_path, name, text,
     assert kind_of(tmp_path / name) == kind
 
 
-def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys, monkeypatch):
+def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
     (tmp_path / "ds").write_text('{"train_batch_size": 4, "wandb": {"enabled": true, "project": "p"}, '
                                  '"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}')
     found = {}
     for reader in ("train", "engine"):
-        words = ["check_recipe.py", "--for", reader, str(tmp_path / "ds")]
-        monkeypatch.setattr("sys.argv", words)
-        found[reader] = check_recipe.main(), capsys.readouterr().out
+        code = check_recipe.main(["--for", reader, str(tmp_path / "ds")])
+        found[reader] = code, capsys.readouterr().out
     assert found["train"][0] == 0 and "for pretrain_gpt.py" in found["train"][1]
     assert found["engine"][0] == 1 and "wandb" in found["engine"][1]
 

@@ -1,6 +1,7 @@
 """`check_recipe.py --run-tiny` trains a recipe shrunk; --skip-train; extra checkpoints; trigger files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,6 @@ from megatron_ds.recipes.tiny_run import losses_of
 from megatron_ds.recipes.verdict import assess, config_of
 from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.pretraining import MOCK, STEPS, TINY, losses, train
-
-ROOT = Path(__file__).parents[2]
 
 LARGE = """
 ARGS="--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -78,7 +77,7 @@ def test_a_shrunk_recipe_counts_in_the_unit_of_its_spans(tmp_path):
 def test_a_shrunk_recipe_trains_three_steps(tmp_path, recipe, ranks):
     tiny = tiny_of(tmp_path, recipe)
     assert tiny.ranks == ranks
-    records = losses_of(tiny, ROOT / "pretrain_gpt.py", tmp_path)
+    records = losses_of(tiny, tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(5 < record["loss"] < 6.5 for record in records)                  # ln 250 = 5.52
     assert records[1]["learning_rate"] == pytest.approx(tiny.config.optimizer.lr)      # after the warm-up
@@ -86,11 +85,9 @@ def test_a_shrunk_recipe_trains_three_steps(tmp_path, recipe, ranks):
 
 def test_a_tiny_run_that_fails_shows_how_it_ended(tmp_path):
     tiny = tiny_of(tmp_path, EXPERTS)
-    script = tmp_path / "fails.py"
-    script.write_text("print('no such device')\nraise SystemExit(1)\n")
-    object.__setattr__(tiny, "ranks", 1)
-    with pytest.raises(ConfigError, match="made 0 of 3 steps(.|\n)*no such device"):
-        losses_of(tiny, script, tmp_path)
+    failing = replace(tiny, ranks=1, text=f"{tiny.text}\nno_such_section: 1\n")
+    with pytest.raises(ConfigError, match="made 0 of 3 steps(.|\n)*no_such_section"):
+        losses_of(failing, tmp_path)
 
 
 def test_evaluation_alone_has_the_losses_of_the_run_that_trained_and_changes_no_file(tmp_path):
