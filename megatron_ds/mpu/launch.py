@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import CommunicationError, ConfigError
+from ..host.file_limit import check_file_limit
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .stuck_ranks import register_host
 
@@ -63,6 +64,7 @@ def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
         device = _own_device(launch)
         torch.cuda.set_device(device)
     if launch.world_size > 1:
+        check_file_limit(launch.world_size)
         _join(launch, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
     return device
 
