@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.data.curriculum.difficulty_metrics import ListFile
 from megatron_ds.data.loading.cache import DamagedEntry, Entry, sums_of
 from megatron_ds.data.text import indexed
+from megatron_ds.data.text.corpus_record import read_record
 from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.errors import CheckpointError, DataError
 from megatron_ds.ops.gpu.kernel_cache import FORMAT, CompiledKernel, KernelCache
@@ -71,6 +73,15 @@ def test_a_pipe_in_the_cache_of_indices_does_not_block(tmp_path):
         os.mkfifo(tmp_path / name)
         with pytest.raises(DamagedEntry, match="is not a regular file"):
             entry.load(verify_large=True)
+
+
+def test_a_pipe_in_place_of_a_record_or_an_index_of_metrics_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "c.json")
+    os.mkfifo(tmp_path / "c.idx")
+    (tmp_path / "c.bin").touch()
+    for read in (read_record, ListFile, indexed.IndexedDataset):
+        with pytest.raises(DataError, match=r"c\.(json|idx) is"):
+            read(tmp_path / "c")
 
 
 def test_a_pipe_among_the_files_of_a_checkpoint_does_not_block(tmp_path):
