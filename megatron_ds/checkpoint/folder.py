@@ -19,12 +19,12 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..host import regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +166,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def read_regular(path: Path) -> bytes:
     """The bytes of a file. Raises CheckpointError for a pipe or device, which could block."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise CheckpointError(f"{path} is not a regular file. Remove it, or restore the file that belongs "
-                              "there.")
-    with open(handle, "rb") as file:
-        return file.read()
+    return regular_file.read_regular(path, CheckpointError)
 
 
 def sync_directory(path: Path) -> None:

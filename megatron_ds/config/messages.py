@@ -1,14 +1,15 @@
 """Problems that rules find, and parts of their messages: a value with its flag and source, alternatives."""
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..console import one_line
 from ..errors import ConfigError
+from ..mpu import grid
 from .run import RunConfig, all_options
 
+MOST_SHOWN = 100                         # alternatives of a message
 Rule = Callable[[RunConfig], Iterable[str]]
 
 
@@ -68,16 +69,19 @@ def value_text(value: Any) -> str:
 
 def either(values: Sequence[Any]) -> str:
     """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
-    if len(values) > 4 and list(values) == list(range(values[0], values[0] + len(values))):
-        return f"{values[0]} to {values[-1]}"
+    if len(values) > 4 and isinstance(values[0], int):
+        row = range(values[0], values[0] + len(values))
+        if values == row if isinstance(values, range) else list(values) == list(row):
+            return f"{values[0]} to {values[-1]}"
+    if len(values) > MOST_SHOWN:
+        values = [*values[:MOST_SHOWN], "…", values[-1]]
     texts = [str(value) for value in values]
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def divisors(number: int) -> list[int]:
     """The divisors of a number, in rising order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    return list(grid.divisors(number))
 
 
 def neighbours(number: int, step: int) -> str:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from .attention_options import AttentionOptions
+from .layer_pattern import MOST_LAYERS
 from .moe_options import MoEOptions
 from .option import option
 from .sparse_options import SparseOptions
@@ -14,7 +15,8 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")
-    num_layers: int = option(required=True, at_least=1, help="Number of transformer layers.")
+    num_layers: int = option(required=True, at_least=1, at_most=MOST_LAYERS,
+                             help="Number of transformer layers.")
     hidden_size: int = option(required=True, at_least=1, help="Width of the hidden states.")
     ffn_hidden_size: int | None = option(None, at_least=1,
         help="Width inside the feed-forward block. Default: 4 × hidden size; with swiglu 8/3 × hidden size "

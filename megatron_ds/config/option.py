@@ -27,6 +27,7 @@ from ..errors import ConfigError
 from ..registry import did_you_mean
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # name in options → name in torch
+LARGEST, MOST_DIGITS = 2**63 - 1, 40     # of a whole number: torch and numpy hold no larger one
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -173,11 +174,13 @@ def _one(option: Option, raw: Any, where: str) -> Any:
 
 def _check_range(option: Option, value: Any, raw: Any, where: str) -> None:
     least = f", {option.least}" if option.least else ""
+    largest = LARGEST if option.kind is int and option.at_most is None else option.at_most
     bounds = (("at least", option.at_least, operator.lt, least), ("above", option.above, operator.le, ""),
-              ("at most", option.at_most, operator.gt, ""), ("below", option.below, operator.ge, ""))
+              ("at most", largest, operator.gt, ""), ("below", option.below, operator.ge, ""))
     for relation, bound, fails, meaning in bounds:
         if bound is not None and fails(value, bound):
-            raise ConfigError(f"{where}: {raw} is out of range; it must be {relation} {bound}{meaning}.")
+            written = raw if len(str(raw)) <= MOST_DIGITS else f"{str(raw)[:MOST_DIGITS]}…"
+            raise ConfigError(f"{where}: {written} is out of range; it must be {relation} {bound}{meaning}.")
 
 
 def shown(raw: Any) -> str:
@@ -193,7 +196,8 @@ def _int(raw: Any) -> int | None:
     if isinstance(raw, bool):
         return None
     if isinstance(raw, str) and re.fullmatch(r"[+-]?[\d_]+", raw):
-        return int(raw.replace("_", "")) if raw.strip("+-_") else None
+        digits = raw.replace("_", "").lstrip("0")[:MOST_DIGITS]       # int() itself refuses 5,000
+        return int(digits or "0") if raw.strip("+-_") else None
     number = _float(raw)
     return int(number) if number is not None and number.is_integer() else None      # 5e8, 1e6
 

@@ -112,10 +112,12 @@ def files_of(folder: Path) -> EngineFiles:
         raise CheckpointError(f"{folder} has optim_states of {len({r for r, _ in optimizers})} "
                               f"model-parallel ranks, and model_states of {len({r for r, _ in models})}. "
                               "Copy the missing files, or load the weights alone.")
-    if absent := set(range(1 + max(expert_optimizers, default=-1))) - expert_optimizers.keys():
-        raise CheckpointError(f"{folder}: {len(absent)} expp_rank files are missing, first that of "
-                              f"expert-parallel rank {min(absent)}. Copy those that other nodes wrote, or "
-                              "load the weights alone.")
+    number = 1 + max(expert_optimizers, default=-1)          # of a name: no list of this length is made
+    if number > len(expert_optimizers):
+        first = next(rank for rank in range(number) if rank not in expert_optimizers)
+        raise CheckpointError(f"{folder}: {number - len(expert_optimizers)} expp_rank files are missing, "
+                              f"first that of expert-parallel rank {first}. Copy those that other nodes "
+                              "wrote, or load the weights alone.")
     return EngineFiles(folder, models, optimizers, layers, experts, expert_optimizers)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from ..checkpoint.pickle_guards import reason_of
 from ..errors import CheckpointError
+from ..host.regular_file import open_regular
 from .foreign_pickle import OPCODES, Storage, unpickled
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -46,7 +47,7 @@ def read_torch_file(path: str | os.PathLike, start: int = 0, length: int | None 
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, CheckpointError) as file:
             total = os.fstat(file.fileno()).st_size
             length = total - start if length is None else length
             if start < 0 or length <= 0 or start + length > total:
@@ -58,6 +59,8 @@ def read_torch_file(path: str | os.PathLike, start: int = 0, length: int | None 
                 raise ValueError(f"at byte {start} there is no archive of torch.save")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _sequence(path, content)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:      # a damaged pickle or zip raises almost anything

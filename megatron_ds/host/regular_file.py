@@ -5,6 +5,7 @@ A pipe would block the reader for ever, a device or a file of many gigabytes wou
 with the name of a new file would let this process overwrite the link's target.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -32,6 +33,30 @@ def read_regular(path: Path | str, error: type[MegatronDSError], most: int | Non
             size = os.fstat(file.fileno()).st_size
             raise error(f"{path} has {size:,} bytes, and at most {most:,} are read.")
         return content
+
+
+def open_to_append(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
+    """The file, opened to append bytes, and created if it is absent. Raises `error` for a link, a file with
+    several names and what is not regular, and OSError.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as found:
+        if found.errno not in (errno.ELOOP, errno.ENXIO):    # a link; a pipe that no process reads
+            raise
+        raise error(f"{path} is a link or a pipe. Remove it.") from None
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(handle)
+        raise error(f"{path} is not a regular file with one name. Remove it.")
+    return open(handle, "ab")
+
+
+def create_again(path: Path | str) -> BinaryIO:
+    """A new file to write bytes, in place of what had the name: a link is removed, not followed."""
+    Path(path).unlink(missing_ok=True)
+    return open(create_new(path), "wb")
 
 
 def create_new(path: Path | str) -> int:

@@ -26,6 +26,7 @@ from ..errors import ConfigError
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+LARGEST_PRIME = 10**6                    # that `divisors` tries
 
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("tp", "ep", "edp", "pp")
 _FLAGS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size",
@@ -166,8 +167,20 @@ def cut_groups(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """The divisors of n, in rising order."""
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+    """The divisors of n, in rising order. Above 10^12, those without two prime factors above 10^6:
+    a number from the command line must not cost minutes.
+    """
+    found, rest, prime = [1] * (n > 0), n, 2
+    while rest > 1 and prime <= LARGEST_PRIME:
+        if prime * prime > rest:
+            prime = rest
+        powers = [1]
+        while rest % prime == 0:
+            rest //= prime
+            powers.append(powers[-1] * prime)
+        found = [divisor * power for divisor in found for power in powers]
+        prime += 1
+    return tuple(sorted(found if rest <= 1 else [*found, *(divisor * rest for divisor in found)]))
 
 
 def _view(axes) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import CommunicationError, ConfigError
 from ..host.backend_log import only_errors
+from ..host.file_limit import check_file_limit
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .stuck_ranks import current_call, name_stuck_ranks, register_host
 
@@ -69,6 +70,7 @@ def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT, alone: bool = Fa
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if launch.world_size > 1:
+        check_file_limit(launch.world_size)
         _join(launch, backend, timeout)
     elif alone:
         _join_alone(backend, timeout)

@@ -36,6 +36,7 @@ import numpy as np
 
 from ...difficulty import import_function
 from ...errors import ConfigError, DataError
+from ...host.regular_file import read_regular
 from ...registry import did_you_mean
 from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths, replacing, write_index
 
@@ -65,7 +66,7 @@ class ListFile:
     def __init__(self, prefix: str | os.PathLike):
         self.bin_path, self.idx_path = corpus_paths(prefix)
         try:
-            index = np.fromfile(self.idx_path, np.uint8)
+            index = np.frombuffer(read_regular(self.idx_path, DataError), np.uint8)
             size = self.bin_path.stat().st_size
         except FileNotFoundError as error:
             raise DataError(f"{error.filename} does not exist. Index files are .bin/.idx pairs, as "

@@ -38,6 +38,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ...errors import DataError
+from ...host.regular_file import open_regular, read_regular
+
 Sums = dict[str, int | list[str]]                           # of a file: its size and checksums, see `sums_of`
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
@@ -184,7 +187,7 @@ class Entry:
         return self.directory / f"{self.stem}-{name}.npy"
 
     def _read_sums(self) -> dict[str, Sums]:
-        text = self._done.read_text()
+        text = read_regular(self._done, DataError).decode()
         if text == self._description:                       # written by an earlier version
             raise DamagedEntry("they were written without checksums")
         if not text.startswith(self._description + "\n"):
@@ -195,8 +198,8 @@ class Entry:
     def _is_verified(self, sums: Mapping[str, Sums], verify_large: bool) -> bool:
         is_large = _is_large(sums)
         if is_large:
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(self._stamp.read_text()) == self._states(sums):
+            with contextlib.suppress(OSError, ValueError, DataError):
+                if json.loads(read_regular(self._stamp, DataError)) == self._states(sums):
                     return True
             if not verify_large:
                 return False
@@ -239,7 +242,7 @@ def _check(path: Path, recorded: Sums) -> None:
 
 def _crc32(path: Path, start: int) -> str:
     crc, left = 0, BLOCK_BYTES
-    with open(path, "rb", buffering=0) as f:
+    with open_regular(path, DataError) as f:                 # a pipe would block
         f.seek(start)
         while left and (chunk := f.read(min(left, CHUNK_BYTES))):
             crc, left = zlib.crc32(chunk, crc), left - len(chunk)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ...errors import DataError
+from ...host.regular_file import read_regular
 from .indexed import IndexedDataset, corpus_paths, replacing
 
 PIECE_BYTES = 1 << 26
@@ -86,12 +87,11 @@ def read_record(prefix: str | os.PathLike) -> CorpusRecord | None:
     """The record, or None where there is none.  Raises DataError for a file that is not a record."""
     path = record_path(prefix)
     try:
-        with open(path, encoding="utf-8") as f:
-            values = json.load(f)
+        values = json.loads(read_regular(path, DataError))
         return CorpusRecord(**{**values, "pieces": [FilePiece(**piece) for piece in values["pieces"]]})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise DataError(f"{path} is not the record of a corpus: {e}. Remove it; the corpus then has no "
                         "checksums.") from None
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ConfigError, DataError
+from ...host.regular_file import create_again
 from .corpus_record import CorpusRecord, read_record, record_path, remove_record, sha256_of
 from .indexed import CODES, IndexedDataset, corpus_paths, write_index
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
@@ -115,7 +116,7 @@ def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRe
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
         _write_tokens(corpora, partial[0], workers)
-        with open(partial[1], "wb") as f:
+        with create_again(partial[1]) as f:
             dtype = corpora[0].dtype.newbyteorder("=")
             write_index(f, CODES[dtype], dtype.itemsize,
                         [(corpus.lengths, corpus.document_indices) for corpus in corpora])
@@ -165,7 +166,7 @@ def _check(prefixes: Sequence[str], corpora: Sequence[IndexedDataset], records: 
 def _write_tokens(corpora: Sequence[IndexedDataset], path: Path, workers: int) -> None:
     sizes = [corpus.bin_path.stat().st_size for corpus in corpora]
     starts = np.cumsum([0, *sizes]).tolist()
-    with open(path, "wb") as f:
+    with create_again(path) as f:
         f.truncate(starts[-1])
         jobs = [(corpus.bin_path, at, start + at, min(COPY_BYTES, size - at))
                 for corpus, start, size in zip(corpora, starts, sizes) for at in range(0, size, COPY_BYTES)]

@@ -24,6 +24,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ...errors import DataError
+from ...host.regular_file import create_again, open_to_append
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -198,7 +199,7 @@ class IndexedWriter:
     def finish(self) -> None:
         """Flush both files to disk, then rename them, `.idx` last."""
         _sync(self._bin)
-        with open(self._partial[1], "wb") as f:
+        with create_again(self._partial[1]) as f:
             parts = np.frombuffer(self._lengths, np.int32), np.frombuffer(self._documents, np.int64)
             write_index(f, CODES[self.dtype], self.dtype.itemsize, [parts])
             _sync(f)
@@ -261,7 +262,7 @@ def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
     beside = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
+        with create_again(beside) as file:
             yield file
             _sync(file)
         beside.replace(path)
@@ -336,9 +337,11 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 
 def _open_alone(path: Path) -> BinaryIO:
-    """Open an empty file for writing. Raises DataError if another process is writing it."""
+    """Open an empty file for writing. Raises DataError if another process is writing it, or if the name is a
+    link or no regular file: another user may have put it there, and its target would be overwritten.
+    """
     while True:
-        file = open(path, "ab")
+        file = open_to_append(path, DataError)
         try:
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

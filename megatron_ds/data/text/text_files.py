@@ -8,11 +8,14 @@
 """
 
 import bz2
+import codecs
+import glob
 import gzip
 import io
 import logging
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections import Counter
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import ConfigError, DataError
-from .plain_text import TextCut, blocks_of, check_is_text, cut_documents, texts_of_documents
+from .plain_text import LONGEST_BYTES, TextCut, blocks_of, check_is_text, cut_documents, texts_of_documents
 from .text_records import Block, Texts, missing_package, open_table, read_rows
 from .text_records import texts_of as texts_of_records
 
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 18
 ZST_BYTES = 1 << 17                                         # of compressed data, decompressed together
 STDIN = "-"
+ARRAY = re.compile(rb"\s*\[\s*(\{|$)")                      # first line of an array of objects
 TABLES = (".parquet", ".h5", ".hdf5")
 PLAIN = (".txt", ".md")
 FOLDER_ENDINGS = (*PLAIN, ".jsonl", *TABLES)
@@ -59,12 +63,15 @@ def size_of(path: str) -> int:
 
 
 def files_of(inputs: Sequence[str]) -> list[str]:
-    """The inputs, each folder replaced by the files below it that end in FOLDER_ENDINGS, ordered by path.
+    """The inputs, each pattern (`dir/*.jsonl`) replaced by its files in the order of their names, and each
+    folder by the files below it that end in FOLDER_ENDINGS, ordered by path.
 
     Hidden files and folders, tokenizers (folders with a tokenizer.json) and links to folders are skipped. The
-    log names files that are ignored. Raises DataError for a folder that cannot be read or has no such file.
+    log names files that are ignored. Raises DataError for a folder that cannot be read or has no such file,
+    and for a pattern without files.
     """
-    return [path for given in inputs for path in (_files_below(given) if os.path.isdir(given) else [given])]
+    named = [name for given in inputs for name in _matches(given)]
+    return [path for given in named for path in (_files_below(given) if os.path.isdir(given) else [given])]
 
 
 def check_files(paths: Sequence[str], keys: Sequence[str] = ("text",)) -> None:
@@ -123,6 +130,16 @@ def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Text
     """The texts of each key, and the bad lines.  sentences: a text may be a list of sentences."""
     is_plain = is_plain_text(block.path)
     return texts_of_documents(block) if is_plain else texts_of_records(block, keys, sentences)
+
+
+def _matches(given: str) -> list[str]:
+    """The names that a pattern stands for, which a shell leaves alone in quotes; other names are kept."""
+    if os.path.lexists(given) or not glob.has_magic(given):
+        return [given]
+    found = sorted(glob.glob(given, recursive=True))
+    if not found:
+        raise DataError(f"--input {given}: no file has a name of this pattern.")
+    return found
 
 
 def _files_below(folder: str) -> list[str]:
@@ -192,7 +209,12 @@ def _read_bytes(piece: Slice, block_bytes: int, keys: Sequence[str], cut: TextCu
 
 def _lines(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int) -> Iterator[Block]:
     number = 1
-    while lines := _some_lines(file, block_bytes, piece.stop):
+    while lines := _some_lines(file, block_bytes, piece, number):
+        if number == 1 and not piece.start:
+            lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+            if ARRAY.match(lines[0]):
+                raise DataError(f"{piece.path} is a JSON array, and JSON lines have one object in each line. "
+                                f"Convert it: jq -c '.[]' {piece.path} > lines.jsonl")
         numbers = range(number, number + len(lines))
         yield Block(piece.path, numbers, lines, raw.tell() if raw.seekable() else 0, piece.start)
         number = numbers.stop
@@ -206,11 +228,17 @@ def _seek_line(file: BinaryIO, at: int) -> int:
     return at - 1 + len(file.readline())
 
 
-def _some_lines(file: BinaryIO, block_bytes: int, stop: int | None) -> list[bytes]:
-    left = block_bytes if stop is None else min(block_bytes, stop - file.tell())
-    if left <= 1:                                   # readlines(n) returns more than n bytes, readlines(0) all
-        return [file.readline()] if left == 1 else []
-    return file.readlines(left - 1)
+def _some_lines(file: BinaryIO, block_bytes: int, piece: Slice, first: int) -> list[bytes]:
+    """Lines of `block_bytes` together, or up to the end of the slice. first: number of the first one."""
+    left = block_bytes if piece.stop is None else min(block_bytes, piece.stop - file.tell())
+    lines: list[bytes] = []
+    while left > 0 and (line := file.readline(LONGEST_BYTES + 1)):
+        if len(line) > LONGEST_BYTES:
+            raise DataError(f"{piece.path}: line {first + len(lines)} is longer than {LONGEST_BYTES >> 20} "
+                            "MiB, and a document is tokenized in memory as a whole. Divide that document.")
+        lines.append(line)
+        left -= len(line)
+    return lines
 
 
 def _open_zst(raw: BinaryIO) -> BinaryIO:

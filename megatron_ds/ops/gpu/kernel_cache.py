@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import KernelError
+from ...host.regular_file import read_regular
+
 logger = logging.getLogger(__name__)
 
-FORMAT = b"megatron_ds kernel 1\n"
+FORMAT = b"megatron_ds kernel 2\n"
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -56,10 +59,10 @@ class KernelCache:
             return None
         path = self._path(key)
         try:
-            content = path.read_bytes()
-        except OSError:                                     # absent, or not readable by this user
+            content = read_regular(path, KernelError)
+        except (OSError, KernelError):                      # absent, not readable by this user, or a pipe
             return None
-        kernel = _unpacked(content)
+        kernel = _unpacked(content, key)
         if kernel is None:
             logger.warning("the compiled kernel %s is damaged; it is compiled again", path)
         return kernel
@@ -70,7 +73,7 @@ class KernelCache:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(self._path(key), _packed(kernel))
+            _replace(self._path(key), _packed(kernel, key))
         except OSError as error:
             _warn_of(self.folder, error.strerror or str(error))
 
@@ -78,18 +81,26 @@ class KernelCache:
         return self.folder / key
 
 
-def _packed(kernel: CompiledKernel) -> bytes:
+def _packed(kernel: CompiledKernel, key: str) -> bytes:
     payload = kernel.symbol.encode() + b"\0" + kernel.code
-    return FORMAT + hashlib.sha256(payload).digest() + payload
+    return FORMAT + _digest_of(payload, key) + payload
 
 
-def _unpacked(content: bytes) -> CompiledKernel | None:
+def _digest_of(payload: bytes, key: str) -> bytes:
+    """The checksum of the content under this key: a file that was renamed has another."""
+    return hashlib.sha256(key.encode() + b"\0" + payload).digest()
+
+
+def _unpacked(content: bytes, key: str) -> CompiledKernel | None:
     start = len(FORMAT) + _DIGEST
     digest, payload = content[len(FORMAT):start], content[start:]
-    if not content.startswith(FORMAT) or hashlib.sha256(payload).digest() != digest:
+    if not content.startswith(FORMAT) or _digest_of(payload, key) != digest:
         return None
     symbol, _, code = payload.partition(b"\0")
-    return CompiledKernel(symbol.decode(), code)
+    try:
+        return CompiledKernel(symbol.decode(), code)
+    except UnicodeDecodeError:
+        return None
 
 
 def _replace(path: Path, content: bytes) -> None:
