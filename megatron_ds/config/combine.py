@@ -149,6 +149,8 @@ OF_LOADING = ("optimizer.use_checkpoint_opt_param_scheduler", "checkpoint.use_ch
               "checkpoint.no_load_optim", "checkpoint.finetune")
 DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",
         "zero.offload_param_nvme_path")
+ZERO_PLUS_PLUS = ("zero.zero_hpz_partition_size", "zero.zero_quantized_weights",
+                  "zero.zero_quantized_gradients")
 TO_TENSORBOARD = ("logging.log_memory_to_tensorboard", "logging.log_world_size_to_tensorboard",
                   "logging.log_timers_to_tensorboard", "logging.log_optimizer_states_to_tensorboard")
 GPT2_TOKENS = 50_256                  # plus the end-of-document token, which NullTokenizer adds
@@ -195,6 +197,8 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _without(config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk")
     if config.zero.offload_optimizer == config.zero.offload_param == "none":
         config = _without(config, _of_deepspeed(config, ("zero.sub_group_size",)), "nothing is offloaded")
+    if config.world_size == 1:
+        config = _without(config, _of_deepspeed(config, ZERO_PLUS_PLUS), "one rank sends nothing")
     if config.parallel.context_parallel_size == 1:
         config = _without(config, ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
                           "one rank holds each sequence")

@@ -9,7 +9,7 @@ are ignored, but names are checked.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
+from .deepspeed_names import loads, with_usual_names
 from .deepspeed_optimizer import ADAM_W_MODE, OPTIMIZER_KEYS, is_adamw, translate_optimizer
 from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
 from .option import Option, json_key, shown
@@ -31,6 +32,7 @@ from .reading import Reading
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
 
+MOST_PLACES = 2         # a name in more blocks than these, such as "enabled", says nothing about its place
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
@@ -67,6 +69,8 @@ def read_deepspeed(path: str) -> Reading:
 def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
+    block, notes = with_usual_names(block)
+    document.without_effect |= {f"{path} {key}": why for key, why in notes.items()}
     _collect(document, "", block)
     for translate in (_declared, _fp16, translate_optimizer, translate_scheduler, _offload, _model_parallel,
                       _tensorboard, _csv_monitor, _sparse_attention, translate_curriculum,
@@ -158,7 +162,11 @@ def _offload(document: JsonDocument) -> None:
     """Older names."""
     for key, path in (("cpu_offload", "zero.offload_optimizer"),
                       ("cpu_offload_params", "zero.offload_param")):
-        if document.take(f"zero_optimization.{key}"):
+        wanted = document.take(f"zero_optimization.{key}")
+        if wanted and any(setting.path == path for setting in document.settings):
+            document.without_effect[f"{document.path} zero_optimization.{key}"] = (
+                f"the block {path.partition('.')[2]}, its newer name, is given")
+        elif wanted:
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
 
@@ -220,7 +228,7 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
     """The block of a JSON file. flag: the flag that gave the file, for messages. Raises ConfigError."""
     text = text_of(path, flag)
     try:
-        document = json.loads(text, object_pairs_hook=unique_keys(path))
+        document = loads(text, object_pairs_hook=unique_keys(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
                           f"{error.colno}.") from None
@@ -245,9 +253,23 @@ def _near(key: str) -> str:
     direct = by_option.get(name) if not parent else None
     if direct:
         return f"; did you mean {direct!r}?"
+    if place := _place_of(name, candidates, parent):
+        return place
     blocks = {block: block for other in candidates if (block := other.partition(".")[0]) != other}
     near = near_key(name, siblings) or (not parent and (near_key(name, blocks) or near_key(name, by_option)))
-    return near or near_key(key, {candidate: candidate for candidate in candidates})
+    return near or near_key(name, {candidate.rpartition(".")[2]: candidate for candidate in candidates})
+
+
+def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
+    """The hint for a key or block that exists, but in another place; "" if there is none."""
+    blocks = {".".join(parts[:end]) for other in candidates if (parts := other.split("."))
+              for end in range(1, len(parts) + 1)}
+    places = sorted((other for other in blocks if other.rpartition(".")[2] == name), key=len)
+    if not places or len(places) > MOST_PLACES:
+        return ""
+    where = [f"in \"{place.rpartition('.')[0]}\"" if "." in place else "at the top level" for place in places]
+    here = f"in \"{parent}\"" if parent else "at the top level"
+    return f": there is no {name!r} {here}; it belongs {' or '.join(where)}."
 
 
 @cache

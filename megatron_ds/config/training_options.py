@@ -135,7 +135,8 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
         help="Steps without overflow after which the scale doubles (fp16 only).")
     hysteresis: int = option(
         2, at_least=1, json="fp16.hysteresis", help="Overflows after which the scale is halved (fp16 only).")
-
+    consecutive_hysteresis: bool = option(False, json="fp16.consecutive_hysteresis",
+        help="Only overflows in consecutive steps count for --hysteresis (fp16 only).")
     fp16_auto_cast: bool = option(False, json="fp16.auto_cast",
         help="An engine casts floating-point inputs of its module to fp16 (fp16 only). Training scripts have "
              "none.")

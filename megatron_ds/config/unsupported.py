@@ -122,6 +122,18 @@ KEYS = table(
             "zero_optimization.reduce_scatter zero_optimization.round_robin_gradients "
             "zero_optimization.use_multi_rank_bucket_allreduce",
         "startup prints every value that is not the default": "dump_state",
+        "recomputation is not timed by itself": "activation_checkpointing.profile",
+        "traffic is in the plan of --dry-run, and memory in the log": "comms_logger memory_breakdown",
+        "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl":
+            "comet monitor_config",
+        "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
+        "gradients are reduced by hooks, and the order of layers does not change":
+            "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",
+        "fp32 master weights are always loaded": "zero_optimization.load_from_fp32_weights",
+        "state is divided over all data-parallel ranks, which needs less memory for the same numbers":
+            "zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather",
+        "all ranks save into one folder, and each checkpoint loads at any layout": "checkpoint",
+        "batch sizes are those of the file, and a checkpoint loads on any number of ranks": "elasticity",
         "the fastest implementation is chosen automatically":
             "optimizer.legacy_fusion optimizer.params.torch_adam",
         "momentum stays where --offload-optimizer keeps state":
@@ -154,10 +166,8 @@ KEYS = table(
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     },
     refused={
-        "recomputation is not timed by itself. Remove it.": "activation_checkpointing.profile",
         "it is planned for a later version. Remove it.":
-            "comms_logger compression_training eigenvalue elasticity memory_breakdown "
-            "progressive_layer_drop quantize_training "
+            "compression_training eigenvalue progressive_layer_drop quantize_training "
             "zero_optimization.zenflow zero_optimization.offload_optimizer.super_offload",
         "frozen weights are kept in the model's dtype; zero_quantized_weights sends them as integers too. "
         "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
@@ -165,14 +175,11 @@ KEYS = table(
             "zero_optimization.zeropp_loco_param",
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
-        "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl. Remove it.":
-            "comet monitor_config",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the parameters of a model and its activations are in the plan of --dry-run. Remove it.":
             "autotuning.model_info",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",
-        "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
         "master weights and gradients are in fp32. Remove it.":
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
             "fp16.fp16_master_weights_and_grads",
@@ -193,9 +200,9 @@ KEYS = table(
         "pipeline.activation_checkpoint_interval": Answer(
             "it is off",
             "write --recompute-granularity full instead. Remove it.", (0, None, "auto")),
-        "zero_optimization.load_from_fp32_weights": Answer(
-            "fp32 master weights are always loaded",
-            "fp32 master weights are always loaded. Remove it.", (True, None, "auto")),
+        "managed_gradient_accumulation": Answer(
+            "the script accumulates gradients, as gradient_accumulation_steps says",
+            "a training script accumulates gradients itself. Remove it.", (True, None, "auto")),
     })
 
 

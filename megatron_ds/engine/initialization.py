@@ -12,6 +12,8 @@ from torch import nn
 
 from ..config import RunConfig
 from ..config.config_text import report_without_effect
+from ..config.judge import autocast_of
+from ..config.reading import Reading
 from ..errors import ConfigError
 from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import on_all_ranks
@@ -24,6 +26,7 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
 from ..zero.unused import Rule
+from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
@@ -39,7 +42,15 @@ from .engine_optimizer import (
 )
 from .engine_status import Monitor
 from .expert_layers import connect_layers, connect_routers, with_expert_ranks
-from .json_settings import Sources, block_of, config_of, fill_autos, read_settings, unused_rule
+from .json_settings import (
+    Sources,
+    block_of,
+    check_curriculum,
+    config_of,
+    fill_autos,
+    read_settings,
+    unused_rule,
+)
 from .leaf_modules import mark_leaves_of
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
@@ -155,11 +166,14 @@ def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, wo
     name, found = block_of(config)
     formats, rest = formats_of(name, found)
     block = fill_autos(rest, sources)
+    check_curriculum(block, model)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     settings = read_settings(block, world.data.size, lr, name)
     partitions = partitions_of(model)
     values = draw or (zeros if partitions else None)
     prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats)
+    if dtype := autocast_of(Reading(), name, block):
+        run_in_autocast(model, getattr(torch, dtype), world.device)
     inner = _inner_optimizers(model, settings, block, client, trained)
     freeze_others(model, inner.groups)
     write_specs(model, world)

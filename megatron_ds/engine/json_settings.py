@@ -16,6 +16,7 @@ model:
 """
 
 import copy
+import inspect
 import json
 import math
 import os
@@ -30,26 +31,20 @@ from torch import nn
 
 from ..config import RunConfig, Source
 from ..config.combine import merge
-from ..config.deepspeed_json import auto_keys, load_json, reading_of, with_autos
+from ..config.deepspeed_json import auto_keys, load_json, with_autos
+from ..config.deepspeed_names import loads
+from ..config.judge import LEFT_OUT, judge
 from ..config.layout_rules import LAYOUT_RULES
 from ..config.messages import problems_of
 from ..config.optimizer_rules import optimizer_options
 from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
+from ..config.unsupported import answer_to_key
 from ..errors import ConfigError
 from ..zero.unused import Rule
+from .number_formats import formats_of
 
-# Accepted options in addition to those of SECTIONS.
-TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-         "logging.log_interval", "logging.tensorboard_dir", "logging.csv_monitor_dir",
-         # of megatron_ds.checkpointing.configure, which takes the same JSON
-         "train.checkpoint_in_cpu", "train.distribute_saved_activations")
-QUIET = ("logging.", "profiler.", "parallel.")           # sections whose defaults ask for nothing
-SCRIPTED = "it is for pretrain_gpt.py, which has its own loop and log. Remove it."
-ADVICE = dict.fromkeys(("parallel.tensor_model_parallel_size", "parallel.context_parallel_size",
-                        "parallel.cp_comm_type"), "give a module that is split over the ranks, and mpu=.")
-SECTIONS = ("optimizer.", "cycle.", "zero.")
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
@@ -108,12 +103,10 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     name = name or found
     drops_last(name, block)
     unused_rule(name, block)
-    reading = reading_of(name, _without_engine_keys(block))
+    block = _without_engine_keys(name, block)
+    reading = judge(block, "engine", name)
     settings = reading.settings_or_error()
-    strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)
-               and not (s.path.startswith(QUIET) and s.value == all_options()[s.path].default)]
-    reject([*_autos(name, block), *(
-        f"{s.source} is refused here: {ADVICE.get(s.path, SCRIPTED)}" for s in strange)])
+    reject(list(_autos(name, block)))
     needs_no_lr = client_lr is not None or "optimizer" not in block
     defaults = DEFAULTS | ({"optimizer.lr": client_lr or 1.0} if needs_no_lr else {})
     scripted = [Setting(path, value, Source("script", "default")) for path, value in defaults.items()]
@@ -129,7 +122,7 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
         return "config", config
     if isinstance(config, str) and config.lstrip().startswith("{"):
         try:
-            return "config", json.loads(config)
+            return "config", loads(config)
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line "
@@ -157,8 +150,9 @@ def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
     return "zeros" if value else "refused"
 
 
-def _without_engine_keys(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block without the keys that the engine reads itself."""
+def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block without the keys that the engine reads itself. Raises ConfigError for a wrong value."""
+    _, block = formats_of(name, block)
     rest = {key: value for key, value in block.items()
             if key != DROP_LAST and (key, value) != NEVER_PRINTS}
     if isinstance(zero := rest.get("zero_optimization"), Mapping):
@@ -166,9 +160,21 @@ def _without_engine_keys(block: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def check_curriculum(block: Mapping[str, Any], model: nn.Module) -> None:
+    """Raises ConfigError for a module whose forward takes the length that DeepSpeed's curriculum passes."""
+    found = block.get("curriculum_learning")
+    is_on = isinstance(found, Mapping) and found.get("enabled") is True
+    if is_on and "curriculum_seqlen" in inspect.signature(model.forward).parameters:
+        raise ConfigError('"curriculum_learning" is enabled, and the module takes curriculum_seqlen, which '
+                          "DeepSpeed's engine passes and this one does not. Pass the length yourself and "
+                          "remove the block, or train with pretrain_gpt.py.")
+
+
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
     for key in auto_keys(block):
-        source = source_of(key)
+        source, answer = source_of(key), answer_to_key(key)
+        if key.partition(".")[0] in LEFT_OUT or answer and answer[1].accepts("auto"):
+            continue
         reason = f"no value for it was given as {source}" if source else "nothing fills this key"
         yield f'{name}: "{key}" is "auto", and {reason}. Write the value, or leave the key out.'
 

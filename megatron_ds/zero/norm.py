@@ -329,5 +329,6 @@ def make_scaler(settings: OptimizerConfig) -> LossScaler:
     """Dynamic for fp16 without a fixed `loss_scale`, else fixed."""
     if not settings.fp16 or settings.loss_scale:
         return LossScaler(settings.loss_scale if settings.fp16 else 1.0)
-    rule = ScalerRule(True, settings.loss_scale_window, settings.hysteresis, settings.min_loss_scale)
+    rule = ScalerRule(True, settings.loss_scale_window, settings.hysteresis, settings.min_loss_scale,
+                      settings.consecutive_hysteresis)
     return LossScaler(settings.initial_loss_scale, rule)

@@ -83,7 +83,7 @@ def nested(key: str, value) -> dict:
 @pytest.mark.parametrize("off", [False, None, "auto", {"enabled": False, "more": 1}])
 def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off):
     reading = reading_of("ds.json", nested(key, off))
-    always_on = key.rpartition(".")[2] in ("check_grad_overflow", "load_from_fp32_weights",
+    always_on = key.rpartition(".")[2] in ("check_grad_overflow", "managed_gradient_accumulation",
                                            "gradient_allreduce_op", "num_epochs",
                                            "activation_checkpoint_interval")
     if any(known.startswith(key + ".") for known in known_keys()):
@@ -94,9 +94,8 @@ def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off)
 
 @pytest.mark.parametrize("key, value", [
     ("gradient_allreduce_op", "sum"), ("progressive_layer_drop", {"enabled": True}),
-    ("activation_checkpointing.profile", True),
     ("zero_optimization.zero_quantized_nontrainable_weights", True),
-    ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False),
+    ("managed_gradient_accumulation", False), ("bf16.check_grad_overflow", False),
     ("compression_training", {"layer_reduction": {"enabled": True}})])
 def test_a_key_that_would_change_numbers_or_is_missing_here_is_refused(key, value):
     problems = reading_of("ds.json", nested(key, value)).problems

@@ -63,8 +63,9 @@ def test_an_overflow_while_the_loss_scale_is_sought_is_no_nan(tmp_path):
 @pytest.mark.parametrize("value, flags", [(math.nan, []), (math.inf, ["--zero-stage", "1"])])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value, flags):
     spoil = partial(spoiled_weight, step=3, victim=1, value=value)
-    ended = train(2, [*MOCK, *flags, "--check-for-nan", "continue", "--save", tmp_path, "--save-interval", "1",
-                      "--save-total-limit", "1"], spoil=spoil)
+    command = [*MOCK, *flags, "--check-for-nan", "continue", "--save", tmp_path, "--save-interval", "1",
+               "--save-total-limit", "1"]
+    ended = train(2, command, spoil=spoil)
     assert steps_in(tmp_path) == [2] and latest(tmp_path) == 2
     warnings = [line for line in ended[0].out.splitlines() if "is not saved" in line]
     assert len(warnings) == STEPS - 2, "one for each save that was due"

@@ -1,0 +1,67 @@
+"""Other spellings of DeepSpeed's keys, and a JSON with comments and trailing commas, which it reads as HJSON.
+
+    "bfloat16": {…}                            "bf16": {…}
+    zero_optimization.max_live_parameters      zero_optimization.stage3_max_live_parameters, and others
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+ZERO = "zero_optimization"
+PREFIX = "stage3_"
+# Keys of ZeRO that DeepSpeed also reads without the prefix.
+UNPREFIXED = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
+              "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
+              "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save",
+              "use_all_reduce_for_fetch_params")
+OTHERS = {"cpu_offload_param": "cpu_offload_params"}
+STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
+# A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket.
+_EXTRAS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|\#)[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
+
+
+def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
+    block, notes = dict(block), {}
+    if "bfloat16" in block and "bf16" not in block:
+        block = {"bf16" if key == "bfloat16" else key: value for key, value in block.items()}
+    zero = block.get(ZERO)
+    if not isinstance(zero, Mapping):
+        return block, notes
+    zero = {_usual(key, zero): value for key, value in zero.items()}
+    if isinstance(zero.get("offload_param"), Mapping) and _is_below_stage_3(zero):
+        del zero["offload_param"]
+        notes[f"{ZERO}.offload_param"] = STAGE3_ONLY
+    return block | {ZERO: zero}, notes
+
+
+def _usual(key: str, zero: Mapping[str, Any]) -> str:
+    is_other = key in UNPREFIXED and PREFIX + key not in zero
+    return PREFIX + key if is_other else OTHERS.get(key, key)
+
+
+def _is_below_stage_3(zero: Mapping[str, Any]) -> bool:
+    stage = zero.get("stage", 0)
+    return isinstance(stage, int) and stage < 3
+
+
+def without_extras(text: str) -> str:
+    """The text without comments and trailing commas; line numbers stay."""
+    def blank(found: re.Match) -> str:
+        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+    return _TRAILING_COMMA.sub(lambda found: found[1] or " ", _EXTRAS.sub(blank, text))
+
+
+def loads(text: str, **options: Any) -> Any:
+    """`json.loads`, also of a text with comments and trailing commas. Raises JSONDecodeError as json does."""
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        try:
+            return json.loads(without_extras(text), **options)
+        except json.JSONDecodeError:
+            raise error from None
