@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 
+from tests.harness.documents import blocks_of
 from tests.harness.warm import warm_environment
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None,
@@ -27,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from accelerate.state import AcceleratorState
 
 AUTO = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-DATA = [{"input_ids": torch.arange(i, i + 16) % 50, "labels": torch.arange(i, i + 16) % 50} for i in range(32)]
+TOKENS = [torch.arange(i, i + 16) % 50 for i in range(32)]
+DATA = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
 SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
 
 
@@ -47,8 +49,8 @@ def trained(out, stage, bf16=False, recompute=False, freeze=False, own_optimizer
               "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": zero,
               "bf16": {"enabled": "auto"}} | ({} if own_optimizer else {"optimizer": AUTO})
     arguments = TrainingArguments(
-        out, per_device_train_batch_size=2, max_steps=6, learning_rate=1e-2, weight_decay=0.01, deepspeed=config,
-        report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, bf16=bf16,
+        out, per_device_train_batch_size=2, max_steps=6, learning_rate=1e-2, weight_decay=0.01,
+        deepspeed=config, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, bf16=bf16,
         gradient_checkpointing=recompute, gradient_accumulation_steps=accumulation,
         save_strategy="steps" if save else "no", save_steps=3)
     trainer = Trainer(model=model, args=arguments, train_dataset=DATA)
@@ -98,3 +100,14 @@ def test_stages_agree_with_bf16_frozen_parameters_own_optimizers_and_accumulatio
 
 def test_a_run_resumes_from_a_checkpoint_of_the_trainer_at_another_stage(losses):
     assert losses["resumed"] == pytest.approx(losses["3"], rel=1e-5)
+
+
+def test_the_program_of_the_page_trains_and_resumes(tmp_path):
+    program = next(b for b in blocks_of("docs/engine.md") if b.mark == "file: trainer.py")
+    (tmp_path / "trainer.py").write_text(program.text)
+    environment = warm_environment({**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    for more in ([], ["out/checkpoint-3"]):
+        done = subprocess.run(["torchrun", "--nproc-per-node", "2", "trainer.py", "out", *more],
+                              capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out/checkpoint-6/global_step6").is_dir()
