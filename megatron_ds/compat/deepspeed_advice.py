@@ -58,7 +58,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "checkpointing": {"CudaRNGStatesTracker partition_activations get_partition_size get_partition_start "
                       "gather_partitioned_activations partition_activations_in_checkpoint "
                       "model_parallel_reconfigure_tp_seed set_num_layers": RNG},
-    "moe.layer": {}, "moe.experts": {"Experts": PLAIN_MOE},
     "moe.sharded_moe": {"TopKGate MOELayer top1gating top2gating topkgating einsum gumbel_rsample "
                         "multiplicative_jitter": PLAIN_MOE},
     "moe.mappings": {"gather_tokens drop_tokens": PLAIN_MOE},
@@ -112,8 +111,12 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "sequence.fpdt_layer": {"FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss": SEQUENCE},
     "sequence.layer": {"single_all_to_all": SEQUENCE},
     "utils": {"z3_leaf_parameter": "marks are on modules: use z3_leaf_module(module).",
+              "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+              "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state":
+                  "shards differ from DeepSpeed's. Use the functions of the same names with full in place of "
+                  "local.",
               "get_numactl_cmd": "bind processes with numactl in the command that starts them.",
-              "tensor_fragment get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad "
+              "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad "
               "get_hp_fragment_mapping fragment_address map_to_flat_opt_states link_hp_params "
               "lazy_init_hp_params_optimizer_state safe_update_full_grad_vectorized get_caller_func":
                   "use safe_get_full_fp32_param and its like, of megatron_ds.utils."},
@@ -156,5 +159,5 @@ NOT_HERE: Mapping[str, str] = {
     "runtime.zenflow": SWAP, "runtime.eigenvalue": COMPRESSION, "runtime.quantize": COMPRESSION,
     "runtime.progressive_layer_drop": CURRICULUM, "runtime.activation_checkpointing.offload_activations":
         'use "cpu_checkpointing" in the config\'s "activation_checkpointing".',
-    "sequence": SEQUENCE,
+    "sequence": SEQUENCE, "tools": PROFILER,
 }

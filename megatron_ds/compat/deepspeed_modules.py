@@ -42,7 +42,8 @@ def find(module: str, name: str) -> Any:
     if not name.startswith("__"):
         if name in HERE.get(path, {}):
             return load(HERE[path][name])
-        if is_module(child := f"{path}.{name}".lstrip(".")):
+        child = f"{path}.{name}".lstrip(".")
+        if child in modules() or _has_file(module, name):
             return import_module(f"{PACKAGE}.{child}")
         if advice := advice_for(path, name):
             return placeholder(f"{FOREIGN}.{child}", advice)
@@ -67,14 +68,20 @@ def canonical(path: str) -> str:
 @cache
 def modules() -> frozenset[str]:
     """All paths of the tables, with those above them."""
-    named = {*HERE, *SAME, *ADVICE}
+    named = {*HERE, *SAME, *ADVICE, *NOT_HERE}
     return frozenset(".".join(path.split(".")[:depth]) for path in named
                      for depth in range(1, path.count(".") + 2)) - {""}
 
 
 def is_module(path: str) -> bool:
     """Whether DeepSpeed's module exists here, by itself or in a package that is not available."""
-    return path in modules() or _package_not_here(path) is not None and path.rpartition(".")[2].islower()
+    return path in modules() or _package_not_here(path) is not None
+
+
+def _has_file(module: str, name: str) -> bool:
+    """Whether this package has a module `name` in `module`."""
+    places = getattr(sys.modules.get(module), "__path__", [])
+    return importlib.machinery.PathFinder.find_spec(f"{module}.{name}", places) is not None
 
 
 def advice_for(path: str, name: str) -> str | None:
@@ -108,7 +115,7 @@ class _Placeholder(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise ConfigError(f"{cls.full_name}.{name}: {cls.advice}")
+        return placeholder(f"{cls.full_name}.{name}", cls.sentence)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return False
@@ -118,7 +125,8 @@ class _Placeholder(type):
 def placeholder(full_name: str, advice: str) -> type:
     """A class in place of an object that is not available. Calling it raises ConfigError with the advice."""
     text = f"{full_name} is not available here: {advice}"
-    return _Placeholder(full_name.rpartition(".")[2], (), {"advice": text, "full_name": full_name})
+    return _Placeholder(full_name.rpartition(".")[2], (),
+                        {"advice": text, "sentence": advice, "full_name": full_name})
 
 
 # ---------------------------------------------------------------------- importing

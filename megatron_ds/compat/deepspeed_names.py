@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 _FUNCTIONS, _SCHEDULES = "compat.deepspeed_functions:", "compat.deepspeed_schedules:"
 _GROUPS, _OPTIMIZERS = "compat.deepspeed_groups:", "compat.deepspeed_optimizers:"
-_FRAGMENTS, _CLASSES = "compat.deepspeed_fragments:", "compat.deepspeed_classes:"
+_CLASSES = "compat.deepspeed_classes:"
 _TIMERS, _MODULES = "compat.deepspeed_timers:", "engine.leaf_modules:"
 
 
@@ -38,10 +38,6 @@ OPTIMIZER_NAMES = _texts("ADAM_OPTIMIZER=adam ADAMW_OPTIMIZER=adamw ADAGRAD_OPTI
                          "MUADAMW_OPTIMIZER=muadamw MUSGD_OPTIMIZER=musgd")
 SCHEDULES = _each(_SCHEDULES, "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES "
                               "add_tuning_arguments get_config_from_args get_lr_from_config")
-SAFE = _each(_FRAGMENTS, "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
-                         "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
-                         "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
-                         "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state")
 LEAVES = _each(_MODULES, "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module "
                          "set_z3_leaf_module set_z3_leaf_modules_by_name "
                          "set_z3_leaf_modules_by_suffix")
@@ -127,7 +123,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "runtime.zero.utils": {"is_zero_param": _FUNCTIONS + "is_zero_param",
                            "ZeRORuntimeException": "errors:MegatronDSError"},
     "sequence.layer": {"DistributedAttention": "compat.deepspeed_sequence:DistributedAttention"},
-    "utils": {**LOGGING, **SAFE, **LEAVES, "OnDevice": _FUNCTIONS + "OnDevice",
+    "utils": {**LOGGING, **LEAVES, "OnDevice": _FUNCTIONS + "OnDevice",
               **_each(_FUNCTIONS, "instrument_w_nvtx recursive_getattr recursive_setattr")},
     "utils.bwc": _each(_GROUPS, "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size "
                        "bwc_tensor_model_parallel_group bwc_pipeline_parallel_world_size "
