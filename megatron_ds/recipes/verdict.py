@@ -16,6 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from ..config.answers import OFF
 from ..config.deepspeed_json import reading_of, unique_keys
 from ..config.flags import (
     CONFIG_FLAG,
@@ -126,6 +127,8 @@ def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule
     problems: list[str] = []
     if training.script:
         unread |= set().union(*(reading.unread for reading in (line, *readings)))
+        if unread & {"data.vocab_file", "data.merge_file"}:               # they imply a tokenizer
+            unread.add("data.tokenizer_type")
         problems = _problems(line, readings, ranks, defaults, known, rules, unread)
     assessed = Assessment(tuple(verdicts), tuple(problems), ranks, ())
     return Assessment(assessed.verdicts, assessed.problems, ranks,
@@ -194,7 +197,9 @@ def _not_known(flag: str, spelling: Spelling | None, words: Sequence[str],
     """Why the value of a flag is not known here; None if it is."""
     has_open = len(closed) < len(words)
     if spelling is None:
-        return "value not known here" if has_open and not closed and answer_to_flag(flag) else None
+        answer = answer_to_flag(flag)
+        depends = answer is not None and (answer.values is None or not set(answer.values) <= set(OFF))
+        return "value not known here" if has_open and not closed and depends else None
     if has_open and not spelling.is_switch and (spelling.option.is_list or not closed):
         return "value not known here"
     return "a gap that the reader fills" if _is_gap(spelling, closed) else None

@@ -112,6 +112,18 @@ def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
     assert found["engine"][0] == 1 and "wandb" in found["engine"][1]
 
 
+def test_a_flag_that_is_refused_with_any_value_is_refused_with_an_unknown_one(tmp_path):
+    for flag in ("--fp8-format", "--train-weighted-split-paths-path", "--kd-temp"):
+        assessment, = assessed(tmp_path, f"torchrun pretrain_gpt.py {TINY} {flag} $VALUE")
+        assert [verdict.name for verdict in assessment.verdicts if verdict.kind is Kind.REFUSED] == [flag]
+
+
+def test_unknown_files_of_a_vocabulary_imply_its_tokenizer(tmp_path):
+    tiny = TINY.replace("--mock-data", "--data-path corpus")
+    assessment, = assessed(tmp_path, f"torchrun pretrain_gpt.py {tiny} --vocab-file $V --merge-file $M")
+    assert assessment.is_accepted
+
+
 def test_several_words_of_a_number_are_no_gap(tmp_path):
     assessment, = assessed(tmp_path, f"torchrun pretrain_gpt.py {TINY} --seed one two")
     assert not assessment.is_accepted
