@@ -5,8 +5,19 @@ from collections.abc import Sequence
 
 from ..engine import RepeatingLoader
 from ..mpu.launch import read_launch
+from .tensor_fragment import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 
-__all__ = ["RepeatingLoader", "log_dist", "logger", "print_rank_0"]
+__all__ = ["RepeatingLoader", "log_dist", "logger", "print_rank_0", "safe_get_full_fp32_param",
+           "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_set_full_fp32_param",
+           "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_update_full_grad_vectorized"]
 
 logger = logging.getLogger("megatron_ds")
 
