@@ -1,6 +1,6 @@
 """Where an engine's checkpoints lie, and which one a tag names.
 
-    dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag; its name is global_step10
+    dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag: global_step10
     dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, one
                                                                  checkpoint
     dir/latest                                                   the tag that was saved last; empty: the steps

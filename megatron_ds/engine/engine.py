@@ -20,7 +20,7 @@ use `engine.module.config`.
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from .calls import collective
 from .engine_loader import EngineLoader
 from .engine_status import EngineStatus
 from .json_settings import drops_last
+from .module_specs import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,10 @@ class Engine(EngineStatus):
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
             args, kwargs = _in_fp16(args), _in_fp16(kwargs)
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and self.optimizer.param_groups:
+            self.backwards.watch(output)
+        return output
 
     @collective
     def backward(self, loss: torch.Tensor, retain_graph: bool = False,
@@ -59,23 +63,17 @@ class Engine(EngineStatus):
         Returns the loss divided by the accumulation steps, as DeepSpeed does.
         """
         self._check(loss)
-        self._is_mixed = self._has_foreign_gradients()
-        self._backwards += 1
         self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
-        # Whole gradients are reduced in the last backward of an update, sharded ones in every backward.
-        if self._armed and self.settings.zero.stage < 2:
-            self.zero.reopen()
-            self._armed = False
-        if self.settings.zero.stage >= 2 or self.is_gradient_accumulation_boundary() and not self._in_no_sync:
-            self.zero.arm()
-            self._armed = True
         # See "Note: averages" above.
-        with self.gathering.backward() if self.gathering else nullcontext():
-            weight = self.zero.loss_scale / (microbatches * self.world.data.size)
-            (loss.float() * weight).backward(retain_graph=retain_graph)
-        self._contributions = self._count_contributions()
+        weight = self.zero.loss_scale / (microbatches * self.world.data.size)
+        self.backwards.run(loss.float() * weight, retain_graph)
         return loss if microbatches == 1 else loss.float() / microbatches
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs."""
+        self._check(loss)
+        return self.backwards.scaled(loss)
 
     @collective
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -85,9 +83,10 @@ class Engine(EngineStatus):
                                   "the ranks yet. Leave no_sync before the last backward of the update, and "
                                   "call step after it.")
         if not self._backwards:
-            raise MegatronDSError("engine.step() without an engine.backward(loss) before it: gradients of "
-                                  "loss.backward() would be neither scaled nor averaged. Call "
-                                  "engine.backward(loss) before each step.")
+            raise MegatronDSError("engine.step() without a backward before it: no loss of this engine's "
+                                  "outputs was differentiated. Call engine.backward(loss) before each step. "
+                                  "(loss.backward() counts if the loss comes from engine(…), not from "
+                                  "engine.module(…).)")
         updates = self.is_gradient_accumulation_boundary()
         self._backwards = 0
         self._microbatch += 1
@@ -102,11 +101,12 @@ class Engine(EngineStatus):
         the losses of other engines left in the module; between micro-batches it has no effect, and `step`
         zeroes gradients after each update. `discard_gradients` restarts an update.
         Raises MegatronDSError where gradients of another engine's loss were added to an update that has
-        begun: they cannot be taken out again.
+        begun: they cannot be taken out again. (Gradients of loss.backward() are dropped before the first
+        `step` of an update, since the loss may be another engine's.)
         """
-        if not self.has_gradients:
+        if not self._microbatch and (not self._backwards or self.backwards.are_direct):
             self._begin_step()
-        elif self._has_foreign_gradients():
+        elif self.backwards.has_foreign_gradients():
             raise MegatronDSError(
                 f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "
                 f"{self._accumulation_steps} of an update: the loss of another engine has added "
@@ -185,9 +185,14 @@ class Engine(EngineStatus):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load rank 0's values into the module and the fp32 masters of all ranks. Collective."""
+        """Load rank 0's values into the module and the fp32 masters of all ranks. Collective.
+
+        Names may be those of the module with or without torch.compile.
+        """
+        own = {name_of(name): name for name in self.module.state_dict(keep_vars=True)}
+        renamed = {own.get(name_of(name), name): value for name, value in state_dict.items()}
         with self.gathered_parameters(modifier_rank=0):
-            return self.module.load_state_dict(state_dict, strict=strict)
+            return self.module.load_state_dict(renamed, strict=strict)
 
     module_state_dict, load_module_state_dict = state_dict, load_state_dict      # DeepSpeed's names
 
@@ -218,22 +223,15 @@ class Engine(EngineStatus):
     # ------------------------------------------------------------------ within
     def _begin_step(self) -> None:
         self._microbatch = self._backwards = 0
-        self._armed = False                     # whether a backward of this update has begun to reduce
-        self._is_mixed = False                  # whether another engine's loss added to its gradients
-        self._contributions = self._count_contributions()       # after the last backward of this engine
+        self.backwards.begin()
+        self.gradients.begin()
         self.zero.begin_step()
         if self.gathering:
             self.gathering.hide()
 
-    def _count_contributions(self) -> int:
-        """Gradient contributions that parameters received so far, in all steps."""
-        return sum(s.buckets.contributions for s in self.zero.trained)
-
-    def _has_foreign_gradients(self) -> bool:
-        return self._is_mixed or self._count_contributions() != self._contributions
-
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         rates = self.get_lr()
+        self.gradients.hide()
         self._last = self.optimizer.update()
         self.step_state.after_step(applied=not self._last.skipped)
         self.progress = self.progress.after(self.train_batch_size(), 0, skipped=self._last.skipped)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import __version__
 from ..checkpoint.folder import write_durably
@@ -31,7 +32,7 @@ from .deepspeed_loading import client_state as client_state_of
 from .deepspeed_loading import deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
 from .engine_status import EngineStatus
-from .module_specs import NOT_DRAWN, global_names
+from .module_specs import NOT_DRAWN, global_names, name_of
 from .module_values import saved_buffers
 from .stored_values import plain, restored
 
@@ -172,8 +173,8 @@ def _present(engine: EngineStatus, pieces: list[Piece], folder: Path, step: int)
     parameters = {p.spec.name for p in engine.module.parameters()}
     missing = sorted(name for name in parameters if f"{WEIGHT}/{name}" not in there)
     if missing and engine.world.rank == 0:
-        logger.warning("the checkpoint in %s lacks %d parameters of this engine, first %s: they stay as they are",
-                       folder, len(missing), missing[0])
+        logger.warning("the checkpoint in %s lacks %d parameters of this engine, first %s: they stay as they "
+                       "are", folder, len(missing), missing[0])
     return [piece for piece in pieces if f"{piece.kind}/{piece.spec.name}" in there]
 
 
@@ -193,8 +194,13 @@ def _state_dict_of(engine: EngineStatus, folder: Path, step: int) -> dict[str, t
     dtypes = {p.spec.name: p.dtype for p in engine.module.parameters()}
     state = {entry.name: tensor.to(dtypes.get(entry.name, tensor.dtype))
              for entry, tensor in zip(stored.entries, stored.read_all(stored.entries))}
-    shared = {name: p.spec.name for name, p in engine.module.named_parameters(remove_duplicate=False)}
-    return state | {name: state[first] for name, first in shared.items() if first in state}
+    # The module's own names: of tied parameters all, of a compiled module those with its prefix.
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        saved = value.spec.name if isinstance(value, nn.Parameter) else name_of(name)
+        if saved in state:
+            state[name] = state[saved]
+    own = {name_of(name) for name in engine.module.state_dict(keep_vars=True) if name_of(name) != name}
+    return {name: tensor for name, tensor in state.items() if name not in own}
 
 
 def _check_foreign(folder: Path, strict: bool, custom_load_fn: CustomLoad | None) -> None:

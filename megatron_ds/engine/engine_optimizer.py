@@ -31,6 +31,7 @@ from ..optim import ParamGroup, RegisteredOptimizer, default_groups
 from ..optim.onebit_phases import Phases
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
+from .module_specs import named_parameters
 
 Group = dict[str, Any]
 LR_FACTOR = "lr_factor"         # of a group, if its learning rate is not that of the JSON
@@ -198,7 +199,7 @@ def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) 
     everything = [p for group in groups for p in group["params"]]
     check_owned(module, everything, "model_parameters=")
     if len(set(everything)) < len(everything):
-        names = {p: name for name, p in module.named_parameters()}
+        names = {p: name for name, p in named_parameters(module)}
         twice = next(names[p] for i, p in enumerate(everything) if p in set(everything[:i]))
         raise ConfigError(f"{twice} is in two groups of model_parameters=: it would be updated twice. Put "
                           "each parameter into one group.")
@@ -208,7 +209,7 @@ def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) 
 def freeze_others(module: nn.Module, groups: Iterable[Group]) -> None:
     """Set requires_grad=False for all parameters of the module that are in no group."""
     trained = {id(p) for group in groups for p in group["params"]}
-    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained]
+    left = [name for name, p in named_parameters(module) if p.requires_grad and id(p) not in trained]
     for p in module.parameters():
         if id(p) not in trained:
             p.requires_grad_(False)
@@ -227,7 +228,7 @@ def check_owned(module: nn.Module, parameters: Iterable[nn.Parameter], source: s
 
 
 def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]:
-    names = {p: name for name, p in module.named_parameters()}
+    names = {p: name for name, p in named_parameters(module)}
     result = []
     for group in groups:
         decayed = [p for p in group["params"] if decay(names[p], p)]

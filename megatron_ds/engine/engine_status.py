@@ -32,9 +32,11 @@ from ..training.csv_monitor import CsvFiles
 from ..training.sink import Tolerant, check_folder
 from ..training.tensorboard import EventFile
 from ..zero.optimizer import StepResult
+from .backwards import Backwards
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
+from .gradients import Gradients
 from .module_gathering import ModuleGathering
 
 
@@ -48,6 +50,7 @@ class EngineStatus(EngineAnswers):
     gathering   stage 3 with several ranks only
     monitor     curves for TensorBoard
     lr_scheduler, training_dataloader   None where there is none
+    gradients, backwards   gradients between backward and step; the backwards themselves
     step_state  what routers remember from step to step, beside parameters
     progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
@@ -61,6 +64,7 @@ class EngineStatus(EngineAnswers):
         self.module, self.config, self.settings, self.world = module, config, settings, world
         self.gathering, self.monitor = gathering, monitor
         self.optimizer, self.zero = optimizer, optimizer.zero
+        self.gradients, self.backwards = Gradients(self), Backwards(self)
         self.step_state = StepState([module], world.data, world.device)
         self.lr_scheduler: Any | None = None
         self.training_dataloader: EngineLoader | None = None

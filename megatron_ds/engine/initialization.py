@@ -42,6 +42,7 @@ from .engine_optimizer import (
 )
 from .engine_status import Monitor
 from .expert_layers import connect_layers, connect_routers, with_expert_ranks
+from .gradients import EngineParameter
 from .json_settings import (
     Sources,
     block_of,
@@ -211,6 +212,8 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     connect_routers(engine)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters
+        if type(p) is nn.Parameter and p.requires_grad:
+            p.__class__ = EngineParameter
     return engine
 
 

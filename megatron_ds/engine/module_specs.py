@@ -49,7 +49,18 @@ from ..zero.gathering import LayerGathering, Unit
 
 NOT_DRAWN = Init("zeros")       # the values come with the module
 LEAF = "_z3_leaf"                # DeepSpeed's attribute of modules that stage 3 gathers as a whole
+COMPILED = "_orig_mod"          # where torch.compile(module) keeps the module
 SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
+
+
+def name_of(path: str) -> str:
+    """A name in a module without what torch.compile(module) adds to it, so that it does not depend on it."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter), each parameter once; names are those of the module without torch.compile."""
+    return ((name_of(path), p) for path, p in module.named_parameters())
 
 
 def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
@@ -62,7 +73,7 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
     names = global_names(module, world)
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
-            p.spec = _spec_of(names.get(name, name), p, world.model.size)
+            p.spec = _spec_of(names.get(name, name_of(name)), p, world.model.size)
         elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
             p.spec = replace(p.spec, name=names.get(name, p.spec.name), distinct_over=("ep",))
         _check_shape(name, p, world)
@@ -116,7 +127,7 @@ def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
     names = [name for name, p in module.named_parameters(remove_duplicate=False) if _is_distinct(p)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)
               if any(map(lists.get, _owners(name)))]
-    return {name: _global_name(name, lists, world) for name in names}
+    return {name: name_of(_global_name(name, lists, world)) for name in names}
 
 
 def _is_distinct(p: nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ from ..mpu.param_spec import ParamSpec
 from ..mpu.parameter_piece import ParameterPiece
 from ..mpu.stuck_ranks import doing
 from .engine_status import EngineStatus
-from .module_specs import NOT_DRAWN, global_names, is_expert
+from .module_specs import NOT_DRAWN, global_names, is_expert, name_of
 from .number_formats import NumberFormats
 
 DrawByName = Callable[[str, int, torch.Tensor], None]
@@ -64,7 +64,7 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
         if buffer.is_meta:
             path, _, last = name.rpartition(".")
             values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            draw(name, 0, values.view(-1))
+            draw(name_of(name), 0, values.view(-1))
             module.get_submodule(path)._buffers[last] = values
     for p in module.parameters():
         if not p.is_meta:
@@ -160,7 +160,7 @@ def saved_buffers(module: nn.Module, world: DataParallelWorld) -> dict[str, torc
             if is_saved and id(buffer) not in seen:
                 seen.add(id(buffer))
                 local = f"{prefix}.{name}" if prefix else name
-                found[names.get(local, local)] = buffer
+                found[names.get(local, name_of(local))] = buffer
     return found
 
 
@@ -232,8 +232,9 @@ def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None = None) -> d
         return {}
     names, state = global_names(engine.module, engine.world), {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
-        held = value.spec.name if isinstance(value, nn.Parameter) else names.get(name, name)
-        state[names.get(name, name)] = whole[held] if held in whole else _on_host(value)
+        shown = names.get(name, name_of(name))
+        held = value.spec.name if isinstance(value, nn.Parameter) else shown
+        state[shown] = whole[held] if held in whole else _on_host(value)
     here = {p.spec.name for p in engine.module.parameters()}
     experts_elsewhere = {name: tensor for name, tensor in whole.items() if name not in here}
     return state | experts_elsewhere
@@ -268,7 +269,7 @@ def without_frozen(engine: EngineStatus, state: dict[str, torch.Tensor],
                    exclude: bool) -> dict[str, torch.Tensor]:
     """`state`; if `exclude`, without the frozen parameters."""
     named = engine.module.named_parameters(remove_duplicate=False)
-    frozen = {name for name, p in named if not p.requires_grad}
+    frozen = {name_of(name) for name, p in named if not p.requires_grad}
     return {name: value for name, value in state.items() if not (exclude and name in frozen)}
 
 
@@ -281,7 +282,7 @@ def save_safetensors(engine: EngineStatus, directory: str | os.PathLike, max_sha
     """
     of_experts = global_names(engine.module, engine.world)
     is_buffer = lambda value: isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-    buffers = {name: value for name, value in engine.module.state_dict(keep_vars=True).items()
+    buffers = {name_of(name): value for name, value in engine.module.state_dict(keep_vars=True).items()
                if is_buffer(value) and name not in of_experts}
     entries = [TensorEntry(name, tuple(value.shape), value.dtype) for name, value in buffers.items()]
     stream = _stream(engine, dtype)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .module_specs import name_of, named_parameters
 
 BLOCK, KEEP, BUFFERS = "data_types", "keep_in_fp32_modules", "buffer_dtype"
 AUTO = "auto"
@@ -49,11 +50,11 @@ class NumberFormats:
     def apply(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Give the parameters and buffers of a module their formats, on "meta" too."""
         kept = self.kept(module, dtype)
-        for name, p in module.named_parameters():
+        for name, p in named_parameters(module):
             if p.is_floating_point():
                 p.data = p.data.to(torch.float32 if name in kept else dtype)
         for name, buffer in module.named_buffers():
-            wanted = torch.float32 if name in kept else self.buffers
+            wanted = torch.float32 if name_of(name) in kept else self.buffers
             if buffer.is_floating_point() and wanted is not None:
                 buffer.data = buffer.data.to(wanted)
 
@@ -97,6 +98,7 @@ def has_list(kind: nn.Module, dtype: torch.dtype | None) -> bool:
 def _patterns_of(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """The expressions of all modules inside, for names that begin at the outermost one."""
     for path, inner in module.named_modules():
+        path = name_of(path)
         for expression in _own_patterns(inner, dtype):
             yield rf"^{re.escape(path)}\..*{expression}" if path else expression
 

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..optim import OPTIMIZERS, ParamGroup, default_groups
 from .engine_optimizer import LR_FACTOR, Group, InnerOptimizers, registered_optimizer
 from .json_settings import in_words_of_json
-from .module_specs import has_matrix
+from .module_specs import has_matrix, named_parameters
 
 
 class SeveralOptimizers:
@@ -69,7 +69,7 @@ def json_optimizers(module: nn.Module, o: OptimizerConfig,
 def _divided(module: nn.Module, o: OptimizerConfig, groups: Sequence[Group],
              rules: Sequence[GroupRule]) -> dict[str, list[Group]]:
     """Name of an optimizer → its groups, those of each rule by themselves."""
-    names = {p: name for name, p in module.named_parameters()}
+    names = {p: name for name, p in named_parameters(module)}
     reject(_problems(rules, {names[p]: p for group in groups for p in group["params"]}))
     found: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -112,7 +112,7 @@ def _muon(module: nn.Module, o: OptimizerConfig, groups: Sequence[Group]) -> lis
     if o.muon_per_head:
         raise ConfigError('"per_head_muon" needs the heads of each attention layer, which a module does '
                           "not state. Remove it; a training script takes --muon-per-head.")
-    names = {p: name for name, p in module.named_parameters()}
+    names = {p: name for name, p in named_parameters(module)}
     in_matrices = {p for group in groups for p in group["params"] if has_matrix(names[p], p)}
     if groups and not in_matrices:
         raise ConfigError(f"the optimizer Muon has no matrix to update: none of {len(names)} parameters "

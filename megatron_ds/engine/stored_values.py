@@ -113,10 +113,10 @@ class _Writer:
 def _unknown(value: Any, name: str) -> ConfigError:
     kind = type(value)
     return ConfigError(
-        f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: reading it "
-        "again could execute code. It holds None, numbers, texts, bytes, tuples, lists, sets, dicts, tensors, "
-        "arrays of numpy, Namespaces and paths. Leave it out, or convert it, for instance with vars() or "
-        "state_dict().")
+        f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: reading "
+        "it again could execute code. It holds None, numbers, texts, bytes, tuples, lists, sets, dicts, "
+        "tensors, arrays of numpy, Namespaces and paths. Leave it out, or convert it, for instance with "
+        "vars() or state_dict().")
 
 
 def restored(value: Any) -> Any:

@@ -34,7 +34,7 @@ from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.param_store import become
 from .module_gathering import WatchedParameters
-from .module_specs import is_expert
+from .module_specs import is_expert, named_parameters
 from .number_formats import NumberFormats, has_list
 
 
@@ -112,7 +112,7 @@ class Init:
             self._enabled = self._group.size > 1
         if module is not None and self._enabled:
             kept = NumberFormats().kept(module, self._dtype)
-            for name, p in module.named_parameters():
+            for name, p in named_parameters(module):
                 self._cut(p, None if name in kept else self._dtype)
 
     def __enter__(self) -> "Init":

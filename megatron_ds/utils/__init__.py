@@ -16,10 +16,22 @@ from ..engine.leaf_modules import (
     z3_leaf_module,
 )
 from ..mpu.launch import read_launch
+from .tensor_fragment import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 
 __all__ = ["RepeatingLoader", "get_z3_leaf_modules", "log_dist", "logger", "print_rank_0",
-           "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
-           "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"]
+           "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
+           "safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state",
+           "safe_update_full_grad_vectorized", "set_z3_leaf_module", "set_z3_leaf_modules",
+           "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules",
+           "z3_leaf_module"]
 
 logger = getLogger("megatron_ds")
 

@@ -21,7 +21,7 @@ batch before backward. So the gradient of a micro-batch has the same bits for an
 fp16 overflows, and experts, which process the tokens of their whole expert-parallel group, need no factor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +37,7 @@ from .exchange import BucketGradient, GradientExchange, reads_in_place
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
+OWN_GRAD = torch.Tensor.grad            # of a parameter, whatever a class of its own shows as `grad`
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,16 @@ class GradientStore:
         self._partial = [self.grad_of(p) for p in pieces if holders[p.slot].parameter.spec.partial_over]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
         self.contributions = 0
+        self.factor = 1.0               # of what autograd accumulates, for backwards of an unscaled loss
+        self.hooks: list = []           # handles of those on parameters
         self._is_new = [True] * len(holders)            # whose views nothing was written to yet
         for i, holder in enumerate(holders):
-            holder.parameter.take_main_grad = partial(self._take, i)
-            holder.parameter.take_new_main_grad = partial(self._take_new, i)
+            holder.parameter.take_main_grad = partial(self._given, self._take, i)
+            holder.parameter.take_new_main_grad = partial(self._given, self._take_new, i)
+            holder.parameter.view_main_grad = partial(self._view, i)
             holder.parameter.grad_ready = partial(self._contributed, i)
-            holder.parameter.register_post_accumulate_grad_hook(move_to_main_grad)
+            hook = holder.parameter.register_post_accumulate_grad_hook(partial(self._move, i))
+            self.hooks.append(hook)
 
     def begin(self) -> None:
         """Forget all gradients and start counting anew."""
@@ -105,10 +110,14 @@ class GradientStore:
     def reopen(self) -> None:
         """Reduce what is there; more gradients are added to it and reduced later. Collective."""
 
-    def finish(self) -> None:
-        """Reduce the rest, wait for everything, then sum partial gradients over tp. Collective."""
+    def complete(self) -> None:
+        """Reduce the rest and wait: what this rank keeps is valid, and may be changed. Collective."""
         self._launch_up_to(len(self.layout.buckets))
         self._wait()
+
+    def finish(self) -> None:
+        """Reduce the rest, wait for everything, then sum partial gradients over tp. Collective."""
+        self.complete()
         sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
@@ -118,6 +127,29 @@ class GradientStore:
 
     def start_of(self, piece: SlotPiece) -> int:
         """Where a piece begins in `flat`."""
+
+    def _move(self, i: int, parameter: nn.Parameter) -> None:
+        """A hook: what autograd accumulated is one contribution."""
+        grad = OWN_GRAD.__get__(parameter)
+        if grad is None:        # a layer that contributes itself: torch calls the hook anyway
+            return
+        new = self._take_new(i)
+        if new is None:
+            self._take(i).add_(grad, alpha=self.factor)
+        elif self.factor == 1.0:
+            new.copy_(grad)
+        else:
+            new.copy_(grad).mul_(self.factor)
+        OWN_GRAD.__set__(parameter, None)
+        self._contributed(i)
+
+    def _given(self, take: Callable[[int], torch.Tensor | None], i: int) -> torch.Tensor | None:
+        """A view for a layer that contributes itself."""
+        if self.factor != 1.0:
+            raise MegatronDSError(f"{self.layout.slots[i].name} belongs to a layer that adds its gradient to "
+                                  "the buffer itself, without the factor that loss.backward() leaves out. "
+                                  "Call engine.backward(loss).")
+        return take(i)
 
     def _take(self, i: int) -> torch.Tensor:
         """The view of a parameter's gradient, to be added to."""
@@ -276,16 +308,3 @@ def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
     joined = torch.cat(views)
     all_reduce_(joined, group)
     torch._foreach_copy_(views, list(joined.split([view.numel() for view in views])))
-
-
-def move_to_main_grad(parameter: nn.Parameter) -> None:
-    """A hook: what autograd accumulated is one contribution."""
-    if parameter.grad is None:       # a layer that contributes itself: torch calls the hook anyway
-        return
-    new = parameter.take_new_main_grad()
-    if new is None:
-        parameter.take_main_grad().add_(parameter.grad)
-    else:
-        new.copy_(parameter.grad)
-    parameter.grad = None
-    parameter.grad_ready()

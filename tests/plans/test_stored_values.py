@@ -23,9 +23,10 @@ TENSORS = [torch.get_rng_state(), torch.tensor(3), torch.zeros(0, 2), torch.tens
            torch.tensor([1 + 2j])]
 ARRAYS = [np.arange(3), np.zeros((2, 0)), np.float64(0.1), np.int32(7), np.bool_(True), np.array("text"),
           np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.datetime64("2026-01-02"), np.float32("inf")]
-OTHERS = [None, True, 3, 2**80, 0.1, -0.0, float("inf"), 1 + 2j, "text", b"\x00\xff", [], (), (1, (2,)), {1, 2},
-          frozenset({"a"}), {3: (1, 2)}, {"tensor": 1}, {None: {True: [(), {}]}}, OrderedDict(b=1, a=2),
-          Counter("aab"), Path("a/b"), torch.float16, torch.device("cpu"), torch.Size([2, 3])]
+OTHERS = [None, True, 3, 2**80, 0.1, -0.0, float("inf"), 1 + 2j, "text", b"\x00\xff", [], (), (1, (2,)),
+          {1, 2}, frozenset({"a"}), {3: (1, 2)}, {"tensor": 1}, {None: {True: [(), {}]}},
+          OrderedDict(b=1, a=2), Counter("aab"), Path("a/b"), torch.float16, torch.device("cpu"),
+          torch.Size([2, 3])]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.tuples(inner, inner)
                       | st.dictionaries(st.integers() | st.text() | st.booleans(), inner))
@@ -102,7 +103,8 @@ def test_a_state_that_is_too_large_or_contains_itself_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [
-    {"eval": "1"}, {"tensor": {"dtype": "load", "shape": [1], "data": "AAAA"}}, {"a": 1, "b": 2}, {"tuple": 3},
+    {"eval": "1"}, {"tensor": {"dtype": "load", "shape": [1], "data": "AAAA"}}, {"a": 1, "b": 2},
+    {"tuple": 3},
     {"tensor": {"dtype": "float32", "shape": [2**60], "data": "AAAA"}}, {"bytes": "?"}, {"dict": [[1]]},
     {"tensor": {"dtype": "float32", "shape": [-1], "data": "AAAA"}}, {"defaultdict": ["eval", []]},
     {"array": {"dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}}, {"dtype": "torch.load"},

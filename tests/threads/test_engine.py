@@ -202,7 +202,7 @@ def test_wrong_use_of_the_loop_is_told():
                             (loss.detach(), "does not depend")):
             with pytest.raises(MegatronDSError, match=says):
                 engine.backward(wrong)
-        with pytest.raises(MegatronDSError, match="without an engine.backward"):
+        with pytest.raises(MegatronDSError, match="without a backward before it"):
             engine.step()
         engine.backward(loss)
         with pytest.raises(ConfigError, match="boundary"):

@@ -16,7 +16,6 @@ from megatron_ds.pipeline.schedules import SCHEDULES, ScheduleFamily
 from megatron_ds.pipeline.stage import LayerHooks, Stage
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.tensor_parallel.vocabulary import VocabParallelEmbedding, parallel_logits, vocabulary_spec
-from megatron_ds.zero.buckets import move_to_main_grad
 from tests.harness.gpt_runs import make_batch
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, run_layout
 from tests.harness.model_runs import context_of
@@ -32,6 +31,13 @@ ORDERS = ("IWIWIW", "IIWIWW", "IIIWWW")         # the next I, or the next W, in 
 
 def randn(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def move_to_main_grad(p):
+    if p.grad is not None:
+        p.take_main_grad().add_(p.grad)
+        p.grad = None
+        p.grad_ready()
 
 
 def install_main_grad(p, announce):
