@@ -32,7 +32,7 @@ from .reading import Reading
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
 
-MOST_PLACES = 2         # a name in more blocks than these, such as "enabled", says nothing about its place
+MOST_PLACES = 2         # a name in more blocks than these, such as "enabled", does not identify a place
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),

@@ -17,6 +17,7 @@ UNPREFIXED = ("prefetch_bucket_size", "param_persistence_threshold", "model_pers
               "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save",
               "use_all_reduce_for_fetch_params")
 OTHERS = {"cpu_offload_param": "cpu_offload_params"}
+DEVICES = ("cpu", "nvme")
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
 # A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket.
 _EXTRAS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|\#)[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -32,7 +33,8 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     if not isinstance(zero, Mapping):
         return block, notes
     zero = {_usual(key, zero): value for key, value in zero.items()}
-    if isinstance(zero.get("offload_param"), Mapping) and _is_below_stage_3(zero):
+    offload = zero.get("offload_param")
+    if isinstance(offload, Mapping) and offload.get("device") in DEVICES and _is_below_stage_3(zero):
         del zero["offload_param"]
         notes[f"{ZERO}.offload_param"] = STAGE3_ONLY
     return block | {ZERO: zero}, notes

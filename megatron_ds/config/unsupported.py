@@ -201,7 +201,7 @@ KEYS = table(
             "it is off",
             "write --recompute-granularity full instead. Remove it.", (0, None, "auto")),
         "managed_gradient_accumulation": Answer(
-            "the script accumulates gradients, as gradient_accumulation_steps says",
+            "the script accumulates over gradient_accumulation_steps",
             "a training script accumulates gradients itself. Remove it.", (True, None, "auto")),
     })
 

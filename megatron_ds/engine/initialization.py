@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config import RunConfig
 from ..config.config_text import report_without_effect
-from ..config.judge import autocast_of
 from ..config.reading import Reading
+from ..config.targets import autocast_of
 from ..errors import ConfigError
 from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import on_all_ranks

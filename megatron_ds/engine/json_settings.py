@@ -33,12 +33,12 @@ from ..config import RunConfig, Source
 from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, with_autos
 from ..config.deepspeed_names import loads
-from ..config.judge import LEFT_OUT, judge
 from ..config.layout_rules import LAYOUT_RULES
 from ..config.messages import problems_of
 from ..config.optimizer_rules import optimizer_options
 from ..config.reading import Setting, reject
 from ..config.run import all_options
+from ..config.targets import LEFT_OUT, reading_for
 from ..config.training_rules import batch, learning_rate, number_format
 from ..config.unsupported import answer_to_key
 from ..errors import ConfigError
@@ -104,7 +104,7 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     drops_last(name, block)
     unused_rule(name, block)
     block = _without_engine_keys(name, block)
-    reading = judge(block, "engine", name)
+    reading = reading_for(block, "engine", name)
     settings = reading.settings_or_error()
     reject(list(_autos(name, block)))
     needs_no_lr = client_lr is not None or "optimizer" not in block

@@ -46,7 +46,7 @@ FILES = {
     "triad.json": '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, '
                   '"gradient_accumulation_steps": 3}',
     "twice.json": '{"fp16": {"enabled": true, "enabled": false}}',
-    "broken.json": '{"fp16": {"enabled": true,}}',
+    "broken.json": '{"fp16": {"enabled": true,,}}',
     "lr.json": '{"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", '
                '"params": {"warmup_max_lr": 2e-3}}}',
 }

@@ -83,5 +83,6 @@ def test_numbers_carry_the_state_over_and_static_scales_have_none():
     (True, 512.0, 512.0, False)])
 def test_the_precision_decides_which_scaler_is_made(fp16, loss_scale, scale, dynamic):
     scaler = make_scaler(SimpleNamespace(fp16=fp16, loss_scale=loss_scale, initial_loss_scale=2.0 ** 12,
-                                         min_loss_scale=1.0, loss_scale_window=10, hysteresis=2))
+                                         min_loss_scale=1.0, loss_scale_window=10, hysteresis=2,
+                                         consecutive_hysteresis=False))
     assert (scaler.scale, scaler.rule.dynamic) == (scale, dynamic)

@@ -1,4 +1,4 @@
-"""What becomes of DeepSpeed's keys in a training script and in an engine: one judge for both."""
+"""What becomes of DeepSpeed's keys in a training script and in an engine: one reading for both."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.config.deepspeed_names import loads, without_extras
-from megatron_ds.config.judge import judge
+from megatron_ds.config.targets import reading_for
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
@@ -50,7 +50,7 @@ def engine_of(block, model=None):
 
 @pytest.mark.parametrize("key", INFORMING)
 def test_a_block_that_only_informs_is_accepted_by_an_engine_and_noted(key, caplog):
-    reading = judge({**BASE, key: INFORMING[key]}, "engine", "ds.json")
+    reading = reading_for({**BASE, key: INFORMING[key]}, "engine", "ds.json")
     assert not reading.problems
     assert any(f"ds.json {key}" in note for note in reading.without_effect)
     with caplog.at_level(logging.INFO):
@@ -63,7 +63,7 @@ def test_a_block_that_only_informs_is_accepted_by_an_engine_and_noted(key, caplo
 
 @pytest.mark.parametrize("key", [key for key in INFORMING if key not in NOT_IN_SCRIPTS])
 def test_a_block_that_only_informs_is_accepted_by_a_training_script(key):
-    assert not judge({**BASE, key: INFORMING[key]}, "train").problems
+    assert not reading_for({**BASE, key: INFORMING[key]}, "train").problems
 
 
 @pytest.mark.parametrize("block, words", [
@@ -91,18 +91,18 @@ def test_a_module_that_waits_for_the_lengths_of_a_curriculum_is_refused():
         engine_of({"curriculum_learning": CURRICULUM}, Cut(4, 3))
 
 
-def test_engine_and_judge_say_the_same():
+def test_an_engine_raises_the_problems_of_the_reading():
     block = {**BASE, "tensor_parallel": {"autotp_size": 4}, "zero_optimization": {"stage": 1, "frob": 1}}
     with pytest.raises(ConfigError) as caught:
         engine_of(block)
-    problems = judge(block, "engine").problems
+    problems = reading_for(block, "engine").problems
     assert len(problems) == 2 and all(problem in str(caught.value) for problem in problems)
-    assert len(judge(block, "train").problems) == 1
+    assert len(reading_for(block, "train").problems) == 1
 
 
 # ------------------------------------------------------------------ spellings
 def settings_of(block, target="engine"):
-    reading = judge({**BASE, **block}, target)
+    reading = reading_for({**BASE, **block}, target)
     assert not reading.problems
     return {setting.path: setting.value for setting in reading.settings}, reading.without_effect
 

@@ -1,7 +1,7 @@
-"""`judge`: what becomes of each key of a DeepSpeed JSON, in a training script or in an engine.
+"""`reading_for`: what becomes of each key of a DeepSpeed JSON, in a training script or in an engine.
 
-    judge(block, "train")     pretrain_gpt.py --deepspeed_config FILE
-    judge(block, "engine")    megatron_ds.initialize(config=FILE)
+    reading_for(block, "train")     pretrain_gpt.py --deepspeed_config FILE
+    reading_for(block, "engine")    megatron_ds.initialize(config=FILE)
 
 An engine trains a module that a program gives it, in the program's loop. A key that describes the model or
 the loop, or that only informs, changes nothing there: it is accepted and listed at the start, as DeepSpeed's
@@ -43,7 +43,7 @@ AUTOCAST = "torch_autocast"
 UNMANAGED = "managed_gradient_accumulation"
 
 
-def judge(block: Mapping[str, Any], target: str = "train", name: str = "config") -> Reading:
+def reading_for(block: Mapping[str, Any], target: str = "train", name: str = "config") -> Reading:
     """The settings of a block, its problems, and the keys that change nothing. name: of it in messages."""
     assert target in TARGETS, f"{target} is not one of {TARGETS}"
     if target == "train":
