@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_ds.config.config_files import declared_keys  # noqa: E402
 from megatron_ds.config.config_text import TITLES, default_text, invocation  # noqa: E402
 from megatron_ds.config.deepspeed_json import TRANSLATED  # noqa: E402
+from megatron_ds.config.dialects import DIALECTS  # noqa: E402
 from megatron_ds.config.option import Option  # noqa: E402
 from megatron_ds.config.run import SECTIONS, options_in  # noqa: E402
 from megatron_ds.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
@@ -77,6 +78,8 @@ def flags_document() -> str:
         parts += [f"\n## {TITLES[section]} (`{section}:`)\n",
                   *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]
+    parts += ["\n## Names of Megatron's forks\n",
+              *_table(("Flag", "Meaning here", "Fork"), _names_of_forks())]
     parts += ["\n## Flags of Megatron without an option\n", WITHOUT_OPTION, *_answers({
         **FLAGS, **{f"{start}…": answer for start, answer in FAMILIES.items()}}, "Flag")]
     parts += ["\n## DeepSpeed keys without an option\n",
@@ -119,6 +122,15 @@ def _spellings(option: Option) -> list[str]:
             choices = f"[{choices}]"
         return [f"{flag} {choices}" for flag in (option.flag, *option.flags)] + list(option.switches)
     return invocation(option).split(", ")
+
+
+def _names_of_forks() -> Iterator[tuple[str, ...]]:
+    for dialect in DIALECTS:
+        for name, meaning in dialect.names.items():
+            yield f"`{name}`", f"`{meaning}`", dialect.project
+        for name, values in dialect.phrases.items():
+            for value, meaning in values.items():
+                yield f"`{name} {value}`", f"`{meaning}`" if meaning else "the default", dialect.project
 
 
 def _keys() -> Iterator[tuple[str, str]]:

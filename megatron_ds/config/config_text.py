@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
+from .dialects import DIALECTS
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
 from .messages import value_text
 from .option import Option
@@ -60,6 +61,9 @@ def help_text() -> str:
              "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in options_in(section))]
+    names = ((name, f"The name of {meaning} in {dialect.project}.")
+             for dialect in DIALECTS for name, meaning in dialect.names.items())
+    lines += ["", "Names of Megatron's forks", *_rows(names)]
     return "\n".join(lines) + "\n"
 
 

@@ -143,8 +143,8 @@ PAI = Dialect(
                                    ("pretrain", *OFF)),
             "--dataset": Answer(
                 "datasets are memory-mapped .bin/.idx files",
-                "did you mean '--data-path'? Only memory-mapped .bin/.idx datasets can be read, which "
-                "tools/preprocess_data.py makes.",
+                "did you mean '--data-path'? Only memory-mapped .bin/.idx datasets can be read. Convert the "
+                "corpus with tools/preprocess_data.py, and remove it.",
                 ("MMAP", "LLama-Pretrain-Idxmap", "Mistral-Pretrain-Idxmap", *OFF)),
         }))
 

@@ -78,7 +78,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "SentencePieceTokenizer":
-        return cls(*required_files(options, ("tokenizer_model",), "SentencePieceTokenizer"))
+        return cls(*required_files(options, ("tokenizer_model",), cls.__name__))
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
