@@ -4,11 +4,12 @@
 """
 
 from .data_options import BertConfig, DataConfig
+from .logging_options import LoggingConfig
 from .model_options import ModelConfig
 from .parallel_options import ParallelConfig, ZeroConfig
 from .parse import parse
 from .run import RunConfig, Source
-from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainConfig
+from .training_options import CheckpointConfig, OptimizerConfig, TrainConfig
 
 __all__ = ["BertConfig", "CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig",
            "ParallelConfig", "RunConfig", "Source", "TrainConfig", "ZeroConfig", "parse"]

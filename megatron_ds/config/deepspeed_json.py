@@ -24,9 +24,9 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
-from .deepspeed_names import loads, with_usual_names
 from .deepspeed_optimizer import ADAM_W_MODE, OPTIMIZER_KEYS, is_adamw, translate_optimizer
 from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
+from .deepspeed_spellings import loads, with_usual_names
 from .option import Option, json_key, shown
 from .reading import Reading
 from .suggest import near_key

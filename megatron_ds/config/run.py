@@ -14,11 +14,12 @@ from ..mpu.grid import Grid
 from .cycle_options import CycleConfig
 from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .data_options import BertConfig, DataConfig
+from .logging_options import LoggingConfig
 from .model_options import ModelConfig
 from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
 from .profiler_options import ProfilerConfig
-from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, PlanConfig, TrainConfig
+from .training_options import CheckpointConfig, OptimizerConfig, PlanConfig, TrainConfig
 
 # Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})

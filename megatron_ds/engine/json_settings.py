@@ -32,7 +32,7 @@ from torch import nn
 from ..config import RunConfig, Source
 from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, with_autos
-from ..config.deepspeed_names import loads
+from ..config.deepspeed_spellings import loads
 from ..config.layout_rules import LAYOUT_RULES
 from ..config.messages import problems_of
 from ..config.optimizer_rules import optimizer_options
