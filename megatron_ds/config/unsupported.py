@@ -118,9 +118,11 @@ KEYS = table(
         "FLOPs of recomputation follow from --recompute-granularity": "flops_profiler.recompute_fwd_factor",
         "gradients lie in flat buckets, each reduced once by the collective of its ZeRO stage":
             "disable_allgather zero_optimization.allgather_partitions zero_optimization.contiguous_gradients "
-            "zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1 "
+            "zero_optimization.legacy_stage1 "
             "zero_optimization.reduce_scatter zero_optimization.round_robin_gradients "
             "zero_optimization.use_multi_rank_bucket_allreduce",
+        "an engine reads it; ranks of a training script use the same layers and parameters":
+            "zero_optimization.ignore_unused_parameters zero_optimization.leaf_module",
         "startup prints every value that is not the default": "dump_state",
         "recomputation is not timed by itself": "activation_checkpointing.profile",
         "traffic is in the plan of --dry-run, and memory in the log": "comms_logger memory_breakdown",

@@ -169,3 +169,12 @@ def test_leaf_modules_are_fixed_by_initialize():
             utils.set_z3_leaf_modules(engine.module, [Experts])
 
     on_ranks(1, main, lambda: make(Mixture), config_of(3))
+
+
+def test_a_training_script_accepts_the_keys_without_an_effect():
+    from megatron_ds.config.deepspeed_json import reading_of
+
+    zero = {"stage": 3, "ignore_unused_parameters": False, **LEAF}
+    reading = reading_of("ds.json", {"zero_optimization": zero})
+    assert [setting.path for setting in reading.settings_or_error()] == ["zero.stage"]
+    assert list(reading.without_effect) == ["ds.json zero_optimization.leaf_module"]
