@@ -69,7 +69,7 @@ def _root(path: str) -> Any:
     import yaml
     try:
         return yaml.safe_load(text_of(path, "--config"))
-    except (ConfigError, yaml.YAMLError, RecursionError):
+    except (ConfigError, yaml.YAMLError, RecursionError, ValueError):     # ValueError: `!!float x`
         return None
 
 
