@@ -51,7 +51,7 @@ def test_zero_grad_anywhere_in_the_loop_changes_nothing(stage, caller, caplog):
 
 # ------------------------------------------------------------------------------------------ p.grad
 def reference(step=0, accumulation=1, ranks=2, rank=None, model=Stack):
-    """The gradients of the mean loss over ranks and micro-batches of a step; of one rank's losses if given."""
+    """The gradients of the mean loss over ranks and micro-batches of a step, or of one rank's."""
     plain = make(model)
     which = range(ranks) if rank is None else [rank]
     losses = [loss_of(plain, tokens) for r in which
