@@ -136,8 +136,8 @@ def _is_positive(value: object) -> bool:
 
 _TEXT = ("a text", lambda value: isinstance(value, str))
 _BLOCK = ("a block of keys", lambda value: isinstance(value, dict))
-# Keys that are read with others → (the type of their value, whether a value has it). The type of other keys is
-# that of their flag.
+# Keys that are read with others → (the type of their value, whether a value has it). Other keys have the
+# type of their flag.
 TYPES = MappingProxyType({
     **dict.fromkeys(("init_method", "lr_decay_style", "norm", "output_layer_init_method", "pos_emb",
                      "precision", "tokenizer_type", "vocab_file"), _TEXT),

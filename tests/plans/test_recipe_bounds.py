@@ -204,3 +204,10 @@ def test_odd_numbers_of_a_json_are_verdicts(key, tmp_path):
         with bounded():
             assessed = assess(*read_recipe(Path(path), {}), {})
         assert assessed.ranks >= 1 and assessed.is_read
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_a_number_of_processes_below_1_is_refused(size, tmp_path):
+    (tmp_path / "train.sh").write_text(TRAIN)
+    with pytest.raises(ConfigError, match=f"--world-size {size}: give at least 1"):
+        main(["--world-size", size, str(tmp_path / "train.sh")])
