@@ -132,5 +132,5 @@ def _unknown(name: str) -> NoReturn:
     tool = name.removeprefix("tools/").removesuffix(".py").replace("-", "_")
     modules = {command.module: known for known, command in reversed(COMMANDS.items())}
     hint = (f"; it is {modules[tool]!r} here." if tool in modules
-            else did_you_mean(name, [*COMMANDS]) or did_you_mean(tool, [*modules]))
+            else did_you_mean(name, [*COMMANDS, "--help", "--version"]) or did_you_mean(tool, [*modules]))
     raise ConfigError(f"unknown command {name!r}{hint or '.'} Commands: {', '.join(COMMANDS)}.")

@@ -30,6 +30,8 @@ UNREADABLE = "cannot be read"
 def main(argv: Sequence[str] | None = None) -> int:
     """Check all files. Returns the exit code."""
     args = _parser().parse_args(argv)
+    if args.world_size is not None and args.world_size < 1:
+        raise ConfigError(f"--world-size {args.world_size}: give at least 1.")
     variables = dict(_pair(text) for text in args.variables)
     from megatron_ds.recipes.recipe_file import read_recipe
     from megatron_ds.recipes.verdict import assess

@@ -36,7 +36,8 @@ MOST_PLACES = 2         # a name in more blocks than these, such as "enabled", d
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
-    "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power"),
+    "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power", at_least=0,
+                                         at_most=127),
     "sequence_parallel_size": json_key(
         int, "`--context-parallel-size`, with `--cp-comm-type` a2a. An engine takes mpu=", at_least=1),
     "tensor_parallel.autotp_size": json_key(

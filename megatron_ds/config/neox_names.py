@@ -126,3 +126,21 @@ MARKS = frozenset((
     "output_layer_parallelism", "pipe_parallel_size", "pos_emb", "rotary_pct",
     "scaled_upper_triang_masked_softmax_fusion", "synchronize_each_layer",
     "train_micro_batch_size_per_gpu"))
+# Distributions of initial weights.
+INITIAL = ("normal", "scaled_normal", "small_init", "wang_init")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_BLOCK = ("a block of keys", lambda value: isinstance(value, dict))
+# Keys that are read with others → (the type of their value, whether a value has it). Other keys have the
+# type of their flag.
+TYPES = MappingProxyType({
+    **dict.fromkeys(("init_method", "lr_decay_style", "norm", "output_layer_init_method", "pos_emb",
+                     "precision", "tokenizer_type", "vocab_file"), _TEXT),
+    **dict.fromkeys(("bf16", "data_types", "fp16", "optimizer", "zero_optimization"), _BLOCK),
+    "init_method_std": ("a number above 0", _is_positive),
+})

@@ -207,7 +207,7 @@ def _float(raw: Any) -> float | None:
         return None
     try:
         number = float(raw)
-    except ValueError:
+    except (ValueError, OverflowError):                             # of an int of more than 308 digits
         return None
     return number if math.isfinite(number) else None
 

@@ -127,9 +127,12 @@ def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
 
 
 def _of_yaml(path: Path, scope: Scope) -> list[Training]:
-    from .bounded_yaml import load_yaml
+    from ..config.bounded_yaml import load_yaml
     text = text_of_file(path, LARGEST_YAML)
-    root = load_yaml(text)
+    try:
+        root = load_yaml(text)
+    except ConfigError as error:
+        raise ShellError(str(error)) from None
     if not isinstance(root, dict):
         raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
     if is_neox(root):

@@ -18,6 +18,7 @@ IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?"
                        r"(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)", re.S)
+PLAIN = re.compile(r"[^\\$`]*+")          # characters that stand for themselves inside of double quotes
 LARGEST = 10**30                         # of arithmetic
 
 
@@ -158,8 +159,9 @@ def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
             else:
                 text += value
         else:
-            text += inner[at]
-            at += 1
+            end = PLAIN.match(inner, at + 1).end()
+            text += inner[at:end]
+            at = end
     return [*units, (text, True, False)] if text or not units else units
 
 
@@ -290,7 +292,9 @@ BINARY: Mapping[type, Callable] = {
 def arithmetic(text: str, scope: Scope) -> str:
     """The value of `$((text))`; open if a part of it is, or if it cannot be computed."""
     def named(match: re.Match) -> str:
-        return closed(scope.text(match[0])) or "x"                    # a name that is no number: open
+        value = scope.text(match[0])
+        # A name whose value is no number is open. `_number` reads no long ones.
+        return (closed(value) if len(value) <= LONGEST_EXPRESSION else "") or "x"
 
     expanded = value_of(text, scope)
     if len(expanded) > LONGEST_EXPRESSION:

@@ -40,7 +40,6 @@ from ..config.unsupported import answer_to_flag
 from ..errors import ConfigError
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
 from .recipe_file import Training
-from .shell_tokens import ShellError
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
@@ -219,10 +218,11 @@ def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
 # -------------------------------------------------------------------------------------------------- JSON
 def _read_file(name: str, text: str, is_copy: bool) -> Reading:
     """The reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
-    from .bounded_yaml import load_yaml
+    from ..config.bounded_yaml import load_yaml
+    is_yaml = name.endswith((".yml", ".yaml")) or not text.lstrip().startswith("{")
     try:
-        root = load_yaml(text) if name.endswith((".yml", ".yaml")) else None
-    except ShellError:
+        root = load_yaml(text) if is_yaml else None
+    except ConfigError:
         root = None
     if not is_neox(root):
         return _read_json(name, text, is_copy)

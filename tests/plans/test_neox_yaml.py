@@ -1,16 +1,18 @@
 """Configurations of GPT-NeoX: the same run as the flags that they stand for; other numbers are refused."""
 
+import datetime
 import math
 
 import pytest
 import yaml
 
-from megatron_ds.config.neox_names import ONLY, SWITCHES, VALUES, WITHOUT_EFFECT
-from megatron_ds.config.neox_yaml import is_neox, read_neox
+from megatron_ds.config.neox_names import DEFAULTS, ONLY, SWITCHES, VALUES, WITHOUT_EFFECT
+from megatron_ds.config.neox_yaml import READ, is_neox, read_neox, read_yamls
 from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.recipes.recipe_file import read_recipe
 from megatron_ds.recipes.verdict import assess
+from tests.harness.limits import bounded
 
 MODEL = {
     "pipe-parallel-size": 1, "model-parallel-size": 2, "num-layers": 6, "hidden-size": 64,
@@ -91,6 +93,45 @@ def test_values_have_their_meaning(tmp_path, change, path, value):
     assert parsed(tmp_path, {**MODEL, **change}, DATA).get(path) == value
 
 
+ODD = (None, True, 0, -1, float("inf"), float("nan"), 10**400, "", "x", [], ["a"], [[1]], [None], {},
+       {"a": 1}, {1: {2: [3]}}, {None: None}, datetime.date(2024, 1, 1), b"x")
+
+
+@pytest.mark.parametrize("key", sorted({*READ, *ONLY, *DEFAULTS, *WITHOUT_EFFECT, "z_loss"}))
+def test_a_value_of_any_type_is_read_or_is_a_problem(key):
+    for value in ODD:
+        for problem in read_neox("x.yml", [{**MODEL, key: value}]).problems:
+            assert "x.yml" in problem
+
+
+@pytest.mark.parametrize("key, value, says", [
+    ("pos-emb", ["rotary"], r"\"pos_emb\" should be a text, not \['rotary'\]"),
+    ("fp16", True, "\"fp16\" should be a block of keys, not True"),
+    ("init_method_std", 0, "\"init_method_std\" should be a number above 0, not 0")])
+def test_a_value_of_another_type_is_refused_with_the_type(tmp_path, key, value, says):
+    with pytest.raises(ConfigError, match=says):
+        parsed(tmp_path, {**MODEL, key: value}, DATA)
+
+
+MARKED = "pipe_parallel_size: 1\ntrain_micro_batch_size_per_gpu: 1\n"
+REPEATED = "a0: &a0 [x, x]\n" + "".join(
+    f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
+HOSTILE = {"references": REPEATED + "num_layers: *a29\n", "itself": "num_layers: &a [*a]\n",
+           "deep": f"num_layers: {'[' * 5_000}{']' * 5_000}\n", "digits": f"num_layers: {'9' * 50_000}\n",
+           "hexadecimal": f"num_layers: 0x{'f' * 50_000}\n", "minutes": f"num_layers: 1{':59' * 5_000}\n",
+           "a date": "num_layers: 2024-99-99\n", "a call": "num_layers: !!python/object/apply:os.getcwd []\n"}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=list(HOSTILE))
+def test_a_hostile_file_is_refused_in_bounded_memory_by_both_readers(tmp_path, text):
+    path = tmp_path / "x.yml"
+    path.write_text(MARKED + text)
+    with bounded():
+        assert any(reading.problems for reading in read_yamls([str(path)]))
+        with pytest.raises(ConfigError, match="x.yml"):
+            read_recipe(path, {})
+
+
 def test_no_key_is_in_two_tables_and_each_that_changes_nothing_has_a_reason():
     tables = (VALUES, SWITCHES, WITHOUT_EFFECT, ONLY)
     keys = [key for table in tables for key in table]
@@ -99,9 +140,11 @@ def test_no_key_is_in_two_tables_and_each_that_changes_nothing_has_a_reason():
     assert "launcher" in reading.without_effect["x deepspeed_slurm"]
 
 
-def test_a_recipe_whose_data_are_in_another_file_is_accepted_and_runs_by_its_name(tmp_path):
-    path, = written(tmp_path, MODEL)
-    training, = read_recipe(tmp_path / "0.yml", {})
+@pytest.mark.parametrize("name", ["0.yml", "model_config"])
+def test_a_recipe_whose_data_are_in_another_file_is_accepted_and_runs_by_its_name(tmp_path, name):
+    written(tmp_path, MODEL)
+    path = str((tmp_path / "0.yml").rename(tmp_path / name))
+    training, = read_recipe(tmp_path / name, {})
     assessment = assess(training, {})
     assert assessment.is_accepted and assessment.ranks == 2
     assert assessment.command[-3:] == ("pretrain_gpt.py", "--config", path)

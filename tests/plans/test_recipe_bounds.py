@@ -52,6 +52,7 @@ SLOW = {
     "questions": f"A=$(({'?' * 100_000}))\n",
     "ends that fit no pattern": LONG + "B=${A%%*b}\nC=${A##b*}\n" * 300,
     "open values": "A='" + "$1" * 10 + "'\n" + "B=${A:0:1}" + "$1" * 100_000 + "\n",
+    "names of long values": f"A={'1' * 900_000}\nB=$(({'A+' * 450}1))\n",
     "stars": LONG + f"[[ $A == {'*a' * 400}b ]]\n" * 50}
 
 
@@ -198,7 +199,15 @@ def test_the_checker_ends_with_one_code_for_what_it_cannot_read(tmp_path, monkey
 def test_odd_numbers_of_a_json_are_verdicts(key, tmp_path):
     path = tmp_path / "ds.json"
     for number in NUMBERS:
-        path.write_text(f'{{"{key}": {number}, "fp16": {{"initial_scale_power": {number}}}}}')
+        path.write_text(f'{{"{key}": {number}, "fp16": {{"enabled": true, '
+                        f'"initial_scale_power": {number}}}}}')
         with bounded():
             assessed = assess(*read_recipe(Path(path), {}), {})
         assert assessed.ranks >= 1 and assessed.is_read
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_a_number_of_processes_below_1_is_refused(size, tmp_path):
+    (tmp_path / "train.sh").write_text(TRAIN)
+    with pytest.raises(ConfigError, match=f"--world-size {size}: give at least 1"):
+        main(["--world-size", size, str(tmp_path / "train.sh")])

@@ -102,14 +102,15 @@ def test_a_file_of_any_name_is_recognised_by_how_it_begins(tmp_path, name, text,
 
 
 def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
-    (tmp_path / "ds").write_text('{"train_batch_size": 4, "wandb": {"enabled": true, "project": "p"}, '
+    (tmp_path / "ds").write_text('{"train_batch_size": 4, "torch_autocast": {"enabled": true}, '
                                  '"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}')
     found = {}
     for reader in ("train", "engine"):
         code = check_recipe.main(["--for", reader, str(tmp_path / "ds")])
         found[reader] = code, capsys.readouterr().out
-    assert found["train"][0] == 0 and "for pretrain_gpt.py" in found["train"][1]
-    assert found["engine"][0] == 1 and "wandb" in found["engine"][1]
+    assert found["engine"] == (0, f"{tmp_path / 'ds'}, for megatron_ds.initialize: accepted\n")
+    assert found["train"][0] == 1 and "for pretrain_gpt.py" in found["train"][1]
+    assert "torch_autocast" in found["train"][1].partition("refused:")[2]
 
 
 def test_a_flag_that_is_refused_with_any_value_is_refused_with_an_unknown_one(tmp_path):

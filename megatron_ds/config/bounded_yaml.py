@@ -8,17 +8,19 @@ from typing import Any
 
 import yaml
 
-from .shell_tokens import ShellError
+from ..errors import ConfigError
 
 MOST_VALUES = 100_000                    # values of a file, with those that references repeat
-TOO_MANY = f"it has more than {MOST_VALUES:,} values: this is not a recipe."
+LARGEST_NUMBER = 4_096                   # bits; Python writes no more than 4,300 digits as text
+LONG_NUMBER = f"a number in it has more than {LARGEST_NUMBER:,} bits: this is not a configuration."
+TOO_MANY = f"it has more than {MOST_VALUES:,} values: this is not a configuration."
 
 
 class BoundedLoader(yaml.SafeLoader):
     """Constructs no Python objects, as SafeLoader, and merges (`<<: *name`) up to the bound."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Copy the merged entries into the mapping. Raises ShellError."""
+        """Copy the merged entries into the mapping. Raises ConfigError."""
         count = len(node.value)
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:merge":
@@ -28,25 +30,33 @@ class BoundedLoader(yaml.SafeLoader):
                     self.flatten_mapping(inner)              # the second time, it has nothing to merge
                     count += len(inner.value)
                 if count > MOST_VALUES:
-                    raise ShellError(TOO_MANY)
+                    raise ConfigError(TOO_MANY)
         super().flatten_mapping(node)
 
 
 def load_yaml(text: str) -> Any:
-    """The values of a text. Raises ShellError, also for what is not YAML."""
+    """The values of a text. Raises ConfigError, also for what is not YAML, and RecursionError."""
     try:
         root = yaml.load(text, Loader=BoundedLoader)
     except (yaml.YAMLError, ValueError) as error:            # ValueError: a date such as 2024-99-99
-        if isinstance(error, ShellError):
+        if isinstance(error, ConfigError):
             raise
-        raise ShellError(f"this is not YAML: {' '.join(str(error).split())[:200]}.") from None
+        raise ConfigError(f"this is not YAML: {' '.join(str(error).split())[:200]}.") from None
+    _check(root)
+    return root
+
+
+def _check(root: Any) -> None:
+    """Raise ConfigError for too many values, or a number that Python does not write as text."""
     left, waiting = MOST_VALUES, [root]
     while waiting:
         value = waiting.pop()
+        if isinstance(value, int) and value.bit_length() > LARGEST_NUMBER:
+            raise ConfigError(LONG_NUMBER)
         inner = [*value, *value.values()] if isinstance(value, dict) else value
-        if not isinstance(inner, str | bytes) and hasattr(inner, "__len__"):
-            left -= len(inner)
-            waiting += inner if left > 0 else []
+        if isinstance(inner, str | bytes) or not hasattr(inner, "__len__"):
+            continue
+        left -= len(inner)
         if left < 0:
-            raise ShellError(TOO_MANY)
-    return root
+            raise ConfigError(TOO_MANY)
+        waiting += inner
