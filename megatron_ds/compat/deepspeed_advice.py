@@ -118,7 +118,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
               "get_numactl_cmd": "bind processes with numactl in the command that starts them.",
               "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad "
               "get_hp_fragment_mapping fragment_address map_to_flat_opt_states link_hp_params "
-              "lazy_init_hp_params_optimizer_state safe_update_full_grad_vectorized get_caller_func":
+              "lazy_init_hp_params_optimizer_state get_caller_func":
                   "use safe_get_full_fp32_param and its like, of megatron_ds.utils."},
     "utils.comms_logging": {"CommsLogger get_caller_func convert_size calc_bw_log": PROFILER},
     "utils.debug": {"debug_extract_module_and_param_names debug_param2name debug_param2name_id_shape "

@@ -16,6 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import foreign_name
+
+
+def __getattr__(name: str) -> Any:
+    return foreign_name(__name__, name)
+
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient in fp32; None where there is none yet, or the parameter is frozen.

@@ -214,5 +214,5 @@ def test_leaf_modules_are_gathered_as_one_layer():
     assert megatron_ds.utils.get_z3_leaf_modules(outer) == [outer]
     megatron_ds.utils.unset_z3_leaf_modules(outer, ["ModuleDict"])
     assert len(find_layers(outer)) > 1
-    with pytest.raises(ConfigError, match="no module is of the classes Conv2d"):
+    with pytest.raises(ConfigError, match="no module of the class Conv2d is in the model"):
         megatron_ds.utils.set_z3_leaf_modules(outer, [nn.Conv2d])
