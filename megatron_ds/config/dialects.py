@@ -1,17 +1,22 @@
 """Flags of Megatron's forks: one table a fork.
 
-A `Dialect` has three parts. `names` are flags with an option here under another name; the value of a name is
+A `Dialect` has these parts. `names` are flags with an option here under another name; the value of a name is
 the flag here, or a flag with its value for a switch. `phrases` are flags with values that stand for several
-flags here; another value is refused. `answers` are flags without an option: accepted where
-they change no number, refused with the reason where they do (`unsupported.py`). Names of Megatron itself are
-in `unsupported*.py` and in the options; a flag that several forks have is in the first table that has it.
+flags here; another value is refused. `readers` are flags with the words of an option here in another form:
+the option, and the function (words, flag) → words of the option. `answers` are flags without an option:
+accepted where they change no number, refused with the reason where they do (`unsupported.py`). Names of
+Megatron itself are in `unsupported*.py` and in the options; a flag that several forks have is in the first
+table that has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from .answers import OFF, Answer, table
+from .weighted_splits import file_of_groups, words_of_groups
+
+Reader = Callable[[Sequence[str], str], list[str]]
 
 DEFAULT_KERNELS = "kernels are chosen by what the device supports"
 DEFAULT_LAYERS = "there is one implementation of each layer"
@@ -25,6 +30,7 @@ class Dialect:
     project: str
     names: Mapping[str, str] = field(default_factory=dict)
     phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    readers: Mapping[str, tuple[str, Reader]] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)
 
 
@@ -41,6 +47,10 @@ BIGSCIENCE = Dialect(
             "type:transformer|embedding":
                 "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"},
     },
+    readers={
+        f"--{part}-weighted-split-paths{suffix}": (f"--{part}-data-path", reader)
+        for part in ("train", "valid", "test")
+        for suffix, reader in (("", words_of_groups), ("-path", file_of_groups))},
     answers=table(
         accepted={
             DEFAULT_KERNELS: "--abort-on-unmet-fused-kernel-constraints",
@@ -53,11 +63,6 @@ BIGSCIENCE = Dialect(
         refused={
             "write --finetune, which loads weights only and starts at the first step.": "--reset-progress",
             "the loss is that of all tokens alike. Remove it.": "--norm-target-loss",
-            "a corpus has no range of documents of its own. Write weights and prefixes as --train-data-path, "
-            "--valid-data-path and --test-data-path, or one --data-path with --split.":
-                "--train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths "
-                "--train-weighted-split-paths-path --valid-weighted-split-paths-path "
-                "--test-weighted-split-paths-path",
             "every token sees only the tokens before it. Remove it.":
                 "--prefix-lm --prefixlm --loss-on-targets-only --reweight-loss-based-on-position-frequency",
             "write learning rates that follow the width as --param-group (docs/optimizers.md).":
@@ -213,5 +218,7 @@ FORK_NAMES: Mapping[str, str] = MappingProxyType(
     {name: flag for dialect in reversed(DIALECTS) for name, flag in dialect.names.items()})
 FORK_PHRASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {name: values for dialect in DIALECTS for name, values in dialect.phrases.items()})
+FORK_READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
+    {name: reader for dialect in DIALECTS for name, reader in dialect.readers.items()})
 FORK_FLAGS: Mapping[str, Answer] = MappingProxyType(
     {name: answer for dialect in reversed(DIALECTS) for name, answer in dialect.answers.items()})

@@ -99,7 +99,7 @@ def test_what_moves_no_number_is_accepted_with_a_reason(words):
     ("--handler-name x", "preprocess_data"), ("--norm-target-loss", "all tokens alike"),
     ("--moe-num-experts 8", "no bias"), ("--use-z-loss", "normalizer"), ("--vocab-extra-ids 10", "padded"),
     ("--fp16-lm-cross-entropy", "in fp32"), ("--init-method-xavier-uniform", "normally distributed"),
-    ("--train-weighted-split-paths x", "range of documents"), ("--rotary-scale-factor 2", "interpolation")])
+    ("--train-weighted-split-paths x", "not have the form"), ("--rotary-scale-factor 2", "interpolation")])
 def test_what_would_move_a_number_is_refused_with_the_reason(words, says):
     with pytest.raises(ConfigError, match=says):
         parsed(words)
