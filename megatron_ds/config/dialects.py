@@ -94,7 +94,8 @@ LLM_JP = Dialect(
 
 MINDSPEED = Dialect(
     "Ascend/MindSpeed-LLM",
-    names={"--context-parallel-algo": "--cp-comm-type", "--use-glm-rope": "--rotary-interleaved"},
+    names={"--context-parallel-algo": "--cp-comm-type", "--use-glm-rope": "--rotary-interleaved",
+           "--shared-expert-gate": "--moe-shared-expert-gate"},
     answers=table(
         accepted={
             DEFAULT_KERNELS:
@@ -116,6 +117,8 @@ MINDSPEED = Dialect(
                 "--recompute-activation-function --recompute-norm --moe-zero-memory "
                 "--adaptive-memory-optimization --recompute-in-bubble --recompute-in-advance "
                 "--moe-zero-memory-num-layers --enable-recompute-layers-per-pp-rank",
+            "the router computes in fp32": "--router-gating-in-fp32 --topk-softmax-in-fp32 "
+                                           "--moe-revert-type-after-topk",
             "no layer is skipped by default; a plain restart resumes a job": "--enable-high-availability",
         },
         refused={
@@ -126,8 +129,24 @@ MINDSPEED = Dialect(
                 "--add-rmsnorm-offset",
             "layers are not skipped. Write --pipeline-layout for an uneven pipeline.": "--noop-layers",
             "logits are not capped. Remove it.": "--output-logit-softcapping --attn-logit-softcapping",
+            "write --moe-shared-expert-intermediate-size, which is this times --moe-ffn-hidden-size.":
+                "--n-shared-experts",
+            "the weights of the chosen experts sum to 1 by default, also those of sigmoids. Remove it and "
+            "--moe-router-pre-softmax, and with --moe-router-load-balancing-type aux_loss also "
+            "--moe-router-topk-scaling-factor, which it undoes.": "--norm-topk-prob",
+            "it adds a loss of each sequence, divided by --tensor-model-parallel-size. Write "
+            "--moe-router-load-balancing-type seq_aux_loss.": "--seq-aux",
+            "tokens choose their experts. Remove it.": "--fix-router",
         },
-        only={}))
+        only={
+            "--first-k-dense-replace": Answer(
+                "no layer is dense because of it",
+                "write the layers with experts as --moe-layer-freq: for K = 3 of 27 layers ([0]*3+[1]*24).",
+                ("0", "-1", *OFF)),
+            "--shared-expert-gate-output-dimension": Answer(
+                "the gate of the shared experts is one number",
+                "the gate of the shared experts is one number a token. Remove it.", ("1", *OFF)),
+        }))
 
 PAI = Dialect(
     "alibaba/Pai-Megatron-Patch",
@@ -207,10 +226,21 @@ MEGABLOCKS = Dialect(
         "--expert-model-parallel-size sets how many ranks share the experts, which changes no number":
             "--moe-expert-model-parallelism",
     }, refused={
-        "experts of MegaBlocks have no bias in their first layer, and its loss of balance is a mean over the "
-        "layers. For such a model write --num-experts N --moe-router-pre-softmax.": "--moe-num-experts",
-        "write --moe-aux-loss-coeff, which is this divided by --num-layers.": "--moe-loss-weight",
-    }, only={}))
+        "a layer of MegaBlocks has one bias after the sum over its experts, which have none of their own; "
+        "the experts here have one each, or none. For the nearest model write --num-experts N and "
+        "--moe-router-pre-softmax.": "--moe-num-experts",
+        "write --moe-router-topk (its default in MegaBlocks is 1) with --num-experts.": "--moe-top-k",
+        "write --moe-aux-loss-coeff, which is this divided by --num-layers (its default is 0.1).":
+            "--moe-loss-weight",
+        "write --moe-input-jitter-eps.": "--moe-jitter-eps",
+    }, only={
+        "--moe-capacity-factor": Answer(
+            "0 drops no token, which is the default",
+            "an expert takes the first floor(factor × k × tokens / experts) tokens of a micro-batch. Write "
+            "--moe-expert-capacity-factor, --moe-token-drop-policy position and --moe-capacity-scope "
+            "micro-batch, which round up.",
+            ("0", *OFF)),
+    }))
 
 DIALECTS = (BIGSCIENCE, MEGATRON_LLAMA, LLM_JP, MINDSPEED, PAI, SWISS_AI, HYGON, HABANA, ZYPHRA, ARGONNE,
             MEGABLOCKS)

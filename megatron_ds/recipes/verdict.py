@@ -18,6 +18,7 @@ from typing import Any
 
 from ..config.answers import OFF
 from ..config.deepspeed_json import reading_of, unique_keys
+from ..config.dialects import FORK_READERS
 from ..config.flags import (
     CONFIG_FLAG,
     DEEPSPEED_FLAG,
@@ -171,7 +172,8 @@ def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str
 
 def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandLine, set[str]]:
     """(verdict, what the flag sets, the paths whose value is open)."""
-    value, spelling = shown(" ".join(words)), spellings().get(flag)
+    value, meaning = shown(" ".join(words)), FORK_READERS.get(flag, (flag, None))[0]
+    spelling = spellings().get(meaning)
     closed = [word for word in words if not IS_OPEN.search(word)]
     if (unknown := _not_known(flag, spelling, words, closed)) is not None:
         kind, text = (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")

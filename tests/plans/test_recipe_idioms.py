@@ -102,20 +102,28 @@ def test_a_file_of_any_name_is_recognised_by_how_it_begins(tmp_path, name, text,
 
 
 def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
-    (tmp_path / "ds").write_text('{"train_batch_size": 4, "wandb": {"enabled": true, "project": "p"}, '
+    (tmp_path / "ds").write_text('{"train_batch_size": 4, "tensor_parallel": {"autotp_size": 2}, '
                                  '"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}')
     found = {}
     for reader in ("train", "engine"):
         code = check_recipe.main(["--for", reader, str(tmp_path / "ds")])
         found[reader] = code, capsys.readouterr().out
     assert found["train"][0] == 0 and "for pretrain_gpt.py" in found["train"][1]
-    assert found["engine"][0] == 1 and "wandb" in found["engine"][1]
+    assert found["engine"][0] == 1 and "autotp_size is refused" in found["engine"][1]
 
 
 def test_a_flag_that_is_refused_with_any_value_is_refused_with_an_unknown_one(tmp_path):
-    for flag in ("--fp8-format", "--train-weighted-split-paths-path", "--kd-temp"):
+    for flag in ("--fp8-format", "--goldfish-k", "--kd-temp"):
         assessment, = assessed(tmp_path, f"torchrun pretrain_gpt.py {TINY} {flag} $VALUE")
         assert [verdict.name for verdict in assessment.verdicts if verdict.kind is Kind.REFUSED] == [flag]
+
+
+def test_groups_and_files_of_split_paths_may_have_unknown_values(tmp_path):
+    on_text = TINY.replace('--mock-data', '--tokenizer-type NullTokenizer')
+    for words in ("-path $VALUE", "-path $DIR/p31_train.txt", ' "TRAIN: 1 0:0.9 $CORPUS"', " $GROUP"):
+        run = f"torchrun pretrain_gpt.py {on_text} --train-weighted-split-paths{words}"
+        assessment, = assessed(tmp_path, run)
+        assert assessment.is_accepted, (words, assessment)
 
 
 def test_unknown_files_of_a_vocabulary_imply_its_tokenizer(tmp_path):
