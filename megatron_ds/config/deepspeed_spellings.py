@@ -19,9 +19,11 @@ UNPREFIXED = ("prefetch_bucket_size", "param_persistence_threshold", "model_pers
 OTHERS = {"cpu_offload_param": "cpu_offload_params"}
 DEVICES = ("cpu", "nvme")
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
-# A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket.
-_EXTRAS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|\#)[^\n]*|/\*.*?\*/', re.DOTALL)
-_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
+# A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket. A string or comment
+# without an end goes on to the end of its line or of the text, so that no part is read twice.
+_STRING = r'"(?:\\[^\n]|[^"\n])*+(?:"|$)'
+_EXTRAS = re.compile(rf"{_STRING}|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL | re.MULTILINE)
+_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.MULTILINE)
 
 
 def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

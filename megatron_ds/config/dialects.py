@@ -94,8 +94,7 @@ LLM_JP = Dialect(
 
 MINDSPEED = Dialect(
     "Ascend/MindSpeed-LLM",
-    names={"--context-parallel-algo": "--cp-comm-type", "--use-glm-rope": "--rotary-interleaved",
-           "--shared-expert-gate": "--moe-shared-expert-gate"},
+    names={"--context-parallel-algo": "--cp-comm-type", "--use-glm-rope": "--rotary-interleaved"},
     answers=table(
         accepted={
             DEFAULT_KERNELS:
@@ -137,6 +136,7 @@ MINDSPEED = Dialect(
             "it adds a loss of each sequence, divided by --tensor-model-parallel-size. Write "
             "--moe-router-load-balancing-type seq_aux_loss.": "--seq-aux",
             "tokens choose their experts. Remove it.": "--fix-router",
+            "write --moe-shared-expert-gate.": "--shared-expert-gate",
         },
         only={
             "--first-k-dense-replace": Answer(

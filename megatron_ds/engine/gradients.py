@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, MegatronDSError
-from ..mpu.collectives import all_reduce_
+from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.group import Group
 from ..zero.buckets import GradBuckets, GradientStore
 from ..zero.layout import SlotPiece
 from ..zero.parameter_set import ParameterSet
+from ..zero.shard_optimizer import Leaf
 
 if TYPE_CHECKING:
     from .engine_status import EngineStatus
@@ -205,8 +206,9 @@ class Gradients:
 
     def full_state(self, parameter: nn.Parameter, kind: str = WEIGHT) -> torch.Tensor:
         """The whole fp32 master ("weight"), or state of the optimizer ("exp_avg", …). Collective."""
-        found = list(self._states(parameter, kind))
         place = self._place_of(parameter)
+        self._check_kind(parameter, place, kind)
+        found = list(self._states(parameter, kind))
         if not place.set.store.sharded:
             [(_, tensor)] = found
             return tensor.clone().view(parameter.shape)
@@ -216,6 +218,7 @@ class Gradients:
     def set_full_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = WEIGHT) -> None:
         """Replace a master or state by `value`, the same on all ranks. Collective."""
         _check_shape(parameter, value)
+        self._check_kind(parameter, self._place_of(parameter), kind)
         zero = self._engine.zero
         zero.before_change()
         for piece, tensor in self._states(parameter, kind):
@@ -228,17 +231,27 @@ class Gradients:
         return next(found)
 
     def _states(self, parameter: nn.Parameter, kind: str) -> Iterator[tuple[SlotPiece, torch.Tensor]]:
-        """(piece, flat tensor without padding) of this rank. Raises ConfigError for an unknown kind."""
-        zero, place = self._engine.zero, self._place_of(parameter)
-        zero.wait_for_weights()
+        """(piece, flat tensor without padding) of the parts that this rank updates."""
+        place = self._place_of(parameter)
+        self._engine.zero.wait_for_weights()
+        for leaf in place.set.leaves:
+            if leaf.piece.slot == place.index:
+                yield leaf.piece, leaf.unpadded(self._state_of(place, leaf)[kind])
+
+    def _state_of(self, place: _Place, leaf: Leaf) -> dict[str, torch.Tensor]:
+        state = self._engine.zero._optimizer_of(leaf).state_of(leaf) if place.set.buckets is not None else ()
+        return {WEIGHT: leaf.tensor.detach(), **dict(state)}
+
+    def _check_kind(self, parameter: nn.Parameter, place: _Place, kind: str) -> None:
+        """Raises ConfigError on all ranks for an unknown kind, also where a rank has no part. Collective."""
+        if kind == WEIGHT:
+            return
         leaves = [leaf for leaf in place.set.leaves if leaf.piece.slot == place.index]
-        for leaf in leaves:
-            state = dict(zero._optimizer_of(leaf).state_of(leaf)) if place.set.buckets is not None else {}
-            state[WEIGHT] = leaf.tensor.detach()
-            if kind not in state:
-                raise ConfigError(f"{parameter.spec.name} has no state {kind!r}. It has "
-                                  f"{', '.join(sorted(state.keys() - {WEIGHT})) or 'none'}.")
-            yield leaf.piece, leaf.unpadded(state[kind])
+        here = {name for leaf in leaves for name in self._state_of(place, leaf)} - {WEIGHT}
+        known = here.union(*all_gather_object(here, place.set.store.ranks.data))
+        if kind not in known:
+            raise ConfigError(f"{parameter.spec.name} has no state {kind!r}. It has "
+                              f"{', '.join(sorted(known)) or 'none'}.")
 
     @torch.no_grad()
     def _assembled(self, parameter: nn.Parameter, place: _Place,
@@ -260,6 +273,6 @@ def _check_shape(parameter: nn.Parameter, value: torch.Tensor) -> None:
 _NO_GRAD = (
     "p.grad of {name} at ZeRO stage {stage}: each of {size} data-parallel ranks holds a shard of the "
     "gradient, so clip_grad_norm_(engine.parameters()) and the like would see none. To clip, set "
-    '"gradient_clipping" in the config; engine.get_global_grad_norm() has the norm after the step. To read '
-    "or change gradients, call megatron_ds.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value) on all "
-    "ranks, or use stage 0.")
+    '"gradient_clipping" in the config; engine.get_global_grad_norm() has the norm after the step. '
+    "To read or change gradients, call megatron_ds.utils.safe_get_full_grad(p) and "
+    "safe_set_full_grad(p, value) on all ranks, or use stage 0.")

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..config.answers import OFF
 from ..config.deepspeed_json import reading_of, unique_keys
+from ..config.deepspeed_spellings import loads
 from ..config.dialects import FORK_READERS
 from ..config.flags import (
     CONFIG_FLAG,
@@ -254,7 +255,7 @@ def _read_json(name: str, text: str, is_copy: bool) -> Reading:
 
 def _block_of(name: str, text: str) -> dict[str, Any]:
     """The block of a JSON text. Raises ConfigError."""
-    parsed = partial(json.loads, object_pairs_hook=unique_keys(name))
+    parsed = partial(loads, object_pairs_hook=unique_keys(name))
     try:
         try:
             block = parsed(text)

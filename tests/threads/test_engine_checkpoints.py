@@ -211,9 +211,10 @@ def test_names_do_not_depend_on_torch_compile(stages, compiled_first, tmp_path):
 
 
 def test_a_compiled_module_is_trained_by_names_of_the_plain_one():
-    config = config_of(2, 1) | {"optimizer": {"type": "AdamW", "params": {
-        "lr": 0.01, "param_groups": ["down.*:lr_factor=2,decay=off"]}}}
+    config = config_of(2, 1) | {"optimizer": {"type": "AdamW", "params": {"lr": 0.01},
+                                                      "param_groups": ["down.*:lr_factor=2,decay=off"]}}
     compiled = lambda: torch.compile(adapted()(), backend="eager")
-    found, = on_ranks(1, lambda engine, rank: (train(engine, rank), engine.full_state_dict())[1], compiled, config)
-    plain, = on_ranks(1, lambda engine, rank: (train(engine, rank), engine.full_state_dict())[1], adapted(), config)
+    main = lambda engine, rank: (train(engine, rank), engine.full_state_dict())[1]
+    found, = on_ranks(1, main, compiled, config)
+    plain, = on_ranks(1, main, adapted(), config)
     assert same(found, plain)
