@@ -141,7 +141,8 @@ def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule
 def config_of(training: Training, ranks: int) -> RunConfig:
     """The configuration of a training for this many processes; open values have their defaults."""
     line, _, _, _ = _read_words(training)
-    readings = [_read_file(name, text) for name, text in training.files.items()]
+    readings = [_read_file(name, text, is_copy=name in training.copies)
+                for name, text in training.files.items()]
     defaults = {"model": "bert"} if "bert" in training.script else {}
     return assembled(line, readings, ranks, defaults)[0]
 

@@ -8,7 +8,7 @@ from megatron_ds.commands import check_recipe
 from megatron_ds.recipes.recipe_file import kind_of, read_recipe
 from megatron_ds.recipes.shell_script import included_devices, read_script
 from megatron_ds.recipes.shell_values import shown
-from megatron_ds.recipes.verdict import Kind, assess
+from megatron_ds.recipes.verdict import Kind, assess, config_of
 
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
         "--train-iters 4 --lr 1e-3 --mock-data --vocab-size 61")
@@ -145,3 +145,12 @@ def test_options_in_an_unknown_variable_may_set_what_is_missing(tmp_path):
     assert unknown.is_accepted
     mode, = (verdict for verdict in unknown.verdicts if verdict.name == "--train-mode")
     assert mode.kind is Kind.ACCEPTED
+
+
+def test_the_configuration_of_a_recipe_has_the_values_of_its_json(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 2}}')
+    run = f"torchrun pretrain_gpt.py {TINY} --deepspeed --deepspeed_config ds.json"
+    (tmp_path / "run.sh").write_text(run)
+    training, = read_recipe(tmp_path / "run.sh", {})
+    config = config_of(training, 1)
+    assert config.zero.zero_stage == 2 and config.train.global_batch_size == 4
