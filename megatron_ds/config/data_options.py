@@ -19,7 +19,9 @@ class DataConfig:
     """
 
     data_path: tuple[str, ...] = option((), per_host=True,
-        help="Prefix of the .bin/.idx pair; or several prefixes, all or none of them preceded by a weight.")
+        help="Prefix of the .bin/.idx pair; or several prefixes, all or none of them preceded by a weight. "
+             "START:END before a prefix chooses a range of its documents (0:0.6: the first 60 %). @FILE: the "
+             "words are in a file.")
     split: str | None = option(
         None, strip="'\" ",
         help=f"Proportions of --data-path for training, validation and test. Default: {DEFAULT_SPLIT}.")

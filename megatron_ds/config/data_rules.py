@@ -1,7 +1,7 @@
 """Rules about the data (its source, the samples made of it) and data efficiency (curricula, random-LTD)."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..difficulty import Difficulty
 from .data_efficiency_options import RESHAPE, length_difficulty, read_metric
@@ -44,7 +44,7 @@ def corpus(config: RunConfig) -> Iterator[str]:
     if paths and not data.train_data_path:
         yield f"[{paths[0]}] without --train-data-path: there is no training data. Add --train-data-path."
     words = next(filter(None, (data.data_path, data.train_data_path)), ())
-    if data.blend_weights == "epochs" and (data.mock_data or words and not is_number(words[0])):
+    if data.blend_weights == "epochs" and (data.mock_data or _has_no_weights(words)):
         yield ("[blend_weights] needs a weight before each prefix: the number of epochs of that corpus. Add "
                "the weights.")
     if chosen and not data.mock_data and data.tokenizer_type is None:
@@ -52,6 +52,11 @@ def corpus(config: RunConfig) -> Iterator[str]:
                "for bare ids).")
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         yield "missing: --vocab-size. [tokenizer_type] has no vocabulary file to read it from."
+
+
+def _has_no_weights(words: Sequence[str]) -> bool:
+    """Whether a data path is prefixes alone. False for a file, which is read when the data are opened."""
+    return bool(words) and not words[0].startswith("@") and not is_number(words[0])
 
 
 def is_number(text: str) -> bool:

@@ -1,17 +1,22 @@
 """Flags of Megatron's forks: one table a fork.
 
-A `Dialect` has three parts. `names` are flags with an option here under another name; the value of a name is
+A `Dialect` has these parts. `names` are flags with an option here under another name; the value of a name is
 the flag here, or a flag with its value for a switch. `phrases` are flags with values that stand for several
-flags here; another value is refused. `answers` are flags without an option: accepted where
-they change no number, refused with the reason where they do (`unsupported.py`). Names of Megatron itself are
-in `unsupported*.py` and in the options; a flag that several forks have is in the first table that has it.
+flags here; another value is refused. `readers` are flags with the words of an option here in another form:
+the option, and the function (words, flag) → words of the option. `answers` are flags without an option:
+accepted where they change no number, refused with the reason where they do (`unsupported.py`). Names of
+Megatron itself are in `unsupported*.py` and in the options; a flag that several forks have is in the first
+table that has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from .answers import OFF, Answer, table
+from .weighted_splits import file_of_groups, words_of_groups
+
+Reader = Callable[[Sequence[str], str], list[str]]
 
 DEFAULT_KERNELS = "kernels are chosen by what the device supports"
 DEFAULT_LAYERS = "there is one implementation of each layer"
@@ -25,6 +30,7 @@ class Dialect:
     project: str
     names: Mapping[str, str] = field(default_factory=dict)
     phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    readers: Mapping[str, tuple[str, Reader]] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)
 
 
@@ -41,6 +47,10 @@ BIGSCIENCE = Dialect(
             "type:transformer|embedding":
                 "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"},
     },
+    readers={
+        f"--{part}-weighted-split-paths{suffix}": (f"--{part}-data-path", reader)
+        for part in ("train", "valid", "test")
+        for suffix, reader in (("", words_of_groups), ("-path", file_of_groups))},
     answers=table(
         accepted={
             DEFAULT_KERNELS: "--abort-on-unmet-fused-kernel-constraints",
@@ -53,11 +63,6 @@ BIGSCIENCE = Dialect(
         refused={
             "write --finetune, which loads weights only and starts at the first step.": "--reset-progress",
             "the loss is that of all tokens alike. Remove it.": "--norm-target-loss",
-            "a corpus has no range of documents of its own. Write weights and prefixes as --train-data-path, "
-            "--valid-data-path and --test-data-path, or one --data-path with --split.":
-                "--train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths "
-                "--train-weighted-split-paths-path --valid-weighted-split-paths-path "
-                "--test-weighted-split-paths-path",
             "every token sees only the tokens before it. Remove it.":
                 "--prefix-lm --prefixlm --loss-on-targets-only --reweight-loss-based-on-position-frequency",
             "write learning rates that follow the width as --param-group (docs/optimizers.md).":
@@ -111,6 +116,8 @@ MINDSPEED = Dialect(
                 "--recompute-activation-function --recompute-norm --moe-zero-memory "
                 "--adaptive-memory-optimization --recompute-in-bubble --recompute-in-advance "
                 "--moe-zero-memory-num-layers --enable-recompute-layers-per-pp-rank",
+            "the router computes in fp32": "--router-gating-in-fp32 --topk-softmax-in-fp32 "
+                                           "--moe-revert-type-after-topk",
             "no layer is skipped by default; a plain restart resumes a job": "--enable-high-availability",
         },
         refused={
@@ -121,8 +128,25 @@ MINDSPEED = Dialect(
                 "--add-rmsnorm-offset",
             "layers are not skipped. Write --pipeline-layout for an uneven pipeline.": "--noop-layers",
             "logits are not capped. Remove it.": "--output-logit-softcapping --attn-logit-softcapping",
+            "write --moe-shared-expert-intermediate-size, which is this times --moe-ffn-hidden-size.":
+                "--n-shared-experts",
+            "the weights of the chosen experts sum to 1 by default, also those of sigmoids. Remove it and "
+            "--moe-router-pre-softmax, and with --moe-router-load-balancing-type aux_loss also "
+            "--moe-router-topk-scaling-factor, which it undoes.": "--norm-topk-prob",
+            "it adds a loss of each sequence, divided by --tensor-model-parallel-size. Write "
+            "--moe-router-load-balancing-type seq_aux_loss.": "--seq-aux",
+            "tokens choose their experts. Remove it.": "--fix-router",
+            "write --moe-shared-expert-gate.": "--shared-expert-gate",
         },
-        only={}))
+        only={
+            "--first-k-dense-replace": Answer(
+                "no layer is dense because of it",
+                "write the layers with experts as --moe-layer-freq: for K = 3 of 27 layers ([0]*3+[1]*24).",
+                ("0", "-1", *OFF)),
+            "--shared-expert-gate-output-dimension": Answer(
+                "the gate of the shared experts is one number",
+                "the gate of the shared experts is one number a token. Remove it.", ("1", *OFF)),
+        }))
 
 PAI = Dialect(
     "alibaba/Pai-Megatron-Patch",
@@ -202,10 +226,21 @@ MEGABLOCKS = Dialect(
         "--expert-model-parallel-size sets how many ranks share the experts, which changes no number":
             "--moe-expert-model-parallelism",
     }, refused={
-        "experts of MegaBlocks have no bias in their first layer, and its loss of balance is a mean over the "
-        "layers. For such a model write --num-experts N --moe-router-pre-softmax.": "--moe-num-experts",
-        "write --moe-aux-loss-coeff, which is this divided by --num-layers.": "--moe-loss-weight",
-    }, only={}))
+        "a layer of MegaBlocks has one bias after the sum over its experts, which have none of their own; "
+        "the experts here have one each, or none. For the nearest model write --num-experts N and "
+        "--moe-router-pre-softmax.": "--moe-num-experts",
+        "write --moe-router-topk (its default in MegaBlocks is 1) with --num-experts.": "--moe-top-k",
+        "write --moe-aux-loss-coeff, which is this divided by --num-layers (its default is 0.1).":
+            "--moe-loss-weight",
+        "write --moe-input-jitter-eps.": "--moe-jitter-eps",
+    }, only={
+        "--moe-capacity-factor": Answer(
+            "0 drops no token, which is the default",
+            "an expert takes the first floor(factor × k × tokens / experts) tokens of a micro-batch. Write "
+            "--moe-expert-capacity-factor, --moe-token-drop-policy position and --moe-capacity-scope "
+            "micro-batch, which round up.",
+            ("0", *OFF)),
+    }))
 
 DIALECTS = (BIGSCIENCE, MEGATRON_LLAMA, LLM_JP, MINDSPEED, PAI, SWISS_AI, HYGON, HABANA, ZYPHRA, ARGONNE,
             MEGABLOCKS)
@@ -213,5 +248,7 @@ FORK_NAMES: Mapping[str, str] = MappingProxyType(
     {name: flag for dialect in reversed(DIALECTS) for name, flag in dialect.names.items()})
 FORK_PHRASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {name: values for dialect in DIALECTS for name, values in dialect.phrases.items()})
+FORK_READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
+    {name: reader for dialect in DIALECTS for name, reader in dialect.readers.items()})
 FORK_FLAGS: Mapping[str, Answer] = MappingProxyType(
     {name: answer for dialect in reversed(DIALECTS) for name, answer in dialect.answers.items()})

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
-from .dialects import FORK_NAMES, FORK_PHRASES
+from .dialects import FORK_NAMES, FORK_PHRASES, FORK_READERS
 from .option import Option, coerce
 from .reading import Reading, Setting
 from .run import Source, all_options
@@ -99,10 +99,13 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 line.settings.append(_setting(flag, words))
             elif flag in FORK_PHRASES:
                 line.settings += _of_phrase(flag, words)
+            elif flag in FORK_READERS:
+                line.settings.append(_of_reader(flag, words))
             else:
                 _without_option(line, typed, words)
         except ConfigError as error:
-            line.refuse(error, spellings()[flag].option.path if flag in spellings() else None)
+            known = FORK_READERS[flag][0] if flag in FORK_READERS else flag
+            line.refuse(error, spellings()[known].option.path if known in spellings() else None)
     return settled(line)
 
 
@@ -202,6 +205,12 @@ def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
     if value not in known:
         raise ConfigError(f"{flag} {value} is not available. It may be {', '.join(known)}.")
     return [replace(_setting(other, []), source=Source("flag", flag)) for other in known[value].split()]
+
+
+def _of_reader(flag: str, words: list[str]) -> Setting:
+    """The setting of a flag of a fork with words in another form."""
+    other, reader = FORK_READERS[flag]
+    return replace(_setting(other, reader(words, flag)), source=Source("flag", flag))
 
 
 def _one_word(flag: str, words: list[str], option: Option) -> str:

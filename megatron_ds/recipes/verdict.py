@@ -19,6 +19,7 @@ from typing import Any
 from ..config.answers import OFF
 from ..config.deepspeed_json import reading_of, unique_keys
 from ..config.deepspeed_spellings import loads
+from ..config.dialects import FORK_READERS
 from ..config.flags import (
     CONFIG_FLAG,
     DEEPSPEED_FLAG,
@@ -139,7 +140,8 @@ def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule
 def config_of(training: Training, ranks: int) -> RunConfig:
     """The configuration of a training for this many processes; open values have their defaults."""
     line, _, _, _ = _read_words(training)
-    readings = [_read_file(name, text) for name, text in training.files.items()]
+    readings = [_read_file(name, text, is_copy=name in training.copies)
+                for name, text in training.files.items()]
     defaults = {"model": "bert"} if "bert" in training.script else {}
     return assembled(line, readings, ranks, defaults)[0]
 
@@ -171,7 +173,8 @@ def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str
 
 def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandLine, set[str]]:
     """(verdict, what the flag sets, the paths whose value is open)."""
-    value, spelling = shown(" ".join(words)), spellings().get(flag)
+    value, meaning = shown(" ".join(words)), FORK_READERS.get(flag, (flag, None))[0]
+    spelling = spellings().get(meaning)
     closed = [word for word in words if not IS_OPEN.search(word)]
     if (unknown := _not_known(flag, spelling, words, closed)) is not None:
         kind, text = (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")

@@ -39,7 +39,7 @@ def _identity(values: Mapping[str, Any]) -> Facts:
 def _blend(values: tuple[str, ...]) -> list:
     """Weights and names without folders."""
     blend = parse_blend(values, "the data path")
-    return [[Path(prefix).name for prefix in blend.prefixes], list(blend.weights or ())]
+    return [[piece.name for piece in blend.slices], list(blend.weights or ())]
 
 
 def _corpora(part: str, values: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, str]]]:

@@ -12,6 +12,7 @@ from megatron_ds.config.data_options import DataConfig
 from megatron_ds.data.loading.blend import (
     Blend,
     Draw,
+    Slice,
     build_blend_index,
     build_exhaustive_index,
     count_draws,
@@ -194,7 +195,7 @@ def test_a_file_of_parts_that_is_none_is_an_error_with_an_example(tmp_path, text
 def test_weights_of_zero_leave_a_corpus_out_and_nothing_but_zeros_is_an_error():
     blend = parse_blend(["3", "a", "0", "b", "1", "c"], "--data-path")
     assert blend.prefixes == ("a", "c") and blend.shares == [0.75, 0.25] and blend.left_out == ("b",)
-    assert parse_blend(["0", "a", "1", "a"], "--data-path") == Blend(("a",), (1.0,), ("a",))
+    assert parse_blend(["0", "a", "1", "a"], "--data-path") == Blend((Slice("a"),), (1.0,), ("a",))
     with pytest.raises(ConfigError, match="all weights are 0"):
         parse_blend(["0", "a", "0", "b"], "--data-path")
 

@@ -87,6 +87,7 @@ SPEC = "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_
     "--use-precision-aware-optimizer --main-params-dtype fp32 --exp-avg-dtype fp32", "--dist-url env://",
     "--use-mpi", "--no-shared-storage", "--use-fused-swiglu", "--tiktoken-pattern v2", "--rope-type rope",
     f"--spec {SPEC}", "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec", "--no-one-logger",
+    "--first-k-dense-replace -1", "--moe-capacity-factor 0", "--router-gating-in-fp32",
     "--mid-level-dataset-surplus 0.005", "--dataset MMAP", "--train-mode pretrain", "--lazy-mpu-init"])
 def test_what_moves_no_number_is_accepted_with_a_reason(words):
     config = parsed(words)
@@ -97,9 +98,12 @@ def test_what_moves_no_number_is_accepted_with_a_reason(words):
     ("--exp-avg-dtype fp8", "in fp32"), ("--spec my.layers spec", "chosen by its options"),
     ("--rope-type yarn", "position-embedding-type yarn"), ("--goldfish-loss", "every token counts"),
     ("--handler-name x", "preprocess_data"), ("--norm-target-loss", "all tokens alike"),
-    ("--moe-num-experts 8", "no bias"), ("--use-z-loss", "normalizer"), ("--vocab-extra-ids 10", "padded"),
+    ("--moe-num-experts 8", "one bias after the sum"), ("--moe-loss-weight 0.1", "divided by --num-layers"),
+    ("--moe-capacity-factor 1", "floor"), ("--first-k-dense-replace 3", "moe-layer-freq"),
+    ("--n-shared-experts 1", "times --moe-ffn-hidden-size"), ("--norm-topk-prob", "sum to 1 by default"),
+    ("--use-z-loss", "normalizer"), ("--vocab-extra-ids 10", "padded"),
     ("--fp16-lm-cross-entropy", "in fp32"), ("--init-method-xavier-uniform", "normally distributed"),
-    ("--train-weighted-split-paths x", "range of documents"), ("--rotary-scale-factor 2", "interpolation")])
+    ("--train-weighted-split-paths x", "not have the form"), ("--rotary-scale-factor 2", "interpolation")])
 def test_what_would_move_a_number_is_refused_with_the_reason(words, says):
     with pytest.raises(ConfigError, match=says):
         parsed(words)

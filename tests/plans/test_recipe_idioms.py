@@ -8,7 +8,7 @@ from megatron_ds.commands import check_recipe
 from megatron_ds.recipes.recipe_file import kind_of, read_recipe
 from megatron_ds.recipes.shell_script import included_devices, read_script
 from megatron_ds.recipes.shell_values import shown
-from megatron_ds.recipes.verdict import Kind, assess
+from megatron_ds.recipes.verdict import Kind, assess, config_of
 
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
         "--train-iters 4 --lr 1e-3 --mock-data --vocab-size 61")
@@ -114,9 +114,17 @@ def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
 
 
 def test_a_flag_that_is_refused_with_any_value_is_refused_with_an_unknown_one(tmp_path):
-    for flag in ("--fp8-format", "--train-weighted-split-paths-path", "--kd-temp"):
+    for flag in ("--fp8-format", "--goldfish-k", "--kd-temp"):
         assessment, = assessed(tmp_path, f"torchrun pretrain_gpt.py {TINY} {flag} $VALUE")
         assert [verdict.name for verdict in assessment.verdicts if verdict.kind is Kind.REFUSED] == [flag]
+
+
+def test_groups_and_files_of_split_paths_may_have_unknown_values(tmp_path):
+    on_text = TINY.replace('--mock-data', '--tokenizer-type NullTokenizer')
+    for words in ("-path $VALUE", "-path $DIR/p31_train.txt", ' "TRAIN: 1 0:0.9 $CORPUS"', " $GROUP"):
+        run = f"torchrun pretrain_gpt.py {on_text} --train-weighted-split-paths{words}"
+        assessment, = assessed(tmp_path, run)
+        assert assessment.is_accepted, (words, assessment)
 
 
 def test_unknown_files_of_a_vocabulary_imply_its_tokenizer(tmp_path):
@@ -138,3 +146,12 @@ def test_options_in_an_unknown_variable_may_set_what_is_missing(tmp_path):
     assert unknown.is_accepted
     mode, = (verdict for verdict in unknown.verdicts if verdict.name == "--train-mode")
     assert mode.kind is Kind.ACCEPTED
+
+
+def test_the_configuration_of_a_recipe_has_the_values_of_its_json(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 2}}')
+    run = f"torchrun pretrain_gpt.py {TINY} --deepspeed --deepspeed_config ds.json"
+    (tmp_path / "run.sh").write_text(run)
+    training, = read_recipe(tmp_path / "run.sh", {})
+    config = config_of(training, 1)
+    assert config.zero.zero_stage == 2 and config.train.global_batch_size == 4

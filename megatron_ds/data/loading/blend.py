@@ -1,6 +1,8 @@
 """The corpora and their parts: from the data flags, the files that they name, and --split.
 
     --data-path 0.3 a 0.7 b
+    --data-path 0.3 0:0.6 a 0.7 b     of a the first 60 % of its documents
+    --data-path @FILE                 the words in a file, also in the form of BigScience's fork
     --data-args-path FILE             the same in a file, on any number of lines
     --train-data-path a --valid-…     a path for each part
     --per-split-data-args-path FILE   {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}
@@ -14,7 +16,7 @@ any part of the training sees the mixture.
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ...config.weighted_splits import words_of_file
 from ...errors import ConfigError, DataError
 from .index_maps import extension, num_threads
 
@@ -37,6 +40,7 @@ BYTES_PER_THREAD = 60                                # and dataset, besides the 
 SPARE = 1 / 2000                                            # of the result, for that
 COUNTED_AT_ONCE = 1 << 22
 MOST_ROWS = 24                                              # of the table of draws
+RANGE = re.compile(r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)")    # of documents, before a prefix
 
 
 class DataPath(NamedTuple):
@@ -54,21 +58,22 @@ class Sources(NamedTuple):
 
 
 def read_sources(data: "DataConfig") -> Sources:
-    """Reads only the files of --(per-split-)data-args-path. Raises DataError for a wrong one."""
+    """Reads only the files of --(per-split-)data-args-path and of @FILE. Raises DataError for a wrong one."""
     if data.per_split_data_args_path:
         flag, path = "--per-split-data-args-path", data.per_split_data_args_path
         found = _json_values(flag, path)
         return Sources(None, tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS))
     if data.has_split_paths:
         paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
-        return Sources(None, tuple(DataPath(f"--{part}-data-path", values) for part, values in paths.items()))
+        return Sources(None, tuple(_written_out(f"--{part}-data-path", words)
+                                   for part, words in paths.items()))
     if data.data_args_path:
         flag, path = "--data-args-path", data.data_args_path
         values = _text(flag, path).split()
         if not values:
             raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
         return Sources(DataPath(f"{flag} {path}", tuple(values)), ())
-    return Sources(DataPath("--data-path", tuple(data.data_path)), ())
+    return Sources(_written_out("--data-path", tuple(data.data_path)), ())
 
 
 def parse_split(text: str) -> tuple[float, ...]:
@@ -94,6 +99,17 @@ def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
     """
     bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
     return tuple(range(first, last) for first, last in zip(bounds, bounds[1:]))
+
+
+def _written_out(flag: str, words: tuple[str, ...]) -> DataPath:
+    """The data path, with the words of the file for @FILE."""
+    if len(words) != 1 or not words[0].startswith("@"):
+        return DataPath(flag, words)
+    path, flag = words[0][1:], f"{flag} {words[0]}"
+    found = words_of_file(_text(flag, path), flag)
+    if not found:
+        raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
+    return DataPath(flag, tuple(found))
 
 
 def _json_values(flag: str, path: str) -> dict[str, tuple[str, ...]]:
@@ -126,19 +142,49 @@ def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
     return DataError(f"{flag} {path}: {what}. It must hold {form}.")
 
 
+class Slice(NamedTuple):
+    """A range of the documents of a corpus, as fractions of their number; by default all of them."""
+
+    prefix: str
+    first: float = 0.0
+    last: float = 1.0
+
+    def documents(self, count: int) -> range:
+        """The range of `count` documents. Bounds are rounded to a whole document, half to even, as in
+        BigScience's fork.
+        """
+        return range(round(self.first * count), round(self.last * count))
+
+    @property
+    def range_text(self) -> str:
+        """ " 0:0.6" for a part of the documents, "" for all of them."""
+        return "" if (self.first, self.last) == (0, 1) else f" {self.first:g}:{self.last:g}"
+
+    @property
+    def name(self) -> str:
+        """The name without a folder, for tables and messages."""
+        return Path(self.prefix).name + self.range_text
+
+
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of corpora, and their weights as given; None to draw each sample once."""
+    """Corpora or ranges of them, and their weights as given; None to draw each sample once."""
 
-    prefixes: tuple[str, ...]
+    slices: tuple[Slice, ...]
     weights: tuple[float, ...] | None
     left_out: tuple[str, ...] = ()              # of weight 0
 
-    def without(self, prefixes: Collection[str]) -> "Blend":
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The prefix of each corpus."""
+        return tuple(part.prefix for part in self.slices)
+
+    def without(self, slices: Collection[Slice]) -> "Blend":
         """The blend without these corpora; the others keep their proportions."""
-        kept = [i for i, prefix in enumerate(self.prefixes) if prefix not in prefixes]
+        kept = [i for i, part in enumerate(self.slices) if part not in slices]
         weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
-        return Blend(tuple(self.prefixes[i] for i in kept), weights, (*self.left_out, *prefixes))
+        return Blend(tuple(self.slices[i] for i in kept), weights,
+                     (*self.left_out, *(part.prefix for part in slices)))
 
     def times(self, sizes: Sequence[float]) -> "Blend":
         """Each weight times its size: turns epochs of each corpus into samples."""
@@ -156,12 +202,17 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`["0.3", "a", "0.7", "b"]`, or prefixes alone. Corpora of weight 0 are left out. Raises ConfigError."""
-    weights = [_number(word) for word in words[0::2]]
+    """`["0.3", "a", "0.7", "0:0.6", "b"]`, or prefixes alone, each with or without a range of its documents.
+
+    Corpora of weight 0 are left out. Raises ConfigError.
+    """
+    given = f"{flag} {' '.join(words[:12])}{' …' * (len(words) > 12)}"
+    items = list(_with_ranges(words, given))
+    weights = [_number(item) for item in items[0::2]]
     if weights[0] is None:
-        return Blend(tuple(words), None)
-    prefixes, given = tuple(words[1::2]), f"{flag} {' '.join(words[:12])}{' …' * (len(words) > 12)}"
-    if len(words) % 2 or None in weights:
+        return Blend(tuple(map(_slice, items)), None)
+    prefixes = tuple(map(_slice, items[1::2]))
+    if len(items) % 2 or None in weights:
         raise ConfigError(f"{given}: give either prefixes alone, or a weight before each of them.")
     if wrong := [w for w in weights if not 0 <= w < math.inf]:
         raise ConfigError(f"{given}: weight {wrong[0]:g} is not allowed. Weights are proportions: numbers of "
@@ -174,7 +225,29 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
                           "Merge some.")
     kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
     return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept),
-                 tuple(prefixes[i] for i in left_out))
+                 tuple(prefixes[i].prefix for i in left_out))
+
+
+def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | Slice]:
+    """The words, each range and the prefix after it as one `Slice`."""
+    remaining = iter(words)
+    for word in remaining:
+        found = RANGE.fullmatch(word)
+        if not found:
+            yield word
+            continue
+        first, last = map(_number, found.groups())
+        prefix = next(remaining, None)
+        if prefix is None:
+            raise ConfigError(f"{given}: the range of documents {word} has no prefix after it. Add one.")
+        if first is None or last is None or not 0 <= first < last <= 1:
+            raise ConfigError(f"{given}: {word} is not a range of documents. Write two fractions between 0 "
+                              "and 1, such as 0:0.6 for the first 60 %.")
+        yield Slice(prefix, first, last)
+
+
+def _slice(item: str | Slice) -> Slice:
+    return item if isinstance(item, Slice) else Slice(item)
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -290,8 +363,8 @@ def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
     return "\n".join(rows)
 
 
-def _number(word: str) -> float | None:
+def _number(word: str | Slice) -> float | None:
     try:
         return float(word)
-    except ValueError:
+    except (TypeError, ValueError):
         return None

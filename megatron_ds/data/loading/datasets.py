@@ -23,6 +23,7 @@ from .blend import (
     Blend,
     BlendedDataset,
     Draw,
+    Slice,
     build_blend_index,
     build_exhaustive_index,
     count_draws,
@@ -84,12 +85,12 @@ def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind 
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
     flag, words = read_sources(data).whole
-    prefixes, builder = parse_blend(words, flag).prefixes, _Builder(config, None, kind, one_epoch=False)
-    most = max(len(kind.documents(builder.corpus(flag, prefix))) - 1 for prefix in prefixes)
+    slices, builder = parse_blend(words, flag).slices, _Builder(config, None, kind, one_epoch=False)
+    most = max(len(builder.documents(flag, piece)) for piece in slices)
     split = f"{most - 1},1,0"
 
     def has_text(name: str, split: str) -> bool:
-        return builder.has_text(_Part(name, flag, parse_split(split)), prefixes)
+        return builder.has_text(_Part(name, flag, parse_split(split)), slices)
 
     if has_text("valid", data.splits) or most < 2 or not (has_text("train", split)
                                                           and has_text("valid", split)):
@@ -103,7 +104,8 @@ def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind 
 def identify(values: Sequence[str]) -> list[str]:
     """The values of a data path, each corpus as its name and a hash of its lengths, without its folder."""
     blend = parse_blend(values, "the data path") if values else Blend((), None)
-    names = [f"{Path(prefix).name} ({IndexedDataset(prefix).fingerprint()[:8]})" for prefix in blend.prefixes]
+    names = [f"{Path(piece.prefix).name} ({IndexedDataset(piece.prefix).fingerprint()[:8]}){piece.range_text}"
+             for piece in blend.slices]
     pairs = zip(map(str, blend.weights or ()), names)
     return names if blend.weights is None else [value for pair in pairs for value in pair]
 
@@ -141,12 +143,12 @@ class _Builder:
                                 "--split whose first number is above 0, or name one with --train-data-path.")
             logger.info("no %s set: no data are given for it, or --split assigns it 0 %%", SETS[part.name])
             return None
-        if self.is_default and not is_training and not self.has_text(part, blend.prefixes):
+        if self.is_default and not is_training and not self.has_text(part, blend.slices):
             logger.info("no %s set: %s leaves it no text, as the corpus is small. Give --split, such as "
                         "80,10,10, to have one", SETS[part.name], self.split)
             return None
         blend = self._with_text(part, blend)
-        opened = [partial(self._open, part, prefix) for prefix in blend.prefixes]
+        opened = [partial(self._open, part, piece) for piece in blend.slices]
         epoch = self.one_epoch and is_training
         # In Megatron one corpus with a weight is a blend, except where each part has a path of its own.
         if len(opened) == 1 and (blend.weights is None or epoch or not self.is_divided):
@@ -171,9 +173,13 @@ class _Builder:
         except DataError as error:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
-    def has_text(self, part: _Part, prefixes: Sequence[str]) -> bool:
-        """Whether the part has a token in any of the corpora."""
-        return any(self._lengths(part, prefix).any() for prefix in prefixes)
+    def documents(self, flag: str, piece: Slice) -> range:
+        """The documents of a slice."""
+        return piece.documents(len(self.kind.documents(self.corpus(flag, piece.prefix))) - 1)
+
+    def has_text(self, part: _Part, slices: Sequence[Slice]) -> bool:
+        """Whether the part has a token in any of the slices."""
+        return any(self._lengths(part, piece).any() for piece in slices)
 
     def _with_text(self, part: _Part, blend: Blend) -> Blend:
         """The blend of those corpora that have text in this part, with their weights in proportion.
@@ -182,15 +188,16 @@ class _Builder:
         """
         if blend.left_out:
             logger.info("%s: %s of weight 0 is left out", part.flag, ", ".join(blend.left_out))
-        count = len(blend.prefixes)
+        count = len(blend.slices)
         if count > 1 and part.name != "train":
-            empty = [prefix for prefix in blend.prefixes if not self.has_text(part, [prefix])]
+            empty = [piece for piece in blend.slices if not self.has_text(part, [piece])]
             if 0 < len(empty) < count:
+                names = ", ".join(piece.prefix + piece.range_text for piece in empty)
                 logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their "
-                            "weights in proportion", part.name, ", ".join(empty), count - len(empty), count)
+                            "weights in proportion", part.name, names, count - len(empty), count)
                 blend = blend.without(empty)
         if self.config.data.blend_weights == "epochs" and blend.weights is not None:
-            tokens = [self._num_tokens(part, prefix) for prefix in blend.prefixes]
+            tokens = [self._num_tokens(part, piece) for piece in blend.slices]
             blend = blend.times(tokens) if any(tokens) else blend
         return blend
 
@@ -198,18 +205,23 @@ class _Builder:
         is_blend = isinstance(dataset, BlendedDataset)
         counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if is_blend else [wanted]
         asked = [None] * len(counts) if blend.weights is None else blend.shares
-        return [Draw(Path(prefix).name, share, int(count), self._num_tokens(part, prefix))
-                for prefix, share, count in zip(blend.prefixes, asked, counts)]
+        return [Draw(piece.name, share, int(count), self._num_tokens(part, piece))
+                for piece, share, count in zip(blend.slices, asked, counts)]
 
-    def _num_tokens(self, part: _Part, prefix: str) -> int:
-        return int(self._lengths(part, prefix).sum(dtype=np.int64))
+    def _num_tokens(self, part: _Part, piece: Slice) -> int:
+        return int(self._lengths(part, piece).sum(dtype=np.int64))
 
-    def _lengths(self, part: _Part, prefix: str) -> np.ndarray:
+    def _lengths(self, part: _Part, piece: Slice) -> np.ndarray:
         """Tokens of each sequence of the part."""
-        corpus = self.corpus(part.flag, prefix)
-        bounds = self.kind.documents(corpus)
-        documents = cut(len(bounds) - 1, part.shares)[PARTS.index(part.name)]
+        corpus = self.corpus(part.flag, piece.prefix)
+        bounds, documents = self.kind.documents(corpus), self._documents(part, piece)
         return corpus.lengths[bounds[documents.start]:bounds[documents.stop]]
+
+    def _documents(self, part: _Part, piece: Slice) -> range:
+        """The documents of the part: --split divides those of the slice."""
+        chosen = self.documents(part.flag, piece)
+        cut_here = cut(len(chosen), part.shares)[PARTS.index(part.name)]
+        return chosen[cut_here.start:cut_here.stop]
 
     def _weighted(self, part: _Part, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
         shares = blend.order_shares
@@ -243,29 +255,34 @@ class _Builder:
                                names, lambda: dict(zip(names, build())))
         return [arrays[name] for name in names]
 
-    def _open(self, part: _Part, prefix: str, num_samples: int | None) -> Dataset:
-        corpus = self.corpus(part.flag, prefix)
+    def _open(self, part: _Part, piece: Slice, num_samples: int | None) -> Dataset:
+        corpus = self.corpus(part.flag, piece.prefix)
         try:
-            dataset = self.kind.open(corpus, self._documents(corpus, part, prefix),
+            self._check_text(corpus, part, piece)
+            dataset = self.kind.open(corpus, self._documents(part, piece),
                                      title=f"{self.kind.title}-{part.name}",
                                      num_samples=num_samples, config=self.config, tokenizer=self.tokenizer)
             self._check_vocabulary(dataset)
         except DataError as error:
-            raise DataError(f"{part.flag} {prefix}: {error}") from None
+            raise DataError(f"{part.flag} {piece.prefix}: {error}") from None
         return dataset
 
-    def _documents(self, corpus: IndexedDataset, part: _Part, prefix: str) -> range:
-        count = len(self.kind.documents(corpus)) - 1
-        ranges = cut(count, part.shares)
+    def _check_text(self, corpus: IndexedDataset, part: _Part, piece: Slice) -> None:
+        """Raises DataError if the part has no text."""
         if not corpus.num_tokens:
             raise DataError("the corpus is empty. Make it again from some text with "
                             "megatron-ds preprocess.")
-        if not self.has_text(part, [prefix]):
-            parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
-            raise DataError(f"the {part.name} part is empty: {self.split} divides the {count} documents "
-                            f"into {parts}. Choose a --split that leaves each part some text (90,10,0 has no "
-                            "test part), use a larger corpus, or turn evaluation off with --eval-iters 0.")
-        return ranges[PARTS.index(part.name)]
+        if self.has_text(part, [piece]):
+            return
+        count = len(self.documents(part.flag, piece))
+        if piece.range_text and not self.is_divided:
+            raise DataError(f"the range{piece.range_text} is {count} of its "
+                            f"{len(self.kind.documents(corpus)) - 1} documents, which have no text. Choose a "
+                            "wider range.")
+        parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, cut(count, part.shares)))
+        raise DataError(f"the {part.name} part is empty: {self.split} divides the {count} documents into "
+                        f"{parts}. Choose a --split that leaves each part some text (90,10,0 has no test "
+                        "part), use a larger corpus, or turn evaluation off with --eval-iters 0.")
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """Check the first samples, so that a wrong tokenizer is an error before training starts."""
