@@ -152,6 +152,14 @@ def test_ignoring_nothing_allows_a_model_that_uses_all():
     on_ranks(RANKS, use, model, config_of(2, ignore_unused_parameters=False))
 
 
+def test_the_module_of_the_same_name_does_not_replace_the_function():
+    from megatron_ds.utils.z3_leaf_module import set_z3_leaf_modules
+
+    model = make(Mixture)
+    set_z3_leaf_modules(model, [Experts])
+    assert utils.z3_leaf_module(model.mixtures[0]) and not utils.z3_leaf_module(model.head)
+
+
 def test_marks_are_set_and_removed_by_class_name_and_ending():
     model = make(Mixture)
     first, second = model.mixtures
