@@ -110,7 +110,8 @@ class Accelerator:
         """Memory of the device, in bytes."""
         if self._name() == "cpu":
             return _total()
-        return torch.cuda.get_device_properties(device_index or torch.cuda.current_device()).total_memory
+        index = torch.cuda.current_device() if device_index is None else device_index
+        return torch.cuda.get_device_properties(index).total_memory
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Free memory of the device, in bytes."""

@@ -1,6 +1,5 @@
 """Functions of DeepSpeed's modules `runtime.utils`, `utils`, `comm` and others that programs call, by
-torch and
-this package. deepspeed_names.py lists where they belong.
+torch and this package. deepspeed_names.py lists where they belong.
 """
 
 import gc

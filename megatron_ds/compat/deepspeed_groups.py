@@ -1,8 +1,7 @@
 """`deepspeed.utils.groups`: process groups, sizes and positions under DeepSpeed's names.
 
 The groups are those of the `mpu` that was given to `initialize`, else those of `megatron_ds.mpu`; before
-both,
-all ranks are data-parallel. In a program of one rank without a process group they are None.
+both, all ranks are data-parallel. In a program of one rank without a process group they are None.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,7 @@ at least some version), and its names. The version is that of the DeepSpeed whos
 are.
 """
 
+import importlib.machinery
 import importlib.metadata
 import sys
 from collections.abc import Iterable
@@ -84,11 +85,10 @@ def install() -> None:
     if isinstance(present, InstalledModule):
         return
     if present is not None:
-        raise ConfigError(f"install_as_deepspeed(): {FOREIGN} has been imported already, from "
-                          f"{getattr(present, '__file__', 'another place')}, so libraries keep using it. "
-                           "Call "
-                          f"install_as_deepspeed() first in the program, before {FOREIGN} and the libraries "
-                          "that use it are imported.")
+        place = getattr(present, "__file__", "another place")
+        raise ConfigError(f"install_as_deepspeed(): {FOREIGN} has been imported already, from {place}, so "
+                          "libraries keep using it. Call install_as_deepspeed() first in the program, before "
+                          f"{FOREIGN} and the libraries that use it are imported.")
     sys.meta_path.insert(0, _Installed)
     module = InstalledModule(FOREIGN, sys.modules[PACKAGE].__doc__)
     spec = importlib.machinery.ModuleSpec(FOREIGN, None, origin=sys.modules[PACKAGE].__file__,

@@ -184,6 +184,10 @@ class FacadeModule(ModuleType):
             return getattr(real, name)
         return find(self._real, name)
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the function of the same name: importing `utils.z3_leaf_module` replaces `utils`' function."""
+        return find(self._real, self.__name__.rpartition(".")[2])(*args, **options)
+
     def __dir__(self) -> Sequence[str]:
         return names_of(self._real.partition(".")[2])
 

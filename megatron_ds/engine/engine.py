@@ -114,7 +114,7 @@ class Engine(EngineStatus):
                 "without the other's backward in between, set requires_grad_(False) on this module while "
                 "the other's loss goes through it, or call "
                 "engine.discard_gradients(), which restarts the update.")
-        elif not self._warned_of_loss:
+        elif not self._warned_of_loss and self.global_rank == 0:
             self._warned_of_loss = True
             logger.warning("engine.zero_grad() in the middle of an update has no effect: the gradients of "
                            "the micro-batches so far are kept (%d accumulation steps). engine.step() zeroes "

@@ -108,6 +108,9 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
                               whole module
     """
     world, with_optimizer = engine.world.world, load_optimizer_states and not load_module_only
+    if custom_load_fn is not None and (engine.world.expert_parts > 1 or engine.world.model.size > 1):
+        raise ConfigError("custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
+                          "or parts of tensors. Leave it out.")
     tag = None if tag is None else str(tag)
     foreign = on_one_rank(world, lambda: deepspeed_folder(load_dir, tag))
     if foreign is not None:
@@ -180,12 +183,10 @@ def _present(engine: EngineStatus, pieces: list[Piece], folder: Path, step: int)
 
 def _load_by(engine: EngineStatus, custom_load_fn: CustomLoad, folder: Path, step: int) -> None:
     """Call the program's function with the saved weights and buffers. Collective."""
-    if engine.world.expert_parts > 1 or engine.world.model.size > 1:
-        raise ConfigError("custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
-                          "or parts of tensors. Leave it out.")
-    state = on_all_ranks(engine.world.world, lambda: _state_dict_of(engine, folder, step))
+    world = engine.world.world
+    state = on_all_ranks(world, lambda: _state_dict_of(engine, folder, step))
     with engine.gathered_parameters(modifier_rank=0):
-        custom_load_fn(src=state, dst=engine.module)
+        on_all_ranks(world, lambda: custom_load_fn(src=state, dst=engine.module), doing="custom_load_fn")
 
 
 def _state_dict_of(engine: EngineStatus, folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,8 @@
                    "buffer_dtype": "bf16"}               cast the other buffers
 
 Buffers hold tables whose precision counts, such as the frequencies of rotary embeddings: in bf16 the angle of
-position 2000 is wrong by radians.
+position 2000 is wrong by radians. Running statistics of torch's BatchNorm and InstanceNorm have the format of
+their weights: torch computes with both in one kernel.
 
 keep_in_fp32_modules is a list of patterns, in which * stands for any characters and which may match anywhere
 in the name of a parameter or buffer; [] keeps none. "auto", the default, takes the lists of transformers'
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import ConfigError
 from .module_specs import name_of, named_parameters
@@ -53,8 +55,10 @@ class NumberFormats:
         for name, p in named_parameters(module):
             if p.is_floating_point():
                 p.data = p.data.to(torch.float32 if name in kept else dtype)
+        statistics = _formats_of_statistics(module)
         for name, buffer in module.named_buffers():
             wanted = torch.float32 if name_of(name) in kept else self.buffers
+            wanted = statistics.get(id(buffer), wanted)
             if buffer.is_floating_point() and wanted is not None:
                 buffer.data = buffer.data.to(wanted)
 
@@ -95,6 +99,12 @@ def has_list(kind: nn.Module, dtype: torch.dtype | None) -> bool:
     return dtype in HALVES and any(True for _ in _own_patterns(kind, dtype))
 
 
+def _formats_of_statistics(module: nn.Module) -> dict[int, torch.dtype]:
+    """id of each buffer that torch reads together with a weight → the format of this weight."""
+    norms = [inner for inner in module.modules() if isinstance(inner, _NormBase) and inner.affine]
+    return {id(buffer): norm.weight.dtype for norm in norms for buffer in norm.buffers(recurse=False)}
+
+
 def _patterns_of(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """The expressions of all modules inside, for names that begin at the outermost one."""
     for path, inner in module.named_modules():
@@ -114,4 +124,4 @@ def _own_patterns(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _expression(pattern: str) -> str:
-    return pattern.replace("*", ".*")
+    return re.escape(pattern).replace(r"\*", ".*")

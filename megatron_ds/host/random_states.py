@@ -7,7 +7,8 @@ their own: dropout of tensor-parallel regions differs between ranks, and other d
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class RandomStates:
             raise ValueError(f"there is a random state {name!r} already. Call reset() first, or use another "
                              "name.")
         before = get_state()
-        torch.manual_seed(seed)
+        (torch.cuda.manual_seed if torch.cuda.is_available() else torch.manual_seed)(seed)
         self.states_[name] = get_state()
         set_state(before)
 
@@ -55,15 +56,26 @@ class RandomStates:
             self.states_[name] = get_state()
             set_state(before)
 
-    @contextmanager
-    def at(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Go on from these states inside, and from the present ones afterwards."""
-        now = self.get_states()
-        self.set_states(states)
-        try:
-            yield
-        finally:
-            self.set_states(now)
+    def at(self, states: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Go on from these states inside, and from the present ones afterwards. May be entered several times:
+        each backward of a retained graph recomputes.
+        """
+        return _At(self, states)
+
+
+class _At(AbstractContextManager):
+    """See `RandomStates.at`."""
+
+    def __init__(self, owner: RandomStates, states: dict[str, torch.Tensor]):
+        self._owner, self._states = owner, states
+        self._before: list[dict[str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._owner.get_states())
+        self._owner.set_states(self._states)
+
+    def __exit__(self, *error: Any) -> None:
+        self._owner.set_states(self._before.pop())
 
 
 def get_state() -> torch.Tensor:

@@ -95,11 +95,10 @@ def count_zeros(views: list[torch.Tensor], device: torch.device) -> torch.Tensor
     return zeros
 
 
-def sum_over_ranks(squares: torch.Tensor, number: int, groups: DataGroups,
-                   zeros: torch.Tensor | None = None, must_be_zero: bool = False) -> torch.Tensor:
+def sum_over_ranks(squares: torch.Tensor, number: float, groups: DataGroups,
+                   zeros: torch.Tensor | None = None) -> torch.Tensor:
     """float64 [2] on the device: the sum of `squares` over all ranks, and 0 if data-parallel ranks have the
-    same `number`, below 2^16, or if all of them are zero where they must be. With `zeros` [3]: their sum,
-    too.
+    same `number`, below 2^16; NaN if one of them is infinite. With `zeros` [3]: their sum, too.
 
     Collective over the data and the model group; the host does not wait.
     """
@@ -107,8 +106,7 @@ def sum_over_ranks(squares: torch.Tensor, number: int, groups: DataGroups,
     local = column([squares, f, f * f, *([] if zeros is None else [zeros])], squares.device)
     all_reduce_(local, groups.data)
     # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
-    if not must_be_zero:
-        local[1] = groups.data.size * local[2] - local[1].square()
+    local[1] = groups.data.size * local[2] - local[1].square()
     if zeros is not None:
         local[2] = local[3]
     local = local[:2 if zeros is None else 3]

@@ -219,7 +219,7 @@ class ZeroOptimizer:
         counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
                       torch.zeros_like(squares)) if zeros else local
         number = self._check.number(self._received())
-        return sum_over_ranks(squares, number, self.groups, counted, self._check.is_count)
+        return sum_over_ranks(squares, number, self.groups, counted)
 
     @torch.no_grad()
     def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,

@@ -12,6 +12,7 @@ message of its own. Only where ranks differ, they exchange names.
 """
 
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -32,19 +33,18 @@ class PathCheck:
         self.rule, self._data, self._model = rule, data, model
         self._paths, self._has_warned = paths, False
 
-    @property
-    def is_count(self) -> bool:
-        """Whether `number` must be zero, rather than equal on all ranks."""
-        return self.rule == "refused"
+    def number(self, received: Mapping[str, bool]) -> float:
+        """A fingerprint below 2^16, equal on all ranks if their paths are; infinite where a parameter
+        received no gradient and that is refused.
 
-    def number(self, received: Mapping[str, bool]) -> int:
-        """A number below 2^16 to compare over the ranks: how many parameters received no gradient where that
-        is refused; else a fingerprint, of the layers if they are known.
+        It is that of the layers if they are known, and of the parameters unless each rank may leave out some.
         """
-        if self.is_count:
-            return min(len(received) - sum(received.values()), 0xFFFF)
-        layers = "\n".join(self._path()) if self.rule == "zeros" else ""
-        return zlib.crc32(layers.encode() or bytes(received.values())) & 0xFFFF
+        if self.rule == "refused" and not all(received.values()):
+            return math.inf
+        seen = "\n".join(self._path()).encode()
+        if self.rule != "zeros" or not seen:
+            seen += bytes(received.values())
+        return zlib.crc32(seen) & 0xFFFF
 
     def report(self, received: dict[str, bool]) -> None:
         """Raise the error, which names parameters or layers and ranks; where gradients count as zeros, warn
@@ -52,19 +52,20 @@ class PathCheck:
         """
         if self._has_warned:
             return
-        if self.rule == "zeros" and (path := self._path()):
-            self._report_layers(path)
         of_ranks = all_gather_object(dict(received), self._data)
         without = {name: [rank for rank, theirs in zip(self._data.ranks, of_ranks) if not theirs[name]]
                    for name in reversed(received)}      # as in forward: buckets are in the order of backward
         chosen = _refused(without) if self.rule == "refused" else _different(without, self._data)
-        found = self._first(chosen) or "the parameters with a gradient differ"
-        if self.rule == "refused":
+        found = self._first(chosen)
+        if self.rule == "refused" and found:
             raise MegatronDSError(
                 f"{found}. \"ignore_unused_parameters\" is false, which makes unused parameters an error. "
                 "Use them in the loss, freeze them with requires_grad_(False), or set it to true: gradients "
                 "are then zero where a parameter is not used.")
-        if self.rule == "same":
+        if path := self._path():
+            self._report_layers(path)
+        found = found or "the parameters with a gradient differ"
+        if self.rule != "zeros":
             raise MegatronDSError(
                 f"data-parallel ranks took different paths through the model: {found}. The sum of their "
                 "gradients would be incomplete. Every rank must use the same parameters in each step, if "

@@ -206,6 +206,10 @@ def test_recomputation_has_the_same_gradients_and_masks():
         torch.manual_seed(1)
         grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+    # A retained graph recomputes in each backward.
+    loss = megatron_ds.checkpointing.checkpoint(layer, x).square().sum()
+    first, second = (torch.autograd.grad(loss, x, retain_graph=retain)[0] for retain in (True, False))
+    assert torch.equal(first, second)
     megatron_ds.checkpointing.configure(
         None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
     assert megatron_ds.checkpointing.is_configured()

@@ -183,6 +183,24 @@ def test_a_function_of_the_program_loads_the_module(stage, tmp_path):
     assert steps == 3 and all(torch.equal(found[name], value / 2) for name, value in saved.items())
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_error_of_that_function_on_one_rank_is_one_of_all_ranks(stage, tmp_path):
+    def main(engine, rank):
+        def load_on_rank_0(src, dst):
+            if rank:
+                raise CheckpointError("no weights for this rank")
+            dst.load_state_dict(src)
+
+        engine.save_checkpoint(tmp_path)
+        before = engine.full_state_dict()
+        with pytest.raises(CheckpointError, match="custom_load_fn: .*no weights for this rank"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=load_on_rank_0)
+        assert same(before, engine.full_state_dict())
+        train(engine, rank)
+
+    on_ranks(2, main, adapted(), config_of(stage, 2))
+
+
 # ------------------------------------------------------------------------------------------ compiled modules
 @pytest.mark.parametrize("stages", [(0, 2), (1, 3)])
 @pytest.mark.parametrize("compiled_first", [True, False])

@@ -154,6 +154,27 @@ def test_buffers_are_cast_only_where_the_config_says_so():
                                    config=config_of(1, **BF16, data_types={key: value}))
 
 
+@pytest.mark.parametrize("keep, expected", [([], torch.bfloat16), (["1."], torch.float32)])
+def test_running_statistics_have_the_format_of_their_weights(keep, expected):
+    """torch's BatchNorm refuses weights and statistics of different formats."""
+    config = config_of(2, **BF16, data_types={"keep_in_fp32_modules": keep})
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH, affine=False))
+    engine = megatron_ds.initialize(model=model, mpu=Mesh(Grid(), 0), config=config).engine
+    for x in inputs(0):
+        engine.backward(engine(x.bfloat16()).float().square().mean())
+        engine.step()
+    norm = engine.module[1]
+    assert {norm.weight.dtype, norm.running_mean.dtype, norm.running_var.dtype} == {expected}
+    assert engine.module[2].running_mean.dtype == torch.float32 and norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("pattern", ["ga(te", "gate[", "+"])
+def test_patterns_of_names_have_no_other_signs_than_stars(pattern):
+    config = config_of(2, **BF16, data_types={"keep_in_fp32_modules": [pattern]})
+    engine = megatron_ds.initialize(model=gated(), mpu=Mesh(Grid(), 0), config=config).engine
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+
+
 def test_shards_made_before_the_engine_keep_the_values_of_what_stays_fp32():
     def main(rank, world):
         mesh = Mesh(Grid.fit(RANKS), rank, world.connect)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import megatron_ds.utils as utils
-from megatron_ds.errors import ConfigError, MegatronDSError
+from megatron_ds.errors import CommunicationError, ConfigError, MegatronDSError
 from tests.harness.engine_runs import EPS, make, on_ranks, weights
 from tests.harness.plain_training import train_plainly
 
@@ -130,10 +130,34 @@ def test_unused_parameters_are_an_error_that_names_them_where_they_are_not_ignor
     assert "mixtures.0.experts.2.bias on rank(s) 0, 1" in text and "and 4 more" in text
 
 
+@pytest.mark.parametrize("ignore", [True, False])
+def test_layers_in_another_order_are_an_error_also_where_all_parameters_are_used(ignore):
+    """Layers of equal size have got each other's weights."""
+    def main(engine, rank):
+        engine.backward(engine(inputs(rank, 0), range(EXPERTS)).square().mean())
+        engine.gathering._note(f"layer {rank}")         # real ones reach the update by chance only
+        before = weights(engine)
+        with pytest.raises(CommunicationError, match="rank 0 used layer 0 where rank 1 used layer 1.*"
+                                                     "nothing was updated"):
+            engine.step()
+        engine.discard_gradients()
+        assert all(torch.equal(before[name], value) for name, value in weights(engine).items())
+
+    on_ranks(RANKS, main, lambda: make(Mixture), config_of(3, ignore_unused_parameters=ignore))
+
+
 def test_ignoring_nothing_allows_a_model_that_uses_all():
     model = lambda: nn.Linear(WIDTH, 1)
     use = lambda engine, rank: [engine.backward(engine(inputs(rank, 0)).mean()), engine.step()]
     on_ranks(RANKS, use, model, config_of(2, ignore_unused_parameters=False))
+
+
+def test_the_module_of_the_same_name_does_not_replace_the_function():
+    from megatron_ds.utils.z3_leaf_module import set_z3_leaf_modules
+
+    model = make(Mixture)
+    set_z3_leaf_modules(model, [Experts])
+    assert utils.z3_leaf_module(model.mixtures[0]) and not utils.z3_leaf_module(model.head)
 
 
 def test_marks_are_set_and_removed_by_class_name_and_ending():
