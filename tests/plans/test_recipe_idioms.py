@@ -154,4 +154,4 @@ def test_the_configuration_of_a_recipe_has_the_values_of_its_json(tmp_path):
     (tmp_path / "run.sh").write_text(run)
     training, = read_recipe(tmp_path / "run.sh", {})
     config = config_of(training, 1)
-    assert config.zero.zero_stage == 2 and config.train.global_batch_size == 4
+    assert config.zero.stage == 2 and config.train.global_batch_size == 4
