@@ -261,5 +261,5 @@ _NO_GRAD = (
     "p.grad of {name} at ZeRO stage {stage}: each of {size} data-parallel ranks holds a shard of the "
     "gradient, so clip_grad_norm_(engine.parameters()) and the like would see none. To clip, set "
     '"gradient_clipping" in the config; engine.get_global_grad_norm() has the norm after the step. To read '
-    "or change gradients, call megatron_ds.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value) on all "
-    "ranks, or use stage 0.")
+    "or change gradients, call megatron_ds.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value) on "
+    "all ranks, or use stage 0.")

@@ -59,7 +59,7 @@ from .module_values import DrawByName, agree, prepare
 from .number_formats import BLOCK, formats_of
 from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers
-from .zero_init import Partition, move_into, partitions_of, zeros
+from .zero_init import Partition, check_values, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +171,8 @@ def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, wo
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     settings = read_settings(block, world.data.size, lr, name)
     partitions = partitions_of(model)
+    if partitions and draw is None:
+        check_values(model, partitions)
     values = draw or (zeros if partitions else None)
     prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats)
     if dtype := autocast_of(Reading(), name, block):

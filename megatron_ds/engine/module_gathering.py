@@ -199,9 +199,12 @@ class ModuleGathering:
         if OUTSIDE in unit.claims:
             return
         if parameter not in self._reported:
+            # Adapters may have hundreds of such parameters.
+            level = logging.INFO if self._reported else logging.WARNING
             self._reported.add(parameter)
-            logger.warning("%s is read outside of the forward of its module: it stays gathered to the end "
-                           "of each step, which takes memory", parameter.spec.name)
+            logger.log(level, "%s is read outside of the forward of its module: it stays gathered to the end "
+                       "of each step, which takes memory. Others are logged at level INFO",
+                       parameter.spec.name)
         self._closing.keep_open(unit.layer)
         unit.claims.add(OUTSIDE)
         unit.start()

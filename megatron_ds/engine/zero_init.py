@@ -67,7 +67,7 @@ class Partition:
     def hide(self, parameter: nn.Parameter) -> None:
         """Move the parameter to "meta"; its shard is kept."""
         empty = torch.empty(self.shape, dtype=self.part.dtype, device="meta")
-        meta = nn.Parameter(empty, parameter.requires_grad)
+        meta = HiddenParameter(empty, parameter.requires_grad)
         meta.__dict__.update(parameter.__dict__)
         meta.partition = self
         torch.utils.swap_tensors(parameter, meta)
@@ -83,6 +83,19 @@ class Partition:
         flat, size = values.view(-1), self.part.numel()
         mine = flat[self.group.rank * size:(self.group.rank + 1) * size]
         self.part[:mine.numel()] = mine
+
+
+class HiddenParameter(nn.Parameter):
+    """A parameter of which this rank has its shard alone.
+
+    It is on "meta" (`is_meta`), but `device` is that of its values: libraries move what they add to a module,
+    such as adapters, to the device of the parameters that are there.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where its values are when it is gathered."""
+        return self.partition.device
 
 
 class Init:
@@ -235,6 +248,16 @@ def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
                               "zero.Init has given all ranks the values of data-parallel rank 0. Make "
                               "experts outside of zero.Init.")
     return found
+
+
+def check_values(module: nn.Module, partitions: Mapping[nn.Parameter, Partition]) -> None:
+    """Raises ConfigError where a tensor on "meta" has no shard, so that its values are nowhere."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lost = [name for name, tensor in tensors if tensor.is_meta and tensor not in partitions]
+    if lost:
+        raise ConfigError(f"{len(lost)} tensors on the meta device have no values, first {lost[0]}: "
+                          f"{len(partitions)} parameters of this module have shards of zero.Init, and these "
+                          "have none. Make them under zero.Init or on a real device, or give draw=.")
 
 
 def zeros(name: str, start: int, out: torch.Tensor) -> None:

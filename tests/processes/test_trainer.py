@@ -1,7 +1,7 @@
 """The Trainer of transformers, by accelerate, on the engine under the name `deepspeed`, with two ranks.
 
-The references are losses of the same program under DeepSpeed 0.19.8 (DS_ACCELERATOR=cpu, transformers 5.24,
-accelerate 1.15), rounded to 6 digits; they are the same at stages 0 to 3 there.
+The references are losses of the same program under DeepSpeed (tests/golden/trainer_losses.json, which
+tests/harness/huggingface_runs.py makes), and, for adapters, those of one process.
 """
 
 import importlib.util
@@ -10,96 +10,83 @@ import os
 import subprocess
 
 import pytest
+import torch
 
 from tests.harness.documents import blocks_of
+from tests.harness.huggingface_runs import CASES, GOLDEN, looped, run, trained
 from tests.harness.warm import warm_environment
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None,
-                                reason="accelerate is not installed")
-DEEPSPEED = {"plain": [3.951859, 3.608475, 3.363111, 3.205287, 2.996307, 3.094593]}
-PROGRAM = '''
-import json, sys, warnings
-warnings.filterwarnings("ignore")
-import megatron_ds
-megatron_ds.install_as_deepspeed()
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from accelerate.state import AcceleratorState
-
-AUTO = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-TOKENS = [torch.arange(i, i + 16) % 50 for i in range(32)]
-DATA = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
-SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-
-
-def trained(out, stage, bf16=False, recompute=False, freeze=False, own_optimizer=False, accumulation=1,
-            offload=False, save=False, resume=None):
-    AcceleratorState._reset_state(True)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    if freeze:                                          # a base that is frozen, as below adapters
-        model.requires_grad_(False)
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.requires_grad_(True)
-    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-              "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": zero,
-              "bf16": {"enabled": "auto"}} | ({} if own_optimizer else {"optimizer": AUTO})
-    arguments = TrainingArguments(
-        out, per_device_train_batch_size=2, max_steps=6, learning_rate=1e-2, weight_decay=0.01,
-        deepspeed=config, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, bf16=bf16,
-        gradient_checkpointing=recompute, gradient_accumulation_steps=accumulation,
-        save_strategy="steps" if save else "no", save_steps=3)
-    trainer = Trainer(model=model, args=arguments, train_dataset=DATA)
-    trainer.train(resume_from_checkpoint=resume)
-    assert type(trainer.model_wrapped).__module__ == "megatron_ds.engine.engine"
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-found = {name: trained(f"{sys.argv[1]}/{name}", **options)
-         for name, options in json.loads(sys.argv[2]).items()}
-found["resumed"] = trained(f"{sys.argv[1]}/again", 2, resume=f"{sys.argv[1]}/3 saved/checkpoint-3")
-if torch.distributed.get_rank() == 0:
-    json.dump(found, open(f"{sys.argv[1]}/losses.json", "w"))
-'''
-CASES = {"0": {"stage": 0}, "1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3},
-         "3 saved": {"stage": 3, "save": True}, "3 offloaded": {"stage": 3, "offload": True},
-         "3 recomputed": {"stage": 3, "recompute": True}, "2 bf16": {"stage": 2, "bf16": True},
-         "3 bf16": {"stage": 3, "bf16": True}, "0 frozen": {"stage": 0, "freeze": True},
-         "3 frozen": {"stage": 3, "freeze": True}, "0 own": {"stage": 0, "own_optimizer": True},
-         "3 own": {"stage": 3, "own_optimizer": True}, "0 twice": {"stage": 0, "accumulation": 2},
-         "2 twice": {"stage": 2, "accumulation": 2}, "3 twice": {"stage": 3, "accumulation": 2}}
+MISSING = [name for name in ("accelerate", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")
+ADAPTER = "model/adapter_model.safetensors"
+OWN = {"json_options": {"own_optimizer": True}}
+# Beside the cases that DeepSpeed ran: other stages and options of this package.
+MORE = {"0 plain": trained(stage=0), "1 plain": trained(stage=1), "3 saved": trained(stage=3, save=True),
+        "3 offloaded": trained(stage=3, json_options={"offload": True}),
+        "3 recomputed": trained(stage=3, recompute=True), "0 frozen": trained(stage=0, freeze=True),
+        "3 frozen": trained(stage=3, freeze=True), "0 own": trained(stage=0, **OWN),
+        "3 own": trained(stage=3, **OWN), "2 resumed": trained(stage=2, resume="3 saved/checkpoint-3"),
+        "3 lora published": trained(stage=3, lora=True, published=True),
+        "2 lora recomputed": trained(stage=2, lora=True, recompute=True),
+        "3 lora recomputed": trained(stage=3, lora=True, recompute=True),
+        "2 lora resumed": trained(stage=2, lora=True, resume="3 lora/checkpoint-3"),
+        "3 lora resumed": trained(stage=3, lora=True, resume="2 lora/checkpoint-3")}
+DEEPSPEED = json.loads(GOLDEN.read_text())["losses"]
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory) -> dict[str, list[float]]:
-    folder = tmp_path_factory.mktemp("trainer")
-    (folder / "program.py").write_text(PROGRAM)
-    environment = warm_environment({**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    done = subprocess.run(["torchrun", "--nproc-per-node", "2", "program.py", str(folder), json.dumps(CASES)],
-                          capture_output=True, text=True, cwd=folder, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "losses.json").read_text())
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainer")
 
 
-@pytest.mark.parametrize("name", ["0", "1", "2", "3", "3 saved", "3 offloaded", "3 recomputed"])
-def test_the_trainer_has_deepspeeds_losses_at_every_stage(losses, name):
-    assert losses[name] == pytest.approx(DEEPSPEED["plain"], rel=1e-5)
+@pytest.fixture(scope="module")
+def losses(folder) -> dict[str, list[float]]:
+    return run("megatron_ds", CASES | MORE, folder)
 
 
-@pytest.mark.parametrize("name, other", [("3 bf16", "2 bf16"), ("3 frozen", "0 frozen"), ("3 own", "0 own"),
-                                         ("2 twice", "0 twice"), ("3 twice", "0 twice")])
-def test_stages_agree_with_bf16_frozen_parameters_own_optimizers_and_accumulation(losses, name, other):
-    assert losses[name] == pytest.approx(losses[other], rel=1e-5)
-    assert losses[name][-1] < losses[name][0]
-    assert losses[name] != pytest.approx(losses["3"], rel=1e-6)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses of one process with neither package, and the folder of what it saves."""
+    place = tmp_path_factory.mktemp("alone")
+    return run("none", {"lora": trained(lora=True), "loop": looped(accumulation=2, lora=True)}, place), place
 
 
-def test_a_run_resumes_from_a_checkpoint_of_the_trainer_at_another_stage(losses):
-    assert losses["resumed"] == pytest.approx(losses["3"], rel=1e-5)
+@pytest.mark.parametrize("name", CASES)
+def test_programs_of_the_trainer_and_of_accelerate_have_deepspeeds_losses(losses, name):
+    assert losses[name] == pytest.approx(DEEPSPEED[name], rel=1e-2 if "bf16" in name else 1e-5)
+    kinds = {tuple(found) for kind, found in DEEPSPEED.items() if kind.startswith(name[0])}
+    assert len(kinds) == len(CASES) / 2                 # none is another one
+
+
+@pytest.mark.parametrize("name", ["2 lora", "3 lora", "2 lora recomputed", "3 lora recomputed",
+                                  "2 lora resumed", "3 lora resumed", "3 lora published"])
+def test_adapters_have_the_losses_and_values_of_one_process(losses, alone, folder, name):
+    from safetensors.torch import load_file
+
+    expected, place = alone
+    assert losses[name] == pytest.approx(expected["lora"], rel=1e-5)
+    found, values = (load_file(at / ADAPTER) for at in (folder / name, place / "lora"))
+    assert found.keys() == values.keys() and all(value.any() for value in values.values())
+    for key, value in values.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["2 loop lora", "3 loop lora"])
+def test_a_loop_of_accelerate_has_the_losses_of_one_process(losses, alone, name):
+    assert losses[name] == pytest.approx(alone[0]["loop"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["0 plain", "1 plain", "3 saved", "3 offloaded", "3 recomputed",
+                                  "2 resumed"])
+def test_losses_are_the_same_at_every_stage_and_after_resuming_at_another(losses, name):
+    assert losses[name] == pytest.approx(DEEPSPEED["2 plain"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "own"])
+def test_stages_agree_with_frozen_parameters_and_own_optimizers(losses, kind):
+    assert losses[f"3 {kind}"] == pytest.approx(losses[f"0 {kind}"], rel=1e-5)
+    assert losses[f"3 {kind}"][-1] < losses[f"3 {kind}"][0]
+    assert losses[f"3 {kind}"] != pytest.approx(losses["3 plain"], rel=1e-6)
 
 
 def test_the_program_of_the_page_trains_and_resumes(tmp_path):

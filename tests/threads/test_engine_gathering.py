@@ -9,7 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import megatron_ds
 from megatron_ds.engine.module_specs import find_layers
+from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
 from tests.harness.engine_runs import (
     EPS,
     WIDTH,
@@ -24,6 +28,7 @@ from tests.harness.engine_runs import (
     weights,
 )
 from tests.harness.plain_training import train_plainly
+from tests.harness.threads import run_ranks
 
 DEEP = dict(depth=6)
 
@@ -262,3 +267,22 @@ def test_a_parameter_read_by_a_stranger_is_told_once(caplog):
         assert found == pytest.approx(norms, rel=1e-5)
     told = [record.getMessage() for record in caplog.records if "read outside" in record.getMessage()]
     assert len(told) == 2 and told[0].startswith("embed.weight")         # a rank each
+
+
+def test_modules_added_to_one_of_shards_go_to_its_device_and_must_have_values():
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+
+    def main(rank, world):
+        mesh, model = Mesh(Grid.fit(2), rank, world.connect), models[rank]
+        megatron_ds.zero.Init(module=model, mpu=mesh)
+        assert model[0].weight.is_meta and model[0].weight.device == torch.device("cpu")
+        model.append(nn.Linear(4, 4).to(model[0].weight.device)).append(nn.Linear(4, 4, device="meta"))
+        with pytest.raises(ConfigError, match="2 tensors on the meta device have no values, first 2.weight"):
+            megatron_ds.initialize(model=model, mpu=mesh, config=config_of(3, 2))
+        del model[2]
+        nn.init.ones_(model[1].weight)
+        engine = megatron_ds.initialize(model=model, mpu=mesh, config=config_of(3, 2)).engine
+        return engine.full_state_dict()
+
+    whole = run_ranks(2, main)[0]
+    assert torch.equal(whole["1.weight"], torch.ones(4, 4)) and whole["0.weight"].any()
