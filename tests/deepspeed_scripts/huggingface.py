@@ -140,11 +140,12 @@ def main():
         make_model().save_pretrained(f"{FOLDER}/published")
     if RANKS > 1:
         torch.distributed.barrier()
-    functions = {"trained": trained, "looped": looped}
-    found = {name: functions[kind](f"{FOLDER}/{name}", **options) for name, (kind, options) in CASES.items()}
-    if rank == 0:
-        with open(f"{FOLDER}/losses.json", "w") as file:
-            json.dump(found, file)
+    functions, found = {"trained": trained, "looped": looped}, {}
+    for name, (kind, options) in CASES.items():
+        found[name] = functions[kind](f"{FOLDER}/{name}", **options)
+        if rank == 0:
+            with open(f"{FOLDER}/losses.json", "w") as file:
+                json.dump(found, file)
 
 
 main()
