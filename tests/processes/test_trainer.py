@@ -1,7 +1,8 @@
 """The Trainer of transformers, by accelerate, on the engine under the name `deepspeed`, with two ranks.
 
 The references are losses of the same program under DeepSpeed (tests/golden/trainer_losses.json, which
-tests/harness/huggingface_runs.py makes), and, for adapters, those of one process.
+tests/harness/huggingface_runs.py makes), and, for adapters, those of one process. In bf16 DeepSpeed's own
+stages 2 and 3 are 6e-5 apart, and 8e-5 was found here.
 """
 
 import importlib.util
@@ -53,7 +54,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_programs_of_the_trainer_and_of_accelerate_have_deepspeeds_losses(losses, name):
-    assert losses[name] == pytest.approx(DEEPSPEED[name], rel=1e-2 if "bf16" in name else 1e-5)
+    assert losses[name] == pytest.approx(DEEPSPEED[name], rel=2e-4 if "bf16" in name else 1e-5)
     kinds = {tuple(found) for kind, found in DEEPSPEED.items() if kind.startswith(name[0])}
     assert len(kinds) == len(CASES) / 2                 # none is another one
 
