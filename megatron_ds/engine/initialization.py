@@ -170,7 +170,7 @@ def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, wo
     check_curriculum(block, model)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     settings = read_settings(block, world.data.size, lr, name)
-    partitions = partitions_of(model)
+    partitions = partitions_of(model, drawn=draw is not None)
     values = draw or (zeros if partitions else None)
     prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats)
     if dtype := autocast_of(Reading(), name, block):
