@@ -193,8 +193,8 @@ def gathered_parameters(engine: EngineStatus,
         yield
         if resized := [p for p, shape in zip(chosen, shapes) if p.shape != shape]:
             raise ConfigError(f"{len(resized)} parameters, first {resized[0].spec.name}, were resized: the "
-                              "engine has laid out their shards. Resize the module before initialize, and make a new "
-                              "engine.")
+                              "engine has laid out their shards. Resize the module before initialize, and "
+                              "make a new engine.")
         if modifier_rank is not None:
             _keep(engine, chosen, modifier_rank, before)
 

@@ -1,4 +1,4 @@
-"""Small programs, one for each subject of DeepSpeed's interface, that take the module `deepspeed` as an argument:
+"""Small programs, one for each subject of DeepSpeed's interface, that take the module `deepspeed`:
 
     numbers, facts = PROGRAMS["accumulation"](Run(deepspeed, stage, folder, rank))
 
@@ -109,7 +109,8 @@ def clipping(run):
 def zeroes(place, caller, accumulation):
     """A loop that calls zero_grad in one place."""
     def loop(run):
-        call = {"engine": lambda engine: engine.zero_grad(), "optimizer": lambda engine: engine.optimizer.zero_grad(),
+        call = {"engine": lambda engine: engine.zero_grad(),
+                "optimizer": lambda engine: engine.optimizer.zero_grad(),
                 "module": lambda engine: engine.module.zero_grad()}[caller]
         around = lambda where, engine: call(engine) if where == place else None
         return run.updates(run.engine(accumulation=accumulation), accumulation, around), {}

@@ -1,5 +1,5 @@
-"""Small programs of tests/deepspeed_scripts/subjects.py compute what they compute under DeepSpeed 0.19.8, after
-each update: losses, weights, and what checkpoints give back.
+"""Small programs of tests/deepspeed_scripts/subjects.py compute what they compute under DeepSpeed 0.19.8,
+after each update: losses, weights, and what checkpoints give back.
 
 tests/golden/deepspeed_programs.json has DeepSpeed's numbers; tests/harness/deepspeed_subjects.py makes them.
 `DIFFERENT` lists what is otherwise here, and what it equals instead.
@@ -22,7 +22,8 @@ from tests.harness.processes import run_processes
 EXPECTED = json.loads(GOLDEN.read_text())
 ZERO_GRADS = [name for name, _ in cases() if name.startswith("zero_grad")]
 # Programs with zero_grad and one micro-batch run at two stages, for their number.
-RUN = [(name, stage) for name, stage in cases() if name not in ZERO_GRADS or name.endswith("_2") or stage in (0, 3)]
+RUN = [(name, stage) for name, stage in cases()
+       if name not in ZERO_GRADS or name.endswith("_2") or stage in (0, 3)]
 # (program, stage) → why DeepSpeed has other numbers or an error, and whose numbers there are right.
 DROPS = "DeepSpeed drops gradients of micro-batches; zero_grad never does so here"
 DIFFERENT = {

@@ -1,4 +1,5 @@
-"""The user's module beside its engine: copies, torch's zero_grad, resized parameters, `destroy`, old names."""
+"""The user's module beside its engine: copies, torch's zero_grad, resized parameters, `destroy`, old
+names."""
 
 import copy
 
@@ -31,7 +32,8 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(p, expected[name]) for name, p in found.items())
+    return found.keys() == expected.keys() and all(
+        torch.equal(p, expected[name]) for name, p in found.items())
 
 
 @STAGES
@@ -50,7 +52,8 @@ def test_torchs_zero_grad_of_the_module_is_that_of_the_engine(stage, place, call
         return weights(engine)
 
     config = config_of(stage, 2, accumulation=2)
-    expected = on_ranks(2, lambda engine, rank: (train(engine, rank), weights(engine))[1], lambda: make(Stack), config)
+    plainly = lambda engine, rank: (train(engine, rank), weights(engine))[1]
+    expected = on_ranks(2, plainly, lambda: make(Stack), config)
     for found, wanted in zip(on_ranks(2, main, lambda: make(Stack), config), expected):
         assert same(found, wanted)
 
@@ -105,7 +108,8 @@ def test_after_destroy_the_module_is_a_plain_one_and_may_be_trained_again(stage)
         optimizer.step()
         changed = not same(dict(module.named_parameters()), trained)
         mesh = engine.world
-        return values, hooks, changed, {type(p) for p in module.parameters()} == {nn.Parameter}, mesh.data.size
+        return values, hooks, changed, {
+            type(p) for p in module.parameters()} == {nn.Parameter}, mesh.data.size
 
     assert on_ranks(2, main, lambda: make(Odd), config_of(stage, 2)) == [(True, 0, True, True, 2)] * 2
 
