@@ -98,8 +98,8 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
     """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective over all
     ranks.
 
-    Returns (path, client_state); (None, None), as DeepSpeed, where the directory holds none yet. At the layout
-    that saved it, training continues with the same bits.
+    Returns (path, client_state); (None, None), as DeepSpeed, where the directory holds none yet. At the
+    layout that saved it, training continues with the same bits.
     load_module_strict        False: what the checkpoint lacks stays as it is, and what it has besides is left
     load_optimizer_states     False: the weights alone; the counts of steps and the scheduler stay as they are
     load_lr_scheduler_states  False: the scheduler stays as it is

@@ -149,7 +149,7 @@ def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(stage, tmp_pa
         assert same(found, {name.removeprefix("_orig_mod."): value for name, value in saved.items()})
 
 
-# ------------------------------------------------------------------------------------------ resized parameters
+# ---------------------------------------------------------------------------------------- resized parameters
 class Tied(nn.Module):
     def __init__(self, tied):
         super().__init__()
@@ -203,7 +203,7 @@ def test_resizing_that_would_lose_values_is_an_error():
         assert module.embed.weight.shape == (7, 4)
         with megatron_ds.zero.GatheredParameters(module.embed.weight, modifier_rank=0):
             resize(module, 10)                                  # the head is not gathered
-        with pytest.raises(ConfigError, match=r"head.weight was made under zero.Init with the shape \[7, 4\]"):
+        with pytest.raises(ConfigError, match=r"head.weight was made under zero.Init with the shape"):
             megatron_ds.initialize(model=module, config=config_of(3, 2), mpu=mesh)
         module.head = nn.Linear(4, 10, bias=False, device="meta")
         with pytest.raises(ConfigError, match="head.weight, of shape .* has no values"):
