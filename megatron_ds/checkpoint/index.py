@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from .index_pickle import unpickled
 from .pickle_guards import reason_of
 from .run_file import check_crc32, read_run_file
 
+COMPILED = "_orig_mod"       # a part of names, where torch.compile(module) keeps the module
 MOST_DIMENSIONS = 8       # 2**8 corners of a box
 
 
@@ -37,6 +39,22 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def without_compiled_names(index: dcp.Metadata) -> dcp.Metadata:
+    """The index with tensors named as in modules that torch.compile has not wrapped.
+
+    Checkpoints of engines had the names of the wrapped module: weight/_orig_mod.head.bias. Where a tensor has
+    the other name already, the names stay.
+    """
+    new = {name: ".".join(part for part in name.split(".") if part != COMPILED).replace(f"/{COMPILED}.", "/")
+           for name in index.state_dict_metadata if COMPILED in name}
+    taken = [*new.values(), *(name for name in index.state_dict_metadata if name not in new)]
+    if not new or len(set(taken)) < len(taken):
+        return index
+    places = {replace(at, fqn=new.get(at.fqn, at.fqn)): place for at, place in index.storage_data.items()}
+    tensors = {new.get(name, name): tensor for name, tensor in index.state_dict_metadata.items()}
+    return replace(index, state_dict_metadata=tensors, storage_data=places)
 
 
 def read_index(path: Path) -> dcp.Metadata:

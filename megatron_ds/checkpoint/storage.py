@@ -30,7 +30,7 @@ from ..host.reused_pages import reused_pages
 from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32, write_chunk
 from .folder import INDEX_FILE
-from .index import index_of, read_index
+from .index import index_of, read_index, without_compiled_names
 from .pieces import WEIGHT, Piece, View, key, rectangle, values_of, views
 from .run_file import entry_of
 
@@ -203,7 +203,7 @@ class Reader:
     """
 
     def __init__(self, path: Path):
-        self._path, self.index = path, read_index(path)
+        self._path, self.index = path, without_compiled_names(read_index(path))
         self.has_checksums = self.index.storage_meta.save_id is not None
 
     def whole(self, name: str) -> torch.Tensor | None:

@@ -6,6 +6,8 @@ Parameters, gradients and the optimizer's state stay in fp32; torch chooses the 
 import torch
 from torch import nn
 
+from .watched import Hook
+
 
 def run_in_autocast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Make each call of the module enter autocast, also where its forward raises. Modifies its hooks.
@@ -23,5 +25,5 @@ def run_in_autocast(module: nn.Module, dtype: torch.dtype, device: torch.device)
         if entered:
             entered.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(Hook(enter), prepend=True)
+    module.register_forward_hook(Hook(leave), always_call=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, MegatronDSError
-from . import engine_checkpoint, module_values
+from . import destroying, engine_checkpoint, module_values
 from .calls import collective
 from .engine_loader import EngineLoader
 from .engine_status import EngineStatus
@@ -45,8 +45,10 @@ class Engine(EngineStatus):
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
             args, kwargs = _in_fp16(args), _in_fp16(kwargs)
+        if self.training:
+            self.tput_timer.start()
         output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled() and self.optimizer.param_groups:
+        if torch.is_grad_enabled() and self.optimizer.param_groups and not self.is_destroyed:
             self.backwards.watch(output)
         return output
 
@@ -82,6 +84,7 @@ class Engine(EngineStatus):
             raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over "
                                   "the ranks yet. Leave no_sync before the last backward of the update, and "
                                   "call step after it.")
+        self._check_alive()
         if not self._backwards:
             raise MegatronDSError("engine.step() without a backward before it: no loss of this engine's "
                                   "outputs was differentiated. Call engine.backward(loss) before each step. "
@@ -93,6 +96,7 @@ class Engine(EngineStatus):
         self.micro_steps += 1
         if updates:
             self._update(lr_kwargs or {})
+        self.tput_timer.stop(updates)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that belong to no update of this engine; those of its own micro-batches stay.
@@ -209,6 +213,7 @@ class Engine(EngineStatus):
     # ------------------------------------------------------------------ checkpoints and whole values
     save_checkpoint = collective(engine_checkpoint.save_checkpoint)
     load_checkpoint = collective(engine_checkpoint.load_checkpoint)
+    destroy = collective(destroying.destroy)
     gathered_parameters = module_values.gathered_parameters
     full_state_dict = collective(module_values.full_state_dict)
     save_safetensors = collective(module_values.save_safetensors)
@@ -246,7 +251,13 @@ class Engine(EngineStatus):
             show(f"step {self.global_steps} | skipped {self.skipped_steps} | lr {lr} | "
                  f"grad norm {self._last.grad_norm:.4f} | loss scale {self._last.loss_scale:g}")
 
+    def _check_alive(self) -> None:
+        if self.is_destroyed:
+            raise MegatronDSError("engine.destroy() was called: this engine trains no more. Its module has "
+                                  "the weights; initialize makes a new engine of it.")
+
     def _check(self, loss: torch.Tensor) -> None:
+        self._check_alive()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
             what = f"a tensor of shape {list(loss.shape)}" if is_tensor else type(loss).__name__

@@ -91,9 +91,6 @@ class EngineAnswers(nn.Module):
         """Whether the module's forward is compiled."""
         return getattr(self.module, "_compiled_call_impl", None) is not None
 
-    def destroy(self) -> None:
-        """No effect: memory is freed with the last reference to the engine."""
-
     def empty_partition_cache(self) -> None:
         """No effect: weights of stage 3 are freed at the end of each step."""
 

@@ -93,12 +93,13 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
 def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str | None = None,
                     load_module_strict: bool = True, load_optimizer_states: bool = True,
                     load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-                    custom_load_fn: CustomLoad | None = None) -> tuple[str | None, dict[str, Any]]:
+                    custom_load_fn: CustomLoad | None = None
+                    ) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective over all
     ranks.
 
-    Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved it,
-    training continues with the same bits.
+    Returns (path, client_state); (None, None), as DeepSpeed, where the directory holds none yet. At the
+    layout that saved it, training continues with the same bits.
     load_module_strict        False: what the checkpoint lacks stays as it is, and what it has besides is left
     load_optimizer_states     False: the weights alone; the counts of steps and the scheduler stay as they are
     load_lr_scheduler_states  False: the scheduler stays as it is
@@ -128,7 +129,7 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
 
     found = on_one_rank(world, look)
     if found is None:
-        return None, {}
+        return None, None
     folder, step, run = found
     client = run[CLIENT] | restored(run.get(TYPED, {"dict": []}))
     # The pieces that are filled, all or those that the checkpoint has.

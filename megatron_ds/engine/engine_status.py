@@ -38,6 +38,7 @@ from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
 from .gradients import Gradients
 from .module_gathering import ModuleGathering
+from .throughput import Throughput
 
 
 class EngineStatus(EngineAnswers):
@@ -52,6 +53,8 @@ class EngineStatus(EngineAnswers):
     lr_scheduler, training_dataloader   None where there is none
     gradients, backwards   gradients between backward and step; the backwards themselves
     step_state  what routers remember from step to step, beside parameters
+    tput_timer         micro-batches, updates and samples per second
+    is_destroyed       whether `destroy` was called
     progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
     configured_groups  the parameter groups before any scheduler has changed them
@@ -76,7 +79,8 @@ class EngineStatus(EngineAnswers):
         self._backwards = 0                     # since the last step()
         self._last: StepResult | None = None
         self._forced_boundary: bool | None = None
-        self._in_no_sync = self._warned_of_loss = False
+        self._in_no_sync = self._warned_of_loss = self.is_destroyed = False
+        self.tput_timer = Throughput(self.train_batch_size())
         optimizer.zero_grad = self.zero_grad
         self.discard_gradients()                # begins the first update
 

@@ -12,13 +12,19 @@ themselves, `grad` of the engine's parameters shows the buffer where a rank hold
 are those of the loss divided by the accumulation steps, without the loss scale. The error names the functions
 that work at every stage, `full_gradient` and others here: DeepSpeed's `safe_get_full_grad`, ….
 
+Torch's `module.zero_grad()` and `optimizer.zero_grad()` read `grad` of each parameter. On the whole
+module, on one around it, or on an optimizer they do what `engine.zero_grad()` does, at every stage; on a part
+of the module they zero its gradients where ranks hold whole ones.
+
 Note: scale. Buffers hold gradients times loss scale, divided by the data-parallel ranks. Where that differs
 from what is shown, the buffers are scaled in place when `p.grad` is first read, and back before their use.
 """
 
+import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,22 +36,32 @@ from ..zero.buckets import GradBuckets, GradientStore
 from ..zero.layout import SlotPiece
 from ..zero.parameter_set import ParameterSet
 from ..zero.shard_optimizer import Leaf
+from .module_specs import COMPILED
 
 if TYPE_CHECKING:
     from .engine_status import EngineStatus
 
 OWN = torch.Tensor.grad         # the attribute in which autograd accumulates
 WEIGHT = "weight"
+TORCH = "torch.nn.modules.module", "torch.optim.optimizer"      # the modules with zero_grad()
 
 
 class EngineParameter(nn.Parameter):
-    """A parameter of an engine: `grad` is its gradient in the engine's buffers."""
+    """A parameter of an engine: `grad` is its gradient in the engine's buffers. A copy is a plain one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient; see above. Raises MegatronDSError where this rank has a shard of it only."""
         held, engine = OWN.__get__(self), _engine_of(self)
-        return held if held is not None or engine is None else engine.gradients.shown(self)
+        if held is not None or engine is None:
+            return held
+        if engine.gradients.is_zeroed_by(self, sys._getframe(1)):
+            engine.zero_grad()
+            return None
+        return engine.gradients.shown(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -93,6 +109,8 @@ class Gradients:
         self._places: dict[nn.Parameter, _Place] = {
             holder.parameter: _Place(s, i) for s in engine.zero.trained
             for i, holder in enumerate(s.buckets.holders)}
+        self._parts = weakref.WeakSet(engine.module.modules())
+        self._parts -= {engine.module, getattr(engine.module, COMPILED, engine.module)}
         self._factor = 1.0          # by which the buffers are scaled while they are shown
         self.is_reduced = False     # whether the backward that completes an update is over
 
@@ -111,6 +129,14 @@ class Gradients:
             return None
         self._show()
         return parameter.view_main_grad()
+
+    def is_zeroed_by(self, parameter: nn.Parameter, reader: FrameType) -> bool:
+        """Whether torch's zero_grad of more than a part of the module reads a gradient."""
+        place = self._places.get(parameter)
+        if reader.f_code.co_name != "zero_grad" or place is None or not place.store.received[place.index]:
+            return False
+        owner = reader.f_locals.get("self")
+        return reader.f_globals.get("__name__") in TORCH and owner not in self._parts
 
     def assign(self, parameter: nn.Parameter, value: torch.Tensor | None) -> bool:
         """Take `value` as the gradient, None as zero; False where there is no gradient to replace."""

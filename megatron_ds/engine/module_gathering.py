@@ -41,7 +41,7 @@ therefore show one NaN, expanded to their shape. A parameter has three states:
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,7 @@ from torch import nn
 from ..zero.gathering import LayerGathering, Unit
 from .leaf_modules import with_gradient, z3_leaf_module
 from .module_specs import ModuleLayer, tensors_in, units_of_layers
+from .watched import Hook, WatchedParameters
 
 MOST_NOTED = 1 << 16        # uses of layers
 OUTSIDE = "outside"         # the claim of a read outside of all layers, to the end of the step
@@ -212,12 +213,13 @@ class ModuleGathering:
 
     # ------------------------------------------------------------------ hooks
     def _install(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._root_begins)
+        module.register_forward_pre_hook(Hook(self._root_begins))
         for i in self._hooked:
             layer = self.layers[i].module
-            layer.register_forward_pre_hook(partial(self._begins, i))
-            layer.register_forward_hook(partial(self._ends, i), always_call=True)
-        module.register_forward_hook(self._root_ends, always_call=True)     # last: the root may be a layer
+            layer.register_forward_pre_hook(Hook(partial(self._begins, i)))
+            layer.register_forward_hook(Hook(partial(self._ends, i)), always_call=True)
+        # The last one: the root may be a layer.
+        module.register_forward_hook(Hook(self._root_ends), always_call=True)
         for owner in module.modules():
             if any(p in self._unit_of for p in owner._parameters.values() if p is not None):
                 owner._parameters = WatchedParameters(owner._parameters, self.fetch)
@@ -365,17 +367,3 @@ class _InOrder:
     def keep_open(self, layer: int) -> None:
         """Do not close this layer before the end: other layers contribute to its gradients, too."""
         self._kept.add(layer)
-
-
-class WatchedParameters(dict):
-    """A module's `_parameters`, which calls `fetch` with each parameter that is read by name."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], fetch: Callable[[nn.Parameter], None]):
-        super().__init__(parameters)
-        self._fetch = fetch
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        if parameter is not None:
-            self._fetch(parameter)
-        return parameter

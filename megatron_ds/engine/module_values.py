@@ -185,11 +185,16 @@ def gathered_parameters(engine: EngineStatus,
         raise ConfigError(f"modifier_rank is {modifier_rank}, but data-parallel ranks are 0 to "
                           f"{engine.world.data.size - 1}.")
     gathered = engine.gathering.whole(chosen) if engine.gathering else nullcontext()
+    shapes = [p.shape for p in chosen]
     with doing(f"engine.gathered_parameters (global_steps {engine.global_steps})"), gathered:
         # Quantized weights are not what their masters round to: they are compared with what they were.
         is_rounded = modifier_rank is not None and engine.optimizer.settings.weight_blocks is not None
         before = {p.spec.name: p.detach().clone().view(-1) for p in chosen} if is_rounded else {}
         yield
+        if resized := [p for p, shape in zip(chosen, shapes) if p.shape != shape]:
+            raise ConfigError(f"{len(resized)} parameters, first {resized[0].spec.name}, were resized: the "
+                              "engine has laid out their shards. Resize the module before initialize, and "
+                              "make a new engine.")
         if modifier_rank is not None:
             _keep(engine, chosen, modifier_rank, before)
 

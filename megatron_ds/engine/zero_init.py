@@ -33,23 +33,27 @@ from ..mpu.external_groups import group_of, join_world
 from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.param_store import become
-from .module_gathering import WatchedParameters
 from .module_specs import is_expert, named_parameters
 from .number_formats import NumberFormats, has_list
+from .watched import WatchedParameters
+
+RESIZE = ("Resize (resize_token_embeddings) inside of `with zero.GatheredParameters("
+          "list(model.parameters()), modifier_rank=0):` on all ranks, before initialize.")
 
 
 class Partition:
     """This rank's shard of a parameter, kept as `.partition` while the parameter itself is on "meta"."""
 
     @torch.no_grad()
-    def __init__(self, parameter: nn.Parameter, group: Group, dtype: torch.dtype | None, pin: bool = False):
-        """Shard the parameter, with the values of the group's first rank. Collective over the group."""
+    def __init__(self, parameter: nn.Parameter, group: Group, dtype: torch.dtype | None, pin: bool = False,
+                 source: int = 0):
+        """Shard the parameter, with the values of rank `source` of the group. Collective over the group."""
         self.group, self.shape, self.device = group, parameter.shape, parameter.device
         flat = parameter.detach().to(dtype if parameter.is_floating_point() else None).reshape(-1)
         size = -(-flat.numel() // group.size)
         whole = flat.new_zeros(size * group.size)
         whole[:flat.numel()] = flat
-        broadcast_(whole, group)
+        broadcast_(whole, group, source)
         self.part = whole[group.rank * size:(group.rank + 1) * size].clone()
         self.part = self.part.pin_memory() if pin and torch.cuda.is_available() else self.part
         self.hide(parameter)
@@ -71,6 +75,10 @@ class Partition:
         meta.__dict__.update(parameter.__dict__)
         meta.partition = self
         torch.utils.swap_tensors(parameter, meta)
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter has the shape of its shards."""
+        return parameter.shape == self.shape
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, source: int) -> None:
@@ -225,11 +233,20 @@ class GatheredParameters:
             self._exits.enter_context(engine.gathered_parameters(parameters, self._modifier))
 
     def __exit__(self, *error: Any) -> None:
+        resized = [] if error[0] else [p for p in self._cut if not p.partition.is_of(p)]
         for p in self._cut:
-            if self._modifier is not None and error[0] is None:
+            if self._modifier is None or error[0] is not None:
+                p.partition.hide(p)
+            elif p.partition.is_of(p):
                 p.partition.take(p, self._modifier)
-            p.partition.hide(p)
+                p.partition.hide(p)
+            else:
+                Partition(p, p.partition.group, p.dtype, source=self._modifier)
         self._exits.__exit__(*error)
+        if resized and self._modifier is None:
+            raise ConfigError(f"{len(resized)} parameters, the first now of shape {list(resized[0].shape)}, "
+                              "were resized inside of zero.GatheredParameters without modifier_rank=: they "
+                              "have their former values again. " + RESIZE)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -240,13 +257,20 @@ unregister_external_parameter = register_external_parameter
 
 
 def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
-    """The shards of the parameters made under `zero.Init`. Raises ConfigError if any was marked later."""
+    """The shards of the parameters made under `zero.Init`.
+
+    Raises ConfigError for parameters that were marked as experts or resized later.
+    """
     found = {p: p.partition for p in module.parameters() if p.is_meta and hasattr(p, "partition")}
     for name, p in module.named_parameters():
         if p in found and is_expert(p):
             raise ConfigError(f"{name} was made under zero.Init and marked as an expert afterwards: "
                               "zero.Init has given all ranks the values of data-parallel rank 0. Make "
                               "experts outside of zero.Init.")
+        if p in found and not found[p].is_of(p):
+            raise ConfigError(f"{name} was made under zero.Init with the shape {list(found[p].shape)} and "
+                              f"has the shape {list(p.shape)} now, without values: it was resized while "
+                              f"ranks held shards of it. {RESIZE}")
     return found
 
 
@@ -257,7 +281,8 @@ def check_values(module: nn.Module, partitions: Mapping[nn.Parameter, Partition]
     if lost:
         raise ConfigError(f"{len(lost)} tensors on the meta device have no values, first {lost[0]}: "
                           f"{len(partitions)} parameters of this module have shards of zero.Init, and these "
-                          "have none. Make them under zero.Init or on a real device, or give draw=.")
+                          "have none. Make them under zero.Init or on a real device, or give draw=. "
+                          f"{RESIZE}")
 
 
 def zeros(name: str, start: int, out: torch.Tensor) -> None:

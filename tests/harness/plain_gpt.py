@@ -54,6 +54,7 @@ class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
     qk_layernorm: bool = False
     apply_wd_to_qk_layernorm: bool = False
     apply_layernorm_1p: bool = False
+    embed_layernorm: bool = False
     use_parallel_residual: bool = False
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02

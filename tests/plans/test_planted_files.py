@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 
+from megatron_ds.commands import preprocess_data
 from megatron_ds.conversion.torch_file import read_torch_file
 from megatron_ds.data.curriculum.difficulty_metrics import ListFile
 from megatron_ds.data.loading.cache import DamagedEntry, Entry, sums_of
@@ -14,7 +15,6 @@ from megatron_ds.data.text.corpus_record import read_record
 from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.errors import CheckpointError, DataError
 from megatron_ds.ops.gpu.kernel_cache import FORMAT, CompiledKernel, KernelCache
-from tools import preprocess_data
 
 TEXT = '{"text": "1 2 3"}\n{"text": "4 5"}\n'
 TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]

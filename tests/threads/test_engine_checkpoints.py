@@ -84,7 +84,7 @@ def test_save_latest_false_leaves_the_last_checkpoint_the_last(tmp_path):
         at = lambda **tag: engine.load_checkpoint(tmp_path, **tag)[0] and engine.global_steps
         return nothing, at(), at(tag="b"), at(), at(tag="global_step2")
 
-    assert on_ranks(2, main, lambda: make(Stack), config_of(2, 2)) == [((None, {}), 1, 2, 1, 2)] * 2
+    assert on_ranks(2, main, lambda: make(Stack), config_of(2, 2)) == [((None, None), 1, 2, 1, 2)] * 2
 
 
 # ------------------------------------------------------------------------------------ the program's own state

@@ -127,7 +127,7 @@ def test_tags_are_folders_and_the_last_one_is_loaded(tmp_path):
 
     for found in on_ranks(2, main, build, config_of(1, 2)):
         assert found == [f"{tmp_path}/best/iter_0000003", 3, f"{tmp_path}/first/iter_0000001", 1,
-                         f"{tmp_path}/iter_0000001", (None, {})]
+                         f"{tmp_path}/iter_0000001", (None, None)]
     assert not (tmp_path / "best" / "iter_0000002").exists()
 
 
