@@ -40,6 +40,7 @@ class Backwards:
 
     def begin(self) -> None:
         """An update begins."""
+        self._leave()
         self._is_armed = False                  # whether a backward of this update has begun to reduce
         self._is_mixed = False                  # whether another engine's loss added to its gradients
         self.are_direct = True                  # whether all of the update were loss.backward()
@@ -57,6 +58,7 @@ class Backwards:
             runs.append(torch._C._current_graph_task_id())
             _RUNS.update(runs)
 
+        self._leave()
         self.are_direct = False
         hook = loss.register_hook(begins)
         completes = self._prepare()
@@ -89,6 +91,7 @@ class Backwards:
             raise MegatronDSError("loss.backward() with fp16: the loss is not multiplied with the loss scale "
                                   f"({engine.zero.loss_scale:g}), and small gradients would be zero. Call "
                                   "engine.backward(loss), or engine.scale(loss).backward().")
+        self._leave()
         self._run, self._is_scaled = run, False
         others = _DIRECT.setdefault(run, [])
         others.append(self)
@@ -104,12 +107,19 @@ class Backwards:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ends(completes))
 
     def _ends(self, completes: bool) -> None:
+        self._leave()
+        self._finish(completes)
+
+    def _leave(self) -> None:
+        """End a loss.backward() of this engine, also one that an error has cut off: autograd then calls no
+        callback, and the next backward ends it."""
+        if self._run is None:
+            return
         gathering, self._gathering = self._gathering, nullcontext()
         gathering.__exit__(None, None, None)
         self._set_factor(1.0)
         _DIRECT.pop(self._run, None)
         self._run = None
-        self._finish(completes)
 
     def _prepare(self) -> bool:
         """Arm ZeRO before a backward of this engine; whether that completes the gradients of the update."""

@@ -229,6 +229,38 @@ def test_the_backward_of_torch_trains_as_that_of_the_engine(stage, more):
                     **({"rtol": 0.02, "atol": 2e-3} if more else {}))
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_of_torch_that_an_error_cut_off_leaves_nothing_behind(stage, by_torch):
+    def main(engine, rank):
+        for step, (tokens, _) in enumerate(batches(STEPS, 2, 2, rank)):
+            if step == 1:
+                fails = engine.module.blocks[1].register_full_backward_pre_hook(error)
+                loss = loss_of(engine, tokens)
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+                fails.remove()
+                engine.discard_gradients()
+            loss = loss_of(engine, tokens)
+            loss.backward() if by_torch else engine.backward(loss)
+            engine.step()
+        return weights(engine)
+
+    def error(*_):
+        raise ArithmeticError
+
+    def whole(engine, rank):
+        for tokens, _ in batches(STEPS, 2, 2, rank):
+            engine.backward(loss_of(engine, tokens))
+            engine.step()
+        return weights(engine)
+
+    config = config_of(stage, 2)
+    expected = on_ranks(2, whole, lambda: make(Stack), config)
+    for found, other in zip(on_ranks(2, main, lambda: make(Stack), config), expected):
+        assert_same(found, other)
+
+
 def test_torchs_backward_with_fp16_needs_the_loss_scale():
     def main(engine, rank):
         with pytest.raises(MegatronDSError, match=r"engine.scale\(loss\).backward\(\)"):
