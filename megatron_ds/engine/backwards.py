@@ -86,7 +86,8 @@ class Backwards:
         run = torch._C._current_graph_task_id()
         if run in _RUNS or run == self._run:
             return
-        engine, factor = self._engine, 1.0 / self._engine.world.data.size
+        engine = self._engine
+        factor = 1.0 / (engine.world.data.size * engine.gradient_accumulation_steps())
         if engine.fp16_enabled() and not self._is_scaled:
             raise MegatronDSError("loss.backward() with fp16: the loss is not multiplied with the loss scale "
                                   f"({engine.zero.loss_scale:g}), and small gradients would be zero. Call "
@@ -95,8 +96,6 @@ class Backwards:
         self._run, self._is_scaled = run, False
         others = _DIRECT.setdefault(run, [])
         others.append(self)
-        if not engine._in_no_sync:
-            factor /= engine.gradient_accumulation_steps()
         completes = self._prepare()
         for one in others if len(others) > 1 else ():
             one._is_mixed = True

@@ -60,13 +60,12 @@ class Engine(EngineStatus):
         Several calls before one `step` add up: the micro-batch is trained on the sum of the losses. At stages
         0 and 1 each further call costs one more reduction; at the other stages every call is reduced anyway.
 
-        scale_wrt_gas  False: the loss is divided by the accumulation steps already. Inside of `no_sync` it is
-                       not divided
+        scale_wrt_gas  False: the loss is divided by the accumulation steps already
         Returns the loss divided by the accumulation steps, as DeepSpeed does.
         """
         self._check(loss)
         self.monitor.add_loss(loss)
-        microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
+        microbatches = self._accumulation_steps if scale_wrt_gas else 1
         # See "Note: averages" above.
         weight = self.zero.loss_scale / (microbatches * self.world.data.size)
         self.backwards.run(loss.float() * weight, retain_graph)
@@ -145,7 +144,8 @@ class Engine(EngineStatus):
     def no_sync(self) -> Iterator[None]:
         """Inside, `backward` adds to this rank's gradients, which the next `backward` outside averages.
 
-        Stages 0 and 1. Losses are not divided by the accumulation steps, as in DeepSpeed.
+        Stages 0 and 1. Losses are divided by the accumulation steps inside, too, as in DeepSpeed 0.19.8;
+        earlier versions did not.
         """
         stage = self.settings.zero.stage
         if stage >= 2 or self._in_no_sync:

@@ -238,6 +238,25 @@ def test_no_sync_accumulates_on_each_rank(stage):
     assert_trained_as(on_ranks(2, main, lambda: make(Stack), config_of(stage, 2)), plain)
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_losses_in_no_sync_are_divided_by_the_accumulation_steps(stage, by_torch):
+    """As DeepSpeed 0.19.8 does."""
+    def main(engine, rank):
+        engine.set_gradient_accumulation_boundary(True)
+        run = torch.Tensor.backward if by_torch else engine.backward
+        for microbatches in batches(STEPS, 2, 2, rank):
+            with engine.no_sync():
+                run(loss_of(engine, microbatches[0]))
+            run(loss_of(engine, microbatches[1]))
+            engine.step()
+        return weights(engine)
+
+    plain = make(Stack)
+    train_plainly(plain, loss_of, batches(STEPS, 2, 2), **PLAIN)
+    assert_trained_as(on_ranks(2, main, lambda: make(Stack), config_of(stage, 2, 2)), plain)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_program_may_choose_the_boundary_itself(stage):
     """As Accelerate does: a step only after the last micro-batch."""
