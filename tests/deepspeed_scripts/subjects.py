@@ -16,7 +16,8 @@ from torch.nn import functional as F
 UPDATES, RANKS, WIDTH = 3, 2, 6
 PROGRAMS = {}
 # Those that DeepSpeed runs at some stages only (its safe_set_full_grad fails for matrices at stage 3).
-STAGES = {"no_sync": (0, 1), "own_clipping": (0, 1, 2), "own_clipping_by_grad": (0,)}
+STAGES = {"no_sync": (0, 1), "no_sync_accumulated": (0, 1), "own_clipping": (0, 1, 2),
+          "own_clipping_by_grad": (0,)}
 
 
 class Net(nn.Module):
@@ -128,6 +129,20 @@ for _caller in ("engine", "optimizer", "module"):
 @program
 def no_sync(run):
     engine, numbers = run.engine(), []
+    for update in range(UPDATES):
+        with engine.no_sync():
+            engine.backward(run.loss(engine, 2 * update))
+        loss = run.loss(engine, 2 * update + 1)
+        engine.backward(loss)
+        engine.step()
+        numbers.append([float(loss), *run.weights(engine)])
+    return numbers, {}
+
+
+@program
+def no_sync_accumulated(run):
+    engine, numbers = run.engine(accumulation=2), []
+    engine.set_gradient_accumulation_boundary(True)
     for update in range(UPDATES):
         with engine.no_sync():
             engine.backward(run.loss(engine, 2 * update))
