@@ -8,6 +8,7 @@ import errno
 import logging
 import re
 import sys
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, TextIO
 
@@ -80,8 +81,10 @@ class _Handler(logging.StreamHandler):
 def set_up_logging(level: int, form: str = "%(message)s", stream: TextIO | None = None) -> None:
     """Log to `stream` (default: stdout), replacing all handlers. Characters it cannot encode are escaped."""
     stream = sys.stdout if stream is None else stream
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="backslashreplace")
+    if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+        # A descriptor that was replaced by a pipe after Python started has no position, which this asks for.
+        with suppress(OSError):
+            stream.reconfigure(errors="backslashreplace")
     handler = _Handler(stream)
     handler.setFormatter(_Formatter(form))
     logging.basicConfig(level=level, handlers=[handler], force=True)

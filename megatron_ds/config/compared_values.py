@@ -19,8 +19,10 @@ from .option import Option
 from .run import RunConfig, all_options
 
 PACKAGES = ("torch", "numpy")           # their versions decide numbers: kernels, shuffles
-ENVIRONMENT = (                         # variables that change the precision or the order of operations
-    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_DEFAULT_FPMATH_MODE", "MEGATRON_DS_HIP_KERNELS",
+# Variables that change the precision or the order of operations. CUBLAS_WORKSPACE_CONFIG is not among them:
+# the package sets it where it is missing.
+ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "MEGATRON_DS_HIP_KERNELS",
     "MKL_CBWR", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
