@@ -259,7 +259,7 @@ def load_run(engine: Engine, start: Start) -> Progress:
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     if mesh.rank == 0:
         if with_optimizer:
-            log_other_workers(start.run["config"], engine.config)
+            log_other_workers(start.run.get("config", {}), engine.config)
         log_positions(start.run["identity"]["model"], model_identity(engine.config.model))
         logger.info("loaded %s, iteration %d%s, in %.1f s", checkpoint.load, start.step,
                     "" if with_optimizer else " (weights only)", time.perf_counter() - begin)
