@@ -51,7 +51,7 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     logger.info("%s", plan_text(plan, [*unchecked, *_unchecked(config, memory)], memory))
     if memory is None or fits(plan, memory):
         return 0
-    logger.info("\n%s", "\n".join(remedies_text(plan, memory)))
+    logger.info("%s", "\n".join(["", *remedies_text(plan, memory)]))
     return 1
 
 
