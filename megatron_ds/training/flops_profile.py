@@ -164,6 +164,7 @@ def _written(path: Path, text: str) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        logger.warning("cannot write %s: %s. It had:\n%s", path, reason_of(error), text)
+        logger.warning("cannot write %s: %s. It had:", path, reason_of(error))
+        logger.warning("%s", text)
         return False
     return True
