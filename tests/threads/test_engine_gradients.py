@@ -46,7 +46,7 @@ def test_zero_grad_anywhere_in_the_loop_changes_nothing(stage, caller, caplog):
     expected = on_ranks(2, trained, lambda: make(Stack), config)
     for (steps, found), (_, other) in zip(on_ranks(2, main, lambda: make(Stack), config), expected):
         assert steps == STEPS and all(torch.equal(p, other[name]) for name, p in found.items())
-    assert caplog.text.count("in the middle of an update has no effect") == 2      # once for each rank
+    assert caplog.text.count("in the middle of an update has no effect") == 1      # rank 0, once
 
 
 # ------------------------------------------------------------------------------------------ p.grad
