@@ -298,12 +298,12 @@ def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
 
 def test_settings_that_disagree_are_told_with_both_places(tmp_path):
     (tmp_path / "ds.json").write_text(
-        '{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "comms_logger": {"enabled": true}}')
+        '{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "amp": {"enabled": true}}')
     (tmp_path / "run.yaml").write_text("lr: 1e-3\nhiden_size: 3\n")
     job = [word for word in MOCK if word not in ("--lr", "1e-3")]
     message = told([*job, "--config", str(tmp_path / "run.yaml"),
                     "--deepspeed-config", str(tmp_path / "ds.json")], ranks=2)
-    assert "did you mean 'hidden_size'?" in message and "comms_logger" in message
+    assert "did you mean 'hidden_size'?" in message and "amp" in message and "bf16" in message
     (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
     (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}')
     message = told([*job, "--config", str(tmp_path / "run.yaml"),
