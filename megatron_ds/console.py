@@ -78,8 +78,12 @@ class _Handler(logging.StreamHandler):
                 pass                                     # stderr is on the same disk
 
 
-def set_up_logging(level: int, form: str = "%(message)s", stream: TextIO | None = None) -> None:
-    """Log to `stream` (default: stdout), replacing all handlers. Characters it cannot encode are escaped."""
+def set_up_logging(level: int, form: str = "%(message)s", stream: TextIO | None = None,
+                   replaces: bool = True) -> None:
+    """Log to `stream` (default: stdout). Characters it cannot encode are escaped.
+
+    replaces: remove the handlers that there are; False: a program that has set up logging keeps its own
+    """
     stream = sys.stdout if stream is None else stream
     if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
         # A descriptor that was replaced by a pipe after Python started has no position, which this asks for.
@@ -87,7 +91,7 @@ def set_up_logging(level: int, form: str = "%(message)s", stream: TextIO | None 
             stream.reconfigure(errors="backslashreplace")
     handler = _Handler(stream)
     handler.setFormatter(_Formatter(form))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=level, handlers=[handler], force=replaces)
 
 
 def is_name_too_long(error: BaseException) -> bool:

@@ -274,5 +274,5 @@ def progress_lines(args: argparse.Namespace):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    set_up_logging(logging.INFO, stream=sys.stderr)
+    set_up_logging(logging.INFO, stream=sys.stderr, replaces=False)
     return main_guard(lambda: run(parse_arguments(argv)))
