@@ -44,7 +44,7 @@ PER_HOST_ONLY = {                                       # paths, files of logs, 
     "data.merge_file", "data.num_workers", "data.per_split_data_args_path", "data.test_data_path",
     "data.tokenizer_model", "data.train_data_path", "data.valid_data_path", "data.vocab_file",
     "logging.csv_monitor_dir", "logging.metrics_path", "logging.progress_bar", "logging.tensorboard_dir",
-    "logging.wandb_entity", "logging.wandb_exp_name", "logging.wandb_project", "logging.wandb_save_dir",
+    "logging.wandb_entity", "logging.wandb_group", "logging.wandb_exp_name", "logging.wandb_project", "logging.wandb_save_dir",
     "parallel.pipeline_costs_path", "plan.dry_run", "plan.rank", "profiler.autotuning_metric_path",
     "profiler.flops_profiler_output_file", "zero.nvme_block_size", "zero.nvme_io", "zero.nvme_queue_depth",
     "zero.nvme_threads", "zero.offload_nvme_path", "zero.offload_param_nvme_path"}
