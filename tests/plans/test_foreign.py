@@ -117,7 +117,7 @@ def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
 
 
 @pytest.mark.parametrize("words, says", [
-    ("--data-impl lazy", "preprocess_data"), ("--moe-latent-size 64", "width of the model"),
+    ("--data-impl lazy", "megatron-ds preprocess"), ("--moe-latent-size 64", "width of the model"),
     ("--fp32-residual-connection", "dtype of the weights"), ("--exit-signal SIGHUP", "SIGTERM"),
     ("--rerun-mode report_stats", "faults of the hardware"),
     ("--linear-attention-freq 4", "softmax attention"),
