@@ -205,7 +205,7 @@ OTHER_MODELS = {
     "a size that is text": ({"hidden_size": "eight"}, "config.json"),
     "a list": ({"num_attention_heads": [2]}, "config.json"),
     "a negative size": ({"num_hidden_layers": -1}, "num_layers: -1 is out of range"),
-    "too many layers": ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
+    "too many layers": ({"num_hidden_layers": 10**12}, "1000000000000 is out of range"),
     "heads that form no groups": ({"num_attention_heads": 3, "num_key_value_heads": 2}, "do not form"),
 }
 
