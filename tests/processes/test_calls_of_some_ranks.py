@@ -24,6 +24,9 @@ def start(rank, folder):
     import torch.distributed as dist
 
     store = dist.FileStore(os.path.join(folder, "store"), 2)
+    # Both ranks are here before the timeout of the group counts.
+    store.set(f"rank {rank}", "here")
+    store.wait(["rank 0", "rank 1"], timedelta(seconds=LONGEST))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS))
 
 
