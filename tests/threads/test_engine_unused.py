@@ -148,8 +148,13 @@ def test_layers_in_another_order_are_an_error_also_where_all_parameters_are_used
 
 def test_ignoring_nothing_allows_a_model_that_uses_all():
     model = lambda: nn.Linear(WIDTH, 1)
-    use = lambda engine, rank: [engine.backward(engine(inputs(rank, 0)).mean()), engine.step()]
-    on_ranks(RANKS, use, model, config_of(2, ignore_unused_parameters=False))
+
+    def use(engine, rank):
+        engine.backward(engine(inputs(rank, 0)).mean())
+        engine.step()
+        return engine.global_steps
+
+    assert on_ranks(RANKS, use, model, config_of(2, ignore_unused_parameters=False)) == [1] * RANKS
 
 
 def test_the_module_of_the_same_name_does_not_replace_the_function():
