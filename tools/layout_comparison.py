@@ -215,6 +215,9 @@ class MockCorpus:
     def get(self, document: int, start: int, count: int) -> np.ndarray:
         return self.documents[document][start:start + count]
 
+    def refuse_negative(self, ids: np.ndarray, place: str) -> None:
+        """Do nothing: the tokens were drawn from the vocabulary."""
+
 
 def _weight_boxes(engine):
     coordinates = engine.mesh.coordinates

@@ -34,14 +34,14 @@ _FLAGS = {
     "--moe-router-topk": "top-k num-experts-per-tok num-experts-per-token experts-per-token moe-topk moe-k",
     "--moe-ffn-hidden-size": "moe-intermediate-size expert-hidden-size expert-ffn-hidden-size",
     "--moe-shared-expert-intermediate-size": "shared-expert-intermediate-size",
-    "--moe-layer-freq": "decoder-sparse-step moe-every moe-layers first-k-dense-replace",
+    "--moe-layer-freq": "decoder-sparse-step moe-every moe-layers",
     "--moe-router-num-groups": "n-group num-expert-groups",
     "--moe-router-group-topk": "topk-group num-limited-groups",
     "--moe-router-score-function": "scoring-func score-func",
     "--moe-router-topk-scaling-factor": "routed-scaling-factor route-scale",
     "--moe-aux-loss-coeff": "router-aux-loss-coef aux-loss-coef aux-loss-alpha load-balance-coeff",
     "--moe-z-loss-coeff": "router-z-loss-coef z-loss-coeff moe-zloss-weight",
-    "--moe-expert-capacity-factor": "capacity-factor moe-capacity-factor expert-capacity-factor",
+    "--moe-expert-capacity-factor": "capacity-factor expert-capacity-factor",
     "--moe-eval-capacity-factor": "eval-capacity-factor",
     "--moe-min-capacity": "min-capacity",
     "--moe-router-noise": "noisy-gate-policy",
@@ -71,9 +71,9 @@ _FLAGS = {
 }
 _SENTENCES = {
     "--moe-shared-expert-intermediate-size is the width of all shared experts together":
-        "n-shared-experts num-shared-experts",
+        "num-shared-experts",
     "the weights of a token's experts sum to 1 by default; --moe-router-pre-softmax leaves them as they are":
-        "norm-topk-prob route-norm",
+        "route-norm",
     "epochs are not counted: the length of training is --train-iters, --train-samples or --train-tokens":
         "epochs num-epochs max-epochs num-train-epochs",
     "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)":

@@ -50,7 +50,7 @@ def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
 @pytest.mark.parametrize("typed, says", [
     ("--epochs", "--train-samples"), ("--dp", "data-parallel size follows"), ("--gpus", "torchrun"),
     ("--profile", "--trace"),
-    ("--compile", "torch.compile"), ("--n-shared-experts", "shared experts together"),
+    ("--compile", "torch.compile"), ("--num-shared-experts", "shared experts together"),
     ("--tokenizer", "--tokenizer-type"), ("--precision", "--bf16")])
 def test_a_name_without_a_flag_is_explained(typed, says):
     problem = read_flags([typed, "9"]).problems[0]
@@ -89,12 +89,12 @@ def test_files_get_the_same_suggestions(tmp_path):
 # ------------------------------------------------------------------ one round
 def test_flags_files_and_rules_report_their_problems_in_one_round(tmp_path):
     (tmp_path / "a.yaml").write_text("sed: 1\nclip_grad: much\n")
-    (tmp_path / "b.json").write_text('{"stps_per_print": 1, "memory_breakdown": true}')
+    (tmp_path / "b.json").write_text('{"stps_per_print": 1, "eigenvalue": true}')
     wrong = ("--frobnicate --fp32-residual-connection --eval-iters x --num-attention-heads 7 --fp16 --bf16 "
              f"--config {tmp_path}/a.yaml --deepspeed_config {tmp_path}/b.json --local-rank 4")
     found = problems_of(*NEEDED, *wrong.split())
     for says in ("--frobnicate", "--fp32-residual", "--eval-iters: 'x'", "unknown key 'sed'",
-                 "clip_grad: 'much'", '"stps_per_print"', '"memory_breakdown"', "--local-rank 4",
+                 "clip_grad: 'much'", '"stps_per_print"', '"eigenvalue"', "--local-rank 4",
                  "--num-attention-heads 7", "--fp16 and"):
         assert sum(says in problem for problem in found) == 1, (says, found)
     assert len(found) == 10
