@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing
 from torch import nn
 
-from megatron_ds.data.batch import Batch
+from megatron_ds.batch.batch import Batch
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.context import new_parameter
 from megatron_ds.mpu.group import Group

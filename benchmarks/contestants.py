@@ -181,7 +181,7 @@ def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: Ex
     from megatron_ds.data.loading.loader import Loader
     from megatron_ds.data.samples.gpt_data import GPTCollator
     from megatron_ds.mpu import launch as launching
-    from megatron_ds.ramps import Progress
+    from megatron_ds.progress.ramps import Progress
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step

@@ -25,12 +25,12 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumSched
 from deepspeed.runtime.data_pipeline.data_sampling import data_analyzer, data_sampler
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
 
-from megatron_ds.config.data_efficiency_options import read_metric
+from megatron_ds.config.options.data_efficiency_options import read_metric
 from megatron_ds.data.curriculum.curriculum_order import order_by_difficulty
 from megatron_ds.data.curriculum.difficulty_analysis import map_shard, reduce_metric
 from megatron_ds.data.curriculum.difficulty_metrics import ListFile, MetricSpec, write_metric
-from megatron_ds.difficulty import make_difficulty
 from megatron_ds.errors import DataError
+from megatron_ds.progress.difficulty import make_difficulty
 
 FILES = ("sample_to_metric", "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged")
 alone = types.SimpleNamespace(size=lambda: 1)

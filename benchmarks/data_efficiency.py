@@ -183,8 +183,8 @@ def times(out: Path, rounds: int = 9) -> None:
     in turns, in one process, so that a machine that changes its speed changes all alike."""
     import torch
 
+    from megatron_ds.batch.batch import Batch
     from megatron_ds.config import parse
-    from megatron_ds.data.batch import Batch
     from megatron_ds.host.allocator import set_allocator
     from megatron_ds.mpu.grid import Grid
     from megatron_ds.mpu.mesh import Mesh
@@ -229,7 +229,7 @@ def cost(out: Path, contestant: Contestant) -> float | None:
     lines between.
     """
     from megatron_ds.config import parse
-    from megatron_ds.config.data_efficiency_options import length_difficulty
+    from megatron_ds.config.options.data_efficiency_options import length_difficulty
     from megatron_ds.config.training_schedule import make_token_drop
     if not (out / "times.json").exists():
         return None

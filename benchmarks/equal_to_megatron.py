@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_ds.config.data_options import DataConfig
+from megatron_ds.config.options.data_options import DataConfig
 from megatron_ds.data.loading import blend, index_maps
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.samples import bert_maps

@@ -29,7 +29,7 @@ from megatron_ds.ops import kernel_table
 from megatron_ds.planning.flops import model_flops, peak_flops, utilization
 from megatron_ds.planning.keep_gathered import free_memory
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.prepared_kernels import prepare_kernels
 from megatron_ds.training.step import train_step

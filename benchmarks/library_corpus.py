@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
-from megatron_ds.training.metrics_file import read_metrics  # noqa: E402
+from megatron_ds.training.observe.metrics_file import read_metrics  # noqa: E402
 
 
 def make_corpus(folder: Path) -> None:

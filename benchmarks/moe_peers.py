@@ -96,7 +96,7 @@ def fill(pairs) -> None:
 
 # ----------------------------------------------------------------------------------------------------- ours
 def our_config(shape: Shape, **changes):
-    from megatron_ds.config.model_options import ModelConfig
+    from megatron_ds.config.options.model_options import ModelConfig
     return ModelConfig(**dict(
         num_layers=4, hidden_size=shape.hidden, num_attention_heads=8, seq_length=shape.seq,
         vocab_size=shape.vocab, ffn_hidden_size=shape.ffn, activation="swiglu", add_bias_linear=False,
@@ -116,8 +116,8 @@ def our_context(rank: int, ranks: int):
 
 
 def our_batch(shape: Shape, ids: torch.Tensor | None = None):
-    from megatron_ds.data.batch import Batch
-    from megatron_ds.data.ledger import DISCARDING
+    from megatron_ds.batch.batch import Batch
+    from megatron_ds.batch.ledger import DISCARDING
     b, s = shape.batch, shape.seq
     ids = torch.zeros(b, s, dtype=torch.int64) if ids is None else ids
     return Batch(ids, ids.roll(-1, 1), torch.ones(b, s), torch.arange(s).expand(b, s),

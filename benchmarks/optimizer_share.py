@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.workloads import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, token_batches
 from megatron_ds.config import parse
 from megatron_ds.mpu.fake_group import fake_mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from tools.layout_comparison import global_batch_share

@@ -12,7 +12,7 @@ import sys
 
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 
-from megatron_ds.difficulty import Rise, TokenDrop
+from megatron_ds.progress.difficulty import Rise, TokenDrop
 
 
 def upstream_of(least: int, most: int, steps: int, multiple: int, blocks: int, dropping: int,

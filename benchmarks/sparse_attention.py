@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ds.config.sparse_options import SparseOptions
+from megatron_ds.config.options.sparse_options import SparseOptions
 from megatron_ds.host.allocator import set_allocator
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.core_attention import attention

@@ -95,7 +95,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
 
     from megatron_ds.config import parse
     from megatron_ds.mpu import launch as launching
-    from megatron_ds.ramps import Progress
+    from megatron_ds.progress.ramps import Progress
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step

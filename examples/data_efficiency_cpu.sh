@@ -63,7 +63,7 @@ step "4. tokens, time and validation loss of both runs"
 "$PYTHON" - "$out" <<'PY'
 import sys
 from pathlib import Path
-from megatron_ds.training.metrics_file import read_metrics
+from megatron_ds.training.observe.metrics_file import read_metrics
 print(f"{'run':10} {'tokens':>10} {'layer tokens':>13} {'seconds':>8} {'validation loss':>16}")
 for name in ("plain", "efficient"):
     records = read_metrics(Path(sys.argv[1], f"{name}.jsonl"))

@@ -65,7 +65,7 @@ step "5. validation loss"
 "$PYTHON" - "$out" "$short" "$long" <<'PY'
 import sys
 from pathlib import Path
-from megatron_ds.training.metrics_file import read_metrics
+from megatron_ds.training.observe.metrics_file import read_metrics
 folder, short, long = sys.argv[1:]
 for name, length, what in (("short", short, "trained at this length"), ("as_it_is", long, "the same model"),
                            ("scaled", long, "frequencies scaled"), ("trained", long, "and trained at this length")):

@@ -7,8 +7,8 @@ Importing the package imports no submodule: `megatron_ds.mpu`, `megatron_ds.conf
 first used.
 
 DeepSpeed's names that are no names of this package (`megatron_ds.runtime.utils.see_memory_usage`) are
-those of
-compat/deepspeed_names.py; `install_as_deepspeed()` gives all of them the name `deepspeed`, too.
+those of compat/deepspeed/deepspeed_names.py; `install_as_deepspeed()` gives all of them the name `deepspeed`,
+too. Modules under an older path (`megatron_ds.comm`) are those of compat/moved_modules.py.
 """
 
 import sys
@@ -33,9 +33,9 @@ def __getattr__(name: str):
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     if name == "init_distributed":
-        return import_module(".comm", __name__).init_distributed
+        return import_module(".compat.deepspeed.comm", __name__).init_distributed
     if name in _OF_THE_ENGINE:
-        return getattr(import_module(".engine", __name__), name)
+        return getattr(import_module(".compat.engine", __name__), name)
     return foreign_name(__name__, name)
 
 
@@ -48,14 +48,14 @@ def install_as_deepspeed() -> None:
 
     Call it before they are imported. Raises ConfigError if DeepSpeed itself has been imported.
     """
-    import_module(".compat.deepspeed_installation", __name__).install()
+    import_module(".compat.deepspeed.deepspeed_installation", __name__).install()
 
 
 def foreign_name(module: str, name: str) -> Any:
     """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
     if name.startswith("__") and name != "__path__":
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return import_module(".compat.deepspeed_modules", __name__).find(module, name)
+    return import_module(".compat.deepspeed.deepspeed_modules", __name__).find(module, name)
 
 
 class _ForeignModules:
@@ -65,7 +65,10 @@ class _ForeignModules:
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith(f"{__name__}.") or name.startswith(f"{__name__}.compat"):
             return None
-        return import_module(".compat.deepspeed_modules", __name__).Finder.find_spec(name)
+        moved = import_module(".compat.moved_modules", __name__).MovedFinder.find_spec(name)
+        if moved is not None:
+            return moved
+        return import_module(".compat.deepspeed.deepspeed_modules", __name__).Finder.find_spec(name)
 
 
 sys.meta_path.append(_ForeignModules)

@@ -38,15 +38,15 @@ DONE = ("", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 ANNOTATED, DOCUMENTED = 0.98, 0.95
 MOST_PARAMETERS, MOST_LINES = 8, 400
 ANY_ROOM_MAY_HAVE = {"__init__.py"}
-PLACES_OF_DEEPSPEED = {"moe/layer.py"}       # its name is that of DeepSpeed's module
 AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 # Functions under DeepSpeed's names have DeepSpeed's parameters.
-SIGNATURES_OF_DEEPSPEED = {"comm.init_distributed", "checkpointing.configure",
-                           "engine.initialization.initialize",
-                           "engine.zero_init.Init.__init__", "moe.layer.MoE.__init__",
+SIGNATURES_OF_DEEPSPEED = {"compat.deepspeed.comm.init_distributed",
+                           "compat.deepspeed.checkpointing.configure",
+                           "compat.engine.initialization.initialize",
+                           "compat.engine.zero_init.Init.__init__", "compat.deepspeed.moe_layer.MoE.__init__",
                            "ops.adam.DeepSpeedCPUAdam.__init__", "ops.adam.FusedAdam.__init__",
-                           "compat.deepspeed_schedules.OneCycle.__init__",
-                           "compat.deepspeed_optimizers.FusedLamb.__init__"}
+                           "compat.deepspeed.deepspeed_schedules.OneCycle.__init__",
+                           "compat.deepspeed.deepspeed_optimizers.FusedLamb.__init__"}
 # Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
 # field's term.
 RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|"
@@ -54,7 +54,7 @@ RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|sai
                      r"judge[sd]?|promise[sd]?|passports?|nevertheless|made[ -]up|riddles?)\b", re.IGNORECASE)
 RIDDLE_ALLOWED: dict[str, tuple[str, ...]] = {         # file → words that it needs
     "checkpoint/chunk_file.py": ("tell",), "checkpoint/chunk_archive.py": ("tell",),     # the method of files
-    "conversion/torch_file.py": ("tell",), "host/direct_file.py": ("tell",)}
+    "compat/conversion/files/torch_file.py": ("tell",), "host/direct_file.py": ("tell",)}
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def test_no_two_files_have_the_same_name():
     places = defaultdict(list)
     for path in FILES:
         place = str(path.relative_to(PACKAGE))
-        if path.name not in ANY_ROOM_MAY_HAVE and place not in PLACES_OF_DEEPSPEED:
+        if path.name not in ANY_ROOM_MAY_HAVE:
             places[path.name].append(place)
     twice = {name: found for name, found in places.items()
              if len(found) > 1 and any(room_of(PACKAGE / path) in DONE for path in found)}

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from megatron_ds.batch.batch import Batch
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
 from megatron_ds.config.training_schedule import (
@@ -23,7 +24,6 @@ from megatron_ds.config.training_schedule import (
     make_learning_rates,
     make_weight_decay,
 )
-from megatron_ds.data.batch import Batch
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPT_DATA
@@ -32,7 +32,7 @@ from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, LayoutError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.registry import did_you_mean
 from megatron_ds.training.build import Engine, build_engine
 from megatron_ds.training.run_checkpoint import all_pieces

@@ -12,13 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ds.config.config_files import declared_keys  # noqa: E402
-from megatron_ds.config.config_text import TITLES, default_text, invocation  # noqa: E402
-from megatron_ds.config.deepspeed_json import TRANSLATED  # noqa: E402
-from megatron_ds.config.dialects import DIALECTS  # noqa: E402
-from megatron_ds.config.option import Option  # noqa: E402
+from megatron_ds.compat.config.deepspeed_json import TRANSLATED  # noqa: E402
+from megatron_ds.compat.config.dialects import DIALECTS  # noqa: E402
+from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
+from megatron_ds.config.options.option import Option  # noqa: E402
 from megatron_ds.config.run import SECTIONS, options_in  # noqa: E402
-from megatron_ds.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
+from megatron_ds.config.sources.config_files import declared_keys  # noqa: E402
+from megatron_ds.config.sources.config_text import TITLES, default_text, invocation  # noqa: E402
 
 INTRO = """# Flags
 

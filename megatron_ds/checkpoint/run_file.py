@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..ramps import Progress
+from ..progress.ramps import Progress
 from .folder import INDEX_FILE, RUN_FILE, read_regular, write_durably
 
 FORMAT_VERSION = 2

@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..config.model_options import ModelConfig
+from ..config.options.model_options import ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..models import MODELS, build_stage
 from ..moe.balance import balances_of

@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.world_size is not None and args.world_size < 1:
         raise ConfigError(f"--world-size {args.world_size}: give at least 1.")
     variables = dict(_pair(text) for text in args.variables)
-    from megatron_ds.recipes.recipe_file import read_recipe
-    from megatron_ds.recipes.verdict import assess
+    from megatron_ds.compat.recipes.recipe_file import read_recipe
+    from megatron_ds.compat.recipes.verdict import assess
     from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 
     obstacles: Counter[str] = Counter()
@@ -96,8 +96,8 @@ def _parser() -> Arguments:
 
 def _problems_of_engine(path: Path, ranks: int) -> list[str]:
     """Why `megatron_ds.initialize` would refuse a DeepSpeed JSON."""
-    from megatron_ds.config.reading import ConfigProblems
-    from megatron_ds.engine.json_settings import read_settings
+    from megatron_ds.compat.engine.json_settings import read_settings
+    from megatron_ds.config.sources.reading import ConfigProblems
     try:
         read_settings(str(path), ranks)
     except ConfigProblems as error:
@@ -109,10 +109,10 @@ def _problems_of_engine(path: Path, ranks: int) -> list[str]:
 
 def _trains(path: Path, training, ranks: int) -> bool:
     """Train the recipe shrunk, and print its losses. Returns whether it made its steps."""
+    from megatron_ds.compat.recipes.tiny import changed, shrunk
+    from megatron_ds.compat.recipes.tiny_run import losses_of
+    from megatron_ds.compat.recipes.verdict import config_of
     from megatron_ds.config.parse import parse
-    from megatron_ds.recipes.tiny import changed, shrunk
-    from megatron_ds.recipes.tiny_run import losses_of
-    from megatron_ds.recipes.verdict import config_of
     from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +145,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _obstacles(assessment) -> Iterator[str]:
-    from megatron_ds.recipes.verdict import Kind
+    from megatron_ds.compat.recipes.verdict import Kind
     found = {f"{v.kind.value} {v.name}" for v in assessment.verdicts
              if v.kind in (Kind.REFUSED, Kind.UNKNOWN)}
     return found | {f"together: {problem[:90]}" for problem in assessment.problems}
@@ -153,7 +153,7 @@ def _obstacles(assessment) -> Iterator[str]:
 
 def _report(path: Path, training, assessment) -> Iterator[str]:
     """The lines for one training."""
-    from megatron_ds.recipes.verdict import Kind
+    from megatron_ds.compat.recipes.verdict import Kind
     reader = training.script or "a DeepSpeed JSON for pretrain_gpt.py (--for engine: for initialize)"
     yield f"{path}, {reader}"
     for kind in Kind:
@@ -176,7 +176,7 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
 
 def _open_word(word: str) -> str:
     """A word whose value the recipe does not state: its variable, or a gap where a command computes it."""
-    from megatron_ds.recipes.shell_values import IS_OPEN, shown
+    from megatron_ds.compat.recipes.shell_values import IS_OPEN, shown
     if any(re.search(r"[(`]", inner) for inner in IS_OPEN.findall(word)):
         return IS_OPEN.sub("<computed>", word)
     return shown(word)

@@ -21,8 +21,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_ds.cli import Arguments
-from megatron_ds.conversion.formats import ALIASES, FORMATS, Format, Wishes, detected, format_of
-from megatron_ds.conversion.stored_tensor import LogicalCheckpoint
+from megatron_ds.compat.conversion.files.stored_tensor import LogicalCheckpoint
+from megatron_ds.compat.conversion.formats import ALIASES, FORMATS, Format, Wishes, detected, format_of
 from megatron_ds.errors import CheckpointError, ConfigError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -158,9 +158,9 @@ def verify_written(source: LogicalCheckpoint, args: argparse.Namespace, target: 
 
 def verify(source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float) -> None:
     """Print the largest difference of the outputs. Raises CheckpointError if it is above the tolerance."""
-    from megatron_ds.conversion.family import model_of
-    from megatron_ds.conversion.huggingface_format import detect
-    from megatron_ds.conversion.logits_proof import largest_difference, outputs_of, random_tokens
+    from megatron_ds.compat.conversion.family import model_of
+    from megatron_ds.compat.conversion.huggingface.huggingface_format import detect
+    from megatron_ds.compat.conversion.logits_proof import largest_difference, outputs_of, random_tokens
 
     tokens = random_tokens(model_of(source.model, source.folder))
     difference, largest = largest_difference(outputs_of(source, tokens), outputs_of(target, tokens))

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.tokenizer_files import FIELDS, tokenizer_of
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig
-from megatron_ds.config.config_text import from_dict
+from megatron_ds.config.sources.config_text import from_dict
 from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.training.metrics_file import read_metrics
+from megatron_ds.training.observe.metrics_file import read_metrics
 
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)_(max_load|router_entropy|dropped)")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.training.metrics_file import read_metrics
+from megatron_ds.training.observe.metrics_file import read_metrics
 
 STYLES = {"train": dict(linewidth=1.5), "validation": dict(marker="o", linestyle="--", markersize=4),
           "test": dict(marker="s", linestyle="none")}

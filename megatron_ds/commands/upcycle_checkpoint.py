@@ -42,10 +42,10 @@ from megatron_ds.checkpoint.upcycling import Upcycling, counted, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, Source, parse
-from megatron_ds.config.config_text import explanation, invocation, to_dict
-from megatron_ds.config.flags import CONFIG_FLAG
-from megatron_ds.config.moe_options import MoEOptions
+from megatron_ds.config.options.moe_options import MoEOptions
 from megatron_ds.config.run import options_in
+from megatron_ds.config.sources.config_text import explanation, invocation, to_dict
+from megatron_ds.config.sources.flags import CONFIG_FLAG
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models.model_identity import MOE_FIELDS, model_identity
 from megatron_ds.mpu.group import solo

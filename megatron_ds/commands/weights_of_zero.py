@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_ds.cli import Arguments
-from megatron_ds.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from megatron_ds.compat.deepspeed.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

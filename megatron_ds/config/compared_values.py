@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..version import __version__
-from .option import Option
+from .options.option import Option
 from .run import RunConfig, all_options
 
 PACKAGES = ("torch", "numpy")           # their versions decide numbers: kernels, shuffles

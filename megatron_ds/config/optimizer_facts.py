@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .training_options import OptimizerConfig
+from .options.training_options import OptimizerConfig
 
 # What the update of an element depends on, besides that element.
 ELEMENT, NORMS, MATRIX = "nothing else", "norms of whole parameters", "the whole matrix"

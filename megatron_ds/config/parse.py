@@ -14,24 +14,24 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any
 
+from ..compat.config.deepspeed_json import read_deepspeed
+from ..compat.config.neox_yaml import read_yamls
 from ..errors import ConfigError
 from ..launch_env import problems_of_local_rank, rank_in
 from ..version import __version__
-from .attention_rules import ATTENTION_RULES
-from .combine import combined, contradictions
-from .config_files import names
-from .config_text import help_text, short_help_text, to_yaml
-from .data_rules import DATA_RULES
-from .deepspeed_json import read_deepspeed
-from .flags import CommandLine, read_flags, spellings
-from .layout_rules import LAYOUT_RULES
 from .messages import Rule, either, flag, problems_of, written
-from .moe_rules import MOE_RULES
-from .neox_yaml import read_yamls
-from .reading import Reading, Setting, attempt, reject
+from .rules.attention_rules import ATTENTION_RULES
+from .rules.data_rules import DATA_RULES
+from .rules.layout_rules import LAYOUT_RULES
+from .rules.moe_rules import MOE_RULES
+from .rules.sparse_rules import SPARSE_RULES
+from .rules.training_rules import TRAINING_RULES
 from .run import RunConfig, Source, all_options
-from .sparse_rules import SPARSE_RULES
-from .training_rules import TRAINING_RULES
+from .sources.combine import combined, contradictions
+from .sources.config_files import names
+from .sources.config_text import help_text, short_help_text, to_yaml
+from .sources.flags import CommandLine, read_flags, spellings
+from .sources.reading import Reading, Setting, attempt, reject
 
 HELP = {"help": help_text, "short help": short_help_text}
 

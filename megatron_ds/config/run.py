@@ -11,15 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ..mpu.grid import Grid
-from .cycle_options import CycleConfig
-from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
-from .data_options import BertConfig, DataConfig
-from .logging_options import LoggingConfig
-from .model_options import ModelConfig
-from .option import Option, options_of
-from .parallel_options import ParallelConfig, ZeroConfig
-from .profiler_options import ProfilerConfig
-from .training_options import CheckpointConfig, OptimizerConfig, PlanConfig, TrainConfig
+from .options.cycle_options import CycleConfig
+from .options.data_efficiency_options import CurriculumConfig, RandomLTDConfig
+from .options.data_options import BertConfig, DataConfig
+from .options.logging_options import LoggingConfig
+from .options.model_options import ModelConfig
+from .options.option import Option, options_of
+from .options.parallel_options import ParallelConfig, ZeroConfig
+from .options.profiler_options import ProfilerConfig
+from .options.training_options import CheckpointConfig, OptimizerConfig, PlanConfig, TrainConfig
 
 # Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})

@@ -3,12 +3,20 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ..cycles import Cycle, CycledBeta, OneCycle, RangeTest
-from ..difficulty import Rise, TokenDrop
-from ..ramps import BatchSize, DeepSpeedRate, LearningRate, Ramp, Tokens, WeightDecay, scheduled_samples
-from .cycle_options import ONE_CYCLE, RANGE_TEST
+from ..progress.cycles import Cycle, CycledBeta, OneCycle, RangeTest
+from ..progress.difficulty import Rise, TokenDrop
+from ..progress.ramps import (
+    BatchSize,
+    DeepSpeedRate,
+    LearningRate,
+    Ramp,
+    Tokens,
+    WeightDecay,
+    scheduled_samples,
+)
+from .options.cycle_options import ONE_CYCLE, RANGE_TEST
+from .options.training_options import DECOUPLED_RATE, DEEPSPEED_STYLES, MAIN_RATE, TrainConfig
 from .run import RunConfig
-from .training_options import DECOUPLED_RATE, DEEPSPEED_STYLES, MAIN_RATE, TrainConfig
 
 
 def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:

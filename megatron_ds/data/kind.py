@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .batch import Batch
+from ..batch.batch import Batch
 
 if TYPE_CHECKING:
     from ..config import RunConfig

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..data.kind import DataKind
 from ..data.samples.gpt_data import GPT_DATA
 from ..mpu.context import ParallelContext

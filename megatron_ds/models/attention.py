@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split

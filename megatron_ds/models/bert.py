@@ -9,8 +9,8 @@ from functools import partial
 
 import torch.nn.functional as F
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..data.samples.bert_data import BERT_DATA
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group

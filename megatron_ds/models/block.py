@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..errors import ConfigError
 from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute

@@ -17,11 +17,11 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from ..config.model_options import ModelConfig
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..context_parallel.block_exchange import BlockExchange, Gather, Ring
 from ..context_parallel.head_exchange import ToTokens, spread_groups, to_heads, to_tokens
 from ..context_parallel.shared_keys import SharedKeys
-from ..data.batch import Batch
 from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo
 from ..ops.attention_pattern import CAUSAL, AttentionPattern

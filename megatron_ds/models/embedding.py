@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..data.batch import Batch
-from ..data.ledger import DISCARDING
+from ..batch.batch import Batch
+from ..batch.ledger import DISCARDING
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather
 from ..mpu.group import Group

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence

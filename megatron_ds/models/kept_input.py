@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..data.batch import Batch
+from ..batch.batch import Batch
 from ..host.waiting_tensors import WaitingTensors
 from ..mpu import collectives
 from ..mpu.context import ParallelContext

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..data.batch import Batch
+from ..batch.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext, Recompute
 from ..mpu.group import Group

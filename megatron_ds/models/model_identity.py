@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..config.model_options import ModelConfig
-from ..config.sparse_options import SPARSE_FIELDS
+from ..config.options.model_options import ModelConfig
+from ..config.options.sparse_options import SPARSE_FIELDS
 from .architecture import MODELS
 from .attention import scaled_rotary_base
 

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..data.batch import Batch
+from ..batch.batch import Batch
 from ..errors import LayoutError
 from ..mpu.context import ParallelContext
 from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region

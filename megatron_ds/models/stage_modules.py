@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..data.batch import Batch
+from ..batch.batch import Batch
 from .attention import KVCache
 from .layer import Layer
 

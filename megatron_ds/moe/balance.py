@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec

@@ -20,8 +20,8 @@ from math import ceil
 import numpy as np
 import torch
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..host.device_copies import on_device
 from ..mpu.context import ParallelContext
 from ..mpu.sequence_ranks import SequenceRanks

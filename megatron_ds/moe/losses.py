@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..config.model_options import ModelConfig
-from ..data.ledger import Ledger
+from ..batch.ledger import Ledger
+from ..config.options.model_options import ModelConfig
 from .totals import Totals
 
 AUX, Z_LOSS = "load balancing loss", "router z-loss"

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..mpu.rows import Waiting

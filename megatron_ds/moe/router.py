@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..config.model_options import ModelConfig
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.model_options import ModelConfig
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..config.sparse_options import SparseOptions
+from ..config.options.sparse_options import SparseOptions
 from .block_layout import BlockLayout
 from .keyed_random import seed_of
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch
-from ..data.ledger import Entry
+from ..batch.batch import Batch
+from ..batch.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
 from ..mpu.channels import Channels, Pending
 from .instruction import Instruction, Op, Program

@@ -5,7 +5,7 @@ A stage keeps, for each live micro-batch, its input and the `Root` of its output
 graph where the backward starts. The output itself is freed as soon as it has been sent, unless an operation
 saved it for its own backward. A backward comes whole, or in two halves (backward.py).
 
-Layers may add loss terms and metrics to the ledger of the batch (data/ledger.py). The terms of a layer are
+Layers may add loss terms and metrics to the ledger of the batch (batch/ledger.py). The terms of a layer are
 attached to its output, so each is differentiated with the layer itself, on any stage, in a whole or a split
 backward.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch
-from ..data.ledger import Entry, Ledger
+from ..batch.batch import Batch
+from ..batch.ledger import Entry, Ledger
 from .backward import Root, SplitBackward, attach
 
 

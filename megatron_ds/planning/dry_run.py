@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..config import RunConfig
-from ..config.flags import read_flags
+from ..config.sources.flags import read_flags
 from ..config.training_schedule import make_batch_size, make_token_drop
 from ..mpu.grid import Grid, ranks_in_short
 from ..mpu.group import RING_FACTOR

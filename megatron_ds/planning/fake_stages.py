@@ -34,8 +34,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..batch.batch import Batch
 from ..config import RunConfig
-from ..data.batch import Batch
 from ..errors import LayoutError
 from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host

@@ -16,11 +16,11 @@ from functools import cache
 import torch
 
 from ..config import RunConfig
-from ..config.model_options import ModelConfig
+from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_batch_size
-from ..difficulty import TokenDrop
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
+from ..progress.difficulty import TokenDrop
 from .training_length import planned_steps
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets: (16-bit, fp32 without TF32).

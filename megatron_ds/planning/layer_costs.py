@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..batch.batch import Batch
+from ..batch.ledger import DISCARDING
 from ..config import RunConfig
-from ..data.batch import Batch
-from ..data.ledger import DISCARDING
 from ..errors import ConfigError
 from ..models import MODELS, Layer
 from ..models.block import dense_width

@@ -11,7 +11,7 @@ from functools import cache
 from math import lcm
 
 from ..config import RunConfig
-from ..config.sparse_options import OF_MODE
+from ..config.options.sparse_options import OF_MODE
 from ..errors import ConfigError
 from .world_plan import plan_world, with_vocabulary
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from ..batch.batch import Batch
 from ..config import RunConfig
 from ..config.training_schedule import make_token_drop
-from ..data.batch import Batch
 from ..models import MODELS, Layer, with_random_ltd
 from ..mpu.context import ParallelContext, Precision, Recompute, SequenceSlice
 from ..mpu.group import Group

@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 
 from ..config import RunConfig
-from ..config.group_rules import group_rules, pattern_problems
 from ..config.messages import either, problems_of
+from ..config.rules.group_rules import group_rules, pattern_problems
 from ..config.training_schedule import make_batch_size
 from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..config.data_efficiency_options import RESHAPE, length_difficulty
+from ..config.options.data_efficiency_options import RESHAPE, length_difficulty
 from ..config.training_schedule import make_batch_size, make_token_drop, token_count
-from ..difficulty import Custom
-from ..ramps import BatchSize, Progress, Tokens, count_steps
+from ..progress.difficulty import Custom
+from ..progress.ramps import BatchSize, Progress, Tokens, count_steps
 
 START = Progress()
 

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import torch
 
+from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.data_efficiency_options import RESHAPE, length_difficulty
+from ..config.options.data_efficiency_options import RESHAPE, length_difficulty
 from ..config.training_schedule import make_token_drop
-from ..data.batch import Batch
 from ..data.curriculum.seqlen_curriculum import fold, truncate
-from ..difficulty import Difficulty, TokenDrop
 from ..mpu.context import SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..ramps import Progress
+from ..progress.difficulty import Difficulty, TokenDrop
+from ..progress.ramps import Progress
 
 
 class BatchSource(Protocol):

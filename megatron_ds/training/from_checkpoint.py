@@ -9,9 +9,9 @@ from pathlib import Path
 from ..checkpoint.load import latest, read_run
 from ..checkpoint.tokenizer_files import named_copies
 from ..config import RunConfig, Source
-from ..config.config_text import from_dict
-from ..config.flags import read_flags
-from ..config.reading import Setting
+from ..config.sources.config_text import from_dict
+from ..config.sources.flags import read_flags
+from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
 

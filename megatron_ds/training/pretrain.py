@@ -24,8 +24,15 @@ from ..checkpoint.folder import check_writable, find
 from ..checkpoint.lock import SaveLock
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
+from ..compat.conversion.foreign_start import (
+    foreign_defaults,
+    load_foreign,
+    log_length,
+    origin_of,
+    read_foreign,
+)
 from ..config import RunConfig, Source, parse
-from ..config.flags import read_flags
+from ..config.sources.flags import read_flags
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
@@ -45,13 +52,13 @@ from ..pipeline.schedules import SCHEDULES
 from ..planning.dry_run import dry_run, names_its_world
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
-from ..ramps import Progress
+from ..progress.ramps import Progress
 from .build import Engine, build_engine
 from .data_facts import data_facts
 from .distributed import joined
-from .foreign_start import foreign_defaults, load_foreign, log_length, origin_of, read_foreign
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
-from .log import Log, check_log, open_log
+from .observe.log import Log, check_log, open_log
+from .observe.sink import check_folder
 from .prepared_kernels import prepare_kernels
 from .run_checkpoint import (
     all_pieces,
@@ -64,7 +71,6 @@ from .run_checkpoint import (
     save_folder,
 )
 from .samples import build_loaders, rearranged, wanted_samples
-from .sink import check_folder
 from .startup_text import describe
 from .trainer import Loaders, Trainer
 

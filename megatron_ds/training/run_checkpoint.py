@@ -31,12 +31,13 @@ from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
+from ..compat.conversion.foreign_start import foreign_format
 from ..config import RunConfig, Source
-from ..config.config_text import to_dict
-from ..config.data_efficiency_options import order_identity
-from ..config.data_rules import FIM
-from ..config.optimizer_rules import FROZEN, ZERO_ONE
-from ..config.training_options import CheckpointConfig
+from ..config.options.data_efficiency_options import order_identity
+from ..config.options.training_options import CheckpointConfig
+from ..config.rules.data_rules import FIM
+from ..config.rules.optimizer_rules import FROZEN, ZERO_ONE
+from ..config.sources.config_text import to_dict
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
@@ -46,9 +47,8 @@ from ..models.model_identity import MOE_FIELDS, model_identity, why_positions_di
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
-from ..ramps import Progress
+from ..progress.ramps import Progress
 from .build import Engine
-from .foreign_start import foreign_format
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.data_efficiency_options import read_metric
-from ..config.data_options import DataConfig
+from ..config.options.data_efficiency_options import read_metric
+from ..config.options.data_options import DataConfig
 from ..config.training_schedule import stated_batch_size
-from ..data.batch import Batch
 from ..data.curriculum.curriculum_order import CurriculumOrder, order_by_difficulty
 from ..data.curriculum.difficulty_analysis import identity
 from ..data.loading.cache import default_cache

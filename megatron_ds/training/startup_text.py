@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..config import RunConfig
-from ..config.config_text import report_without_effect
 from ..config.messages import value_text
 from ..config.moe_notes import moe_notes
 from ..config.run import non_default
+from ..config.sources.config_text import report_without_effect
 from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from ..config.training_options import DECOUPLED_RATE, MAIN_RATE
-from ..data.batch import Batch
+from ..batch.batch import Batch
+from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import MegatronDSError
 from ..pipeline.timeline import Timeline, write_trace
-from ..ramps import Progress
+from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Engine
 from .nan_locator import locate_nonfinite
-from .phase_times import PhaseTimes
-from .sink import reason_of
+from .observe.phase_times import PhaseTimes
+from .observe.sink import reason_of
 from .step_metrics import StepMetrics, StepReport
 
 logger = logging.getLogger(__name__)

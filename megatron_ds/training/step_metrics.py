@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from ..data.ledger import Entry
+from ..batch.ledger import Entry
 from ..errors import ConfigError
 from ..host.device_copies import column, on_device
 from ..models import Loss
 from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.grid import ranks_in_short
 from ..mpu.mesh import Mesh
-from .records import EvalRecord, TrainRecord
+from .observe.records import EvalRecord, TrainRecord
 
 NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop
 RESERVED = {"lm loss", "perplexity", *(f.name for kind in (TrainRecord, EvalRecord) for f in fields(kind))}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..batch.batch import Batch
 from ..cli import StopRequest
 from ..config.training_schedule import (
     make_batch_size,
@@ -20,22 +21,21 @@ from ..config.training_schedule import (
     make_token_drop,
     make_weight_decay,
 )
-from ..data.batch import Batch
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
-from ..ramps import Progress
+from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Engine
-from .flops_profile import FlopsProfiler, StepSize
-from .log import Log
-from .noise_scale import NoiseScale, first_square
-from .phase_times import PhaseTimes, times_text
-from .records import EvalRecord, TrainRecord
+from .observe.flops_profile import FlopsProfiler, StepSize
+from .observe.log import Log
+from .observe.noise_scale import NoiseScale, first_square
+from .observe.phase_times import PhaseTimes, times_text
+from .observe.records import EvalRecord, TrainRecord
+from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .replica_check import check_replicas
 from .run_checkpoint import save_run
-from .state_statistics import memory_tags, optimizer_states, params_norm
 from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
 from .trigger_files import exit_file, take_save_file

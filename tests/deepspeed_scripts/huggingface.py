@@ -86,7 +86,7 @@ def trained(out, stage=0, bf16=False, recompute=False, accumulation=1, save=Fals
     trainer.train(resume_from_checkpoint=resume and f"{FOLDER}/{resume}")
     trainer.save_model(f"{out}/model")
     if PACKAGE == "megatron_ds":
-        assert type(trainer.model_wrapped).__module__ == "megatron_ds.engine.engine"
+        assert type(trainer.model_wrapped).__module__ == "megatron_ds.compat.engine.engine"
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

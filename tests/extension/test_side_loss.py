@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ds.batch.ledger import DISCARDING, Entry, Ledger
 from megatron_ds.config import parse
-from megatron_ds.data.ledger import DISCARDING, Entry, Ledger
 from megatron_ds.errors import ConfigError, LedgerError
 from megatron_ds.models import MODELS, build_stage, gpt_loss, language_model
 from megatron_ds.mpu.context import ParallelContext, Part, Precision, SequenceSlice

@@ -15,7 +15,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.optim import OPTIMIZERS, ParamGroup, RegisteredOptimizer, default_groups
 from megatron_ds.planning.run_plan import optimizer_problems
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from tests.harness.threads import run_ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.documents import Documents
+from megatron_ds.batch.documents import Documents
 from megatron_ds.ops import core_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import FULL, AttentionPattern

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ds.config.model_options import ModelConfig
+from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
 from megatron_ds.ops.cpu import compiled_attention, compiled_norms
 from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from megatron_ds.data.batch import Batch
+from megatron_ds.batch.batch import Batch
 
 from .model_runs import run_model
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megatron_ds
-from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.moe import MoE
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

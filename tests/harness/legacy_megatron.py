@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.stored_tensor import WEIGHT
+from megatron_ds.compat.conversion.files.stored_tensor import WEIGHT
+from megatron_ds.compat.conversion.formats import Wishes
 
 HIDDEN, HEADS, LAYERS, ROWS, POSITIONS = 16, 4, 4, 24, 8
 KEEP = Wishes(vocab_size=ROWS)

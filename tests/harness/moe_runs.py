@@ -13,8 +13,8 @@ from functools import cache
 import pytest
 import torch
 
+from megatron_ds.batch.batch import Batch
 from megatron_ds.config import parse
-from megatron_ds.data.batch import Batch
 from megatron_ds.moe import capacity, mixture, router
 from megatron_ds.mpu.context import ParallelContext
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout

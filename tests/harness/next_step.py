@@ -2,9 +2,9 @@
 
 import torch
 
+from megatron_ds.compat.conversion.foreign_start import load_foreign
 from megatron_ds.config import parse
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.foreign_start import load_foreign
 from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import Trace, merge, parse_layout, train_layout

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from megatron_ds.data.batch import Batch
+from megatron_ds.batch.batch import Batch
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.pipeline.executor import Executor
 from megatron_ds.pipeline.instruction import Instruction, Op

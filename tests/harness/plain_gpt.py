@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.config.attention_options import AttentionOptions
-from megatron_ds.config.moe_options import MoEOptions
-from megatron_ds.config.sparse_options import SparseOptions
+from megatron_ds.config.options.attention_options import AttentionOptions
+from megatron_ds.config.options.moe_options import MoEOptions
+from megatron_ds.config.options.sparse_options import SparseOptions
 
 PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
 

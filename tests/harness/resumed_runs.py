@@ -9,7 +9,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.models.model_identity import model_identity
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.run_checkpoint import Start, load_run, save_run
 from megatron_ds.training.step import train_step

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_ds.data.documents import Documents
+from megatron_ds.batch.documents import Documents
 from megatron_ds.ops.alibi import Alibi, alibi_bias, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.data.documents import Documents
+from megatron_ds.batch.documents import Documents
 from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.block_layout import BlockLayout

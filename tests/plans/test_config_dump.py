@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
-from megatron_ds.config.config_text import from_dict, to_dict
+from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
 from tools.write_flags_doc import flags_document
 

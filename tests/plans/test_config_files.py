@@ -6,8 +6,8 @@ import re
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.config_files import read_yaml
-from megatron_ds.config.config_text import to_dict
+from megatron_ds.config.sources.config_files import read_yaml
+from megatron_ds.config.sources.config_text import to_dict
 from megatron_ds.errors import ConfigError
 
 NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_ds.compat.config.unsupported import FLAGS, KEYS
 from megatron_ds.config import ModelConfig, OptimizerConfig, parse
-from megatron_ds.config.flags import read_flags, spellings
 from megatron_ds.config.run import all_options
-from megatron_ds.config.unsupported import FLAGS, KEYS
+from megatron_ds.config.sources.flags import read_flags, spellings
 from megatron_ds.errors import ConfigError
 
 NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "

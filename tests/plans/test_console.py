@@ -12,7 +12,7 @@ import pytest
 from megatron_ds.checkpoint.folder import check_writable, write_durably
 from megatron_ds.checkpoint.save_folder import move_aside
 from megatron_ds.cli import main_guard
-from megatron_ds.config.reading import ConfigProblems
+from megatron_ds.config.sources.reading import ConfigProblems
 from megatron_ds.console import one_line, paragraph, printable, set_up_logging
 from megatron_ds.errors import CheckpointError
 from tests.harness.deaths import forked, survived

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config.data_efficiency_options import read_metric
+from megatron_ds.config.options.data_efficiency_options import read_metric
 from megatron_ds.data.curriculum.curriculum_order import (
     CurriculumOrder,
     Stage,
@@ -21,7 +21,7 @@ from megatron_ds.data.curriculum.difficulty_metrics import write_metric
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.ramps import BatchSize
+from megatron_ds.progress.ramps import BatchSize
 
 stages_of_sizes = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 25)), min_size=1, max_size=6)
 

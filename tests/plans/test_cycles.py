@@ -5,15 +5,15 @@ import random
 
 import pytest
 
+from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config import RunConfig
-from megatron_ds.config.config_text import to_dict
-from megatron_ds.config.deepspeed_json import reading_of
 from megatron_ds.config.parse import parse
-from megatron_ds.config.training_rules import TRAINING_RULES
+from megatron_ds.config.rules.training_rules import TRAINING_RULES
+from megatron_ds.config.sources.config_text import to_dict
 from megatron_ds.config.training_schedule import make_beta1, make_learning_rate
-from megatron_ds.cycles import Cycle, CycledBeta, OneCycle, RangeTest
 from megatron_ds.errors import ConfigError
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.cycles import Cycle, CycledBeta, OneCycle, RangeTest
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.from_checkpoint import with_saved_schedule
 from tests.harness.deepspeed_schedulers import rates_of
 

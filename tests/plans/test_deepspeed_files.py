@@ -5,24 +5,31 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_ds.conversion import deepspeed_format, mds_family
-from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
-from megatron_ds.conversion.deepspeed_folder import files_of, tag_folder
-from megatron_ds.conversion.deepspeed_optimizer_files import scaler_numbers
-from megatron_ds.conversion.deepspeed_stage0 import stage0_state
-from megatron_ds.conversion.family import entries_of, model_of, to_theirs
-from megatron_ds.conversion.foreign_names import save_with_names, scaler_object
-from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.stored_tensor import (
+from megatron_ds.compat.conversion.deepspeed import deepspeed_format
+from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import read_engine_folder
+from megatron_ds.compat.conversion.deepspeed.deepspeed_folder import files_of, tag_folder
+from megatron_ds.compat.conversion.deepspeed.deepspeed_optimizer_files import scaler_numbers
+from megatron_ds.compat.conversion.deepspeed.deepspeed_stage0 import stage0_state
+from megatron_ds.compat.conversion.deepspeed.foreign_names import save_with_names, scaler_object
+from megatron_ds.compat.conversion.deepspeed.universal_folder import _tensor, write_universal
+from megatron_ds.compat.conversion.deepspeed.zero_shards import (
+    Shard,
+    joined,
+    merged_parts,
+    merged_slices,
+    replayed_slices,
+)
+from megatron_ds.compat.conversion.family import entries_of, model_of, to_theirs
+from megatron_ds.compat.conversion.files.stored_tensor import (
     LogicalCheckpoint,
     RawCheckpoint,
     StoredProgress,
     StoredTensor,
 )
-from megatron_ds.conversion.torch_file import read_torch_file
-from megatron_ds.conversion.universal_folder import _tensor, write_universal
-from megatron_ds.conversion.zero_shards import Shard, joined, merged_parts, merged_slices, replayed_slices
-from megatron_ds.engine.deepspeed_loading import deepspeed_folder
+from megatron_ds.compat.conversion.files.torch_file import read_torch_file
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.megatron import mds_family
+from megatron_ds.compat.engine.deepspeed_loading import deepspeed_folder
 from megatron_ds.errors import CheckpointError
 
 ARGUMENTS = dict(num_layers=1, hidden_size=8, num_attention_heads=4, max_position_embeddings=6,

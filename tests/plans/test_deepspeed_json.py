@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megatron_ds.compat.config.deepspeed_json import read_deepspeed
 from megatron_ds.config import parse
-from megatron_ds.config.deepspeed_json import read_deepspeed
 from megatron_ds.errors import ConfigError
 
 MODEL = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
@@ -197,7 +197,7 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
     curriculum = read({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **RISING}},
                       *RUN).curriculum
     assert of_lengths(curriculum) == ("seqlen_truncate", "fixed_root", 64, 512, 50, 16, 2.0)
-    from megatron_ds.config.data_efficiency_options import length_difficulty
+    from megatron_ds.config.options.data_efficiency_options import length_difficulty
     assert [length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)] == [112, 288, 512, 512]
     off = read({"curriculum_learning": {"enabled": False, **RISING}}, *RUN).curriculum
     assert of_lengths(off) == (None, "fixed_linear", None, None, None, 8, None)
@@ -225,7 +225,7 @@ def test_metrics_called_like_lengths_are_lengths_and_others_choose_samples(read,
 
 
 def test_a_curriculum_survives_run_json(read):
-    from megatron_ds.config.config_text import from_dict, to_dict
+    from megatron_ds.config.sources.config_text import from_dict, to_dict
     config = read(sampling({"rarity": RARITY}), *RUN, *CORPUS)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 

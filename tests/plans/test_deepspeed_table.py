@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.compat import deepspeed_advice, deepspeed_modules
-from megatron_ds.compat.deepspeed_names import HERE, SAME
+from megatron_ds.compat.deepspeed import deepspeed_advice, deepspeed_modules
+from megatron_ds.compat.deepspeed.deepspeed_names import HERE, SAME
 from megatron_ds.errors import ConfigError
 from tests.harness.warm import warm_environment
 
@@ -29,7 +29,7 @@ USED = """accelerator.get_accelerator accelerator.real_accelerator.get_accelerat
     utils.groups utils.logger utils.logging.logger utils.set_z3_leaf_modules utils.zero_to_fp32
     utils.RepeatingLoader utils.timer.SynchronizedWallClockTimer ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam
     ops.adam.cpu_adam.DeepSpeedCPUAdam ops.adam.fused_adam.FusedAdam ops.lion.FusedLion ops.lamb.FusedLamb
-    ops.adagrad.DeepSpeedCPUAdagrad moe.layer.MoE moe.utils.is_moe_param
+    ops.adagrad.DeepSpeedCPUAdagrad compat.deepspeed.moe_layer.MoE moe.utils.is_moe_param
     moe.utils.split_params_into_different_moe_groups_for_optimizer comm.get_rank comm.comm.barrier
     sequence.layer.DistributedAttention checkpoint.utils.clone_tensors_for_torch_save OnDevice
     utils.init_on_device.OnDevice runtime.config.DeepSpeedConfigError monitor.monitor.MonitorMaster"""
@@ -134,7 +134,7 @@ from deepspeed.ops.adam.fused_adam import FusedAdam
 from deepspeed.runtime.zero.config import *
 from deepspeed.utils import groups
 assert deepspeed.__version__ == "0.19.8" and ZeroStageEnum.weights == 3
-assert deepspeed.utils is megatron_ds.utils and DeepSpeedEngine is megatron_ds.engine.Engine
+assert deepspeed.utils is megatron_ds.utils and DeepSpeedEngine is megatron_ds.compat.engine.Engine
 import deepspeed.utils.groups as same
 assert dir(same) == dir(groups) and groups._get_data_parallel_world_size() == 1
 try:
@@ -204,7 +204,7 @@ def test_expert_parameters_get_groups_of_their_own_on_demand():
 
 
 def test_leaf_modules_are_gathered_as_one_layer():
-    from megatron_ds.engine.module_specs import find_layers
+    from megatron_ds.compat.engine.module_specs import find_layers
 
     module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     outer = nn.ModuleDict({"a": module})

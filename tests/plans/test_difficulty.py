@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.difficulty import Rise, make_difficulty
 from megatron_ds.errors import ConfigError
+from megatron_ds.progress.difficulty import Rise, make_difficulty
 
 STEPS = (1, 2, 5, 6, 20, 21, 40, 50, 60, 61, 89, 90, 100, 101, 120)
 DEEPSPEED = [

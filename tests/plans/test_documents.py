@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ds.batch.batch import Batch
+from megatron_ds.batch.documents import Documents, document_numbers, document_positions, document_starts
 from megatron_ds.config import DataConfig
-from megatron_ds.data.batch import Batch
 from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
-from megatron_ds.data.documents import Documents, document_numbers, document_positions, document_starts
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.ops.core_attention import attention, reference_attention

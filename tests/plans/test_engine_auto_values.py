@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.config.deepspeed_json import auto_keys
-from megatron_ds.engine.json_settings import NAMES, Sources, fill_autos, read_settings
+from megatron_ds.compat.config.deepspeed_json import auto_keys
+from megatron_ds.compat.engine.json_settings import NAMES, Sources, fill_autos, read_settings
 from megatron_ds.errors import ConfigError
 
 # The values of the config that Transformers' documentation gives for ZeRO 3.

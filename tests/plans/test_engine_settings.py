@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_ds.engine.json_settings import in_words_of_json, read_settings
+from megatron_ds.compat.engine.json_settings import in_words_of_json, read_settings
 from megatron_ds.errors import ConfigError
 
 GOOD = {"train_batch_size": 24, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

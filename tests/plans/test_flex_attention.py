@@ -14,7 +14,7 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.ops import core_attention, kernel_table
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern

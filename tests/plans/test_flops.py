@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.config.model_options import ModelConfig
+from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utilization
 
 GPT3 = ModelConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)

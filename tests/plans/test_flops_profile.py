@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config import parse
-from megatron_ds.config.deepspeed_json import reading_of
-from megatron_ds.config.training_rules import TRAINING_RULES
+from megatron_ds.config.rules.training_rules import TRAINING_RULES
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.planning.flops import model_flops
 from megatron_ds.planning.layer_table import LayerRow, layer_rows
-from megatron_ds.training.csv_monitor import CsvMonitor
-from megatron_ds.training.flops_profile import layer_lines, phase_lines, tuned_numbers
-from megatron_ds.training.records import EvalRecord
-from megatron_ds.training.sink import Tolerant
+from megatron_ds.training.observe.csv_monitor import CsvMonitor
+from megatron_ds.training.observe.flops_profile import layer_lines, phase_lines, tuned_numbers
+from megatron_ds.training.observe.records import EvalRecord
+from megatron_ds.training.observe.sink import Tolerant
 from tests.plans.test_train_log import changed
 
 GPT = ("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 61 "

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from megatron_ds.compat.config.deepspeed_json import auto_keys, known_keys, reading_of, with_autos
+from megatron_ds.compat.config.unsupported import FLAGS, KEYS
 from megatron_ds.config import parse
-from megatron_ds.config.config_text import report_without_effect
-from megatron_ds.config.deepspeed_json import auto_keys, known_keys, reading_of, with_autos
-from megatron_ds.config.unsupported import FLAGS, KEYS
+from megatron_ds.config.sources.config_text import report_without_effect
 from megatron_ds.errors import ConfigError
 from megatron_ds.training.startup_text import values_text
 

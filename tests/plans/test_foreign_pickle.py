@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.conversion.foreign_pickle import ForeignObject, fields_of
-from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.compat.conversion.files.foreign_pickle import ForeignObject, fields_of
+from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.errors import CheckpointError
 
 FORMATS = {"archive": True, "sequence": False}

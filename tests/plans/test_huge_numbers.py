@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_ds.compat.conversion.deepspeed.deepspeed_folder import files_of
 from megatron_ds.config.messages import divisors, either
 from megatron_ds.config.parse import parse
 from megatron_ds.config.run import all_options
-from megatron_ds.conversion.deepspeed_folder import files_of
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.limits import bounded

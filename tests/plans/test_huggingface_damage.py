@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
 from megatron_ds.commands.convert_checkpoint import run_tool
-from megatron_ds.conversion.family import entries_of, model_of
-from megatron_ds.conversion.formats import Wishes, detected, format_of
-from megatron_ds.conversion.huggingface_families import FAMILIES
-from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
-from megatron_ds.conversion.own_format import FORMAT as OURS
-from megatron_ds.conversion.run_values import updates_in
-from megatron_ds.conversion.stored_tensor import StoredProgress
+from megatron_ds.compat.conversion.family import entries_of, model_of
+from megatron_ds.compat.conversion.files.stored_tensor import StoredProgress
+from megatron_ds.compat.conversion.formats import Wishes, detected, format_of
+from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
+from megatron_ds.compat.conversion.huggingface.huggingface_format import FORMAT as HUGGING_FACE
+from megatron_ds.compat.conversion.own_format import FORMAT as OURS
+from megatron_ds.compat.conversion.run_values import updates_in
 from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
 from megatron_ds.errors import CheckpointError, ConfigError
 
@@ -363,7 +363,7 @@ def test_an_adapter_is_refused_beside_a_model_and_alone(name, tmp_path):
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     convert(written(tmp_path / "in"), tmp_path / "ours")
     ours = OURS.read(tmp_path / "ours", Wishes())
-    monkeypatch.setattr("megatron_ds.conversion.huggingface_format._write_tokenizer", fail)
+    monkeypatch.setattr("megatron_ds.compat.conversion.huggingface.huggingface_format._write_tokenizer", fail)
     with pytest.raises(CheckpointError, match="No space left"):
         HUGGING_FACE.write(ours, tmp_path / "back", Wishes())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "ours"]

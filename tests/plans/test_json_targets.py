@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.config.deepspeed_spellings import loads, without_extras
-from megatron_ds.config.targets import reading_for
+from megatron_ds.compat.config.deepspeed_spellings import loads, without_extras
+from megatron_ds.compat.config.targets import reading_for
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

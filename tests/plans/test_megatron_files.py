@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ds.compat.conversion.family import model_of
+from megatron_ds.compat.conversion.files.stored_tensor import StoredTensor
+from megatron_ds.compat.conversion.files.tensor_views import StoredBox
+from megatron_ds.compat.conversion.files.torch_dist_folder import Sharded
+from megatron_ds.compat.conversion.foreign_start import foreign_defaults, read_foreign
+from megatron_ds.compat.conversion.formats import Wishes, detected
+from megatron_ds.compat.conversion.megatron import megatron_torch_dist_format, megatron_torch_format
+from megatron_ds.compat.conversion.megatron.flat_buffers import LocalParameter, places_of
+from megatron_ds.compat.conversion.megatron.megatron_args import (
+    OF_CAPACITY,
+    arguments_of,
+    capacity_of,
+    model_options,
+)
+from megatron_ds.compat.conversion.megatron.megatron_names import EMBEDDING, Part, part_of
 from megatron_ds.config import parse
-from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
-from megatron_ds.conversion.family import model_of
-from megatron_ds.conversion.flat_buffers import LocalParameter, places_of
-from megatron_ds.conversion.formats import Wishes, detected
-from megatron_ds.conversion.megatron_args import OF_CAPACITY, arguments_of, capacity_of, model_options
-from megatron_ds.conversion.megatron_names import EMBEDDING, Part, part_of
-from megatron_ds.conversion.stored_tensor import StoredTensor
-from megatron_ds.conversion.tensor_views import StoredBox
-from megatron_ds.conversion.torch_dist_folder import Sharded
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError
-from megatron_ds.training.foreign_start import foreign_defaults, read_foreign
 from tests.harness.legacy_megatron import KEEP, ROWS, Code, check_equal, logical_gpt, write_legacy
 
 

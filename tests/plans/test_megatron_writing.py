@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.upcycling import specs_of
-from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
-from megatron_ds.conversion.family import model_of
-from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.stored_tensor import WEIGHT, LogicalCheckpoint, StoredTensor
-from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.compat.conversion.family import model_of
+from megatron_ds.compat.conversion.files.stored_tensor import WEIGHT, LogicalCheckpoint, StoredTensor
+from megatron_ds.compat.conversion.files.torch_file import read_torch_file
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.megatron import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.errors import CheckpointError
 from tests.harness.legacy_megatron import KEEP, Code, check_equal, logical_gpt, write_legacy
 

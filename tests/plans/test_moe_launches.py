@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_ds.data.ledger import Ledger
+from megatron_ds.batch.ledger import Ledger
 from megatron_ds.host.device_copies import column
 from megatron_ds.models import MODELS
 from megatron_ds.moe.mixture import MixtureOfExperts

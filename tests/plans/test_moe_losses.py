@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.ledger import Ledger
+from megatron_ds.batch.ledger import Ledger
 from megatron_ds.moe.losses import (
     add_losses,
     of_last_step,

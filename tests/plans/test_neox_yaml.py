@@ -6,12 +6,12 @@ import math
 import pytest
 import yaml
 
-from megatron_ds.config.neox_names import DEFAULTS, ONLY, SWITCHES, VALUES, WITHOUT_EFFECT
-from megatron_ds.config.neox_yaml import READ, is_neox, read_neox, read_yamls
+from megatron_ds.compat.config.neox_names import DEFAULTS, ONLY, SWITCHES, VALUES, WITHOUT_EFFECT
+from megatron_ds.compat.config.neox_yaml import READ, is_neox, read_neox, read_yamls
+from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.verdict import assess
 from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.recipes.recipe_file import read_recipe
-from megatron_ds.recipes.verdict import assess
 from tests.harness.limits import bounded
 
 MODEL = {

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
+from megatron_ds.compat.config.deepspeed_json import reading_of
+from megatron_ds.compat.config.unsupported import answer_to_flag
 from megatron_ds.config import parse
-from megatron_ds.config.config_files import read_yaml
-from megatron_ds.config.deepspeed_json import reading_of
-from megatron_ds.config.flags import CONFIG_FLAG, DEEPSPEED_FLAG, read_flags, spellings
-from megatron_ds.config.suggest import SYNONYMS
-from megatron_ds.config.unsupported import answer_to_flag
+from megatron_ds.config.sources.config_files import read_yaml
+from megatron_ds.config.sources.flags import CONFIG_FLAG, DEEPSPEED_FLAG, read_flags, spellings
+from megatron_ds.config.sources.suggest import SYNONYMS
 from megatron_ds.errors import ConfigError
 from megatron_ds.launch_env import with_local_rank
 from megatron_ds.mpu.launch import read_launch

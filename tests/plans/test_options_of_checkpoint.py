@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_ds.checkpoint.load import read_run
+from megatron_ds.compat.conversion.own_format import source_in
 from megatron_ds.config import parse
-from megatron_ds.conversion.own_format import source_in
 from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
 from megatron_ds.errors import CheckpointError
 from megatron_ds.training import from_checkpoint

@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_ds.conversion.own_format import _piece
-from megatron_ds.conversion.stored_tensor import StoredTensor
+from megatron_ds.compat.conversion.files.stored_tensor import StoredTensor
+from megatron_ds.compat.conversion.own_format import _piece
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 
 

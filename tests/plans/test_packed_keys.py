@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import compiled_attention as module

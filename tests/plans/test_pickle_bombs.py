@@ -10,8 +10,8 @@ from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
 
 from megatron_ds.checkpoint.index_pickle import unpickled
-from megatron_ds.conversion.foreign_pickle import unpickled as foreign_unpickled
-from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.compat.conversion.files.foreign_pickle import unpickled as foreign_unpickled
+from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.errors import CheckpointError
 from tests.harness.limits import bounded
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.commands import preprocess_data
-from megatron_ds.conversion.torch_file import read_torch_file
+from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.data.curriculum.difficulty_metrics import ListFile
 from megatron_ds.data.loading.cache import DamagedEntry, Entry, sums_of
 from megatron_ds.data.text import indexed

@@ -13,7 +13,7 @@ from megatron_ds.config.training_schedule import (
     make_weight_decay,
     parse_batch_steps,
 )
-from megatron_ds.ramps import (
+from megatron_ds.progress.ramps import (
     BatchSize,
     DeepSpeedRate,
     LearningRate,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.commands.check_recipe import main
+from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.verdict import Kind, assess
 from megatron_ds.errors import ConfigError
-from megatron_ds.recipes.recipe_file import read_recipe
-from megatron_ds.recipes.verdict import Kind, assess
 from tests.harness.limits import bounded
 
 TRAIN = "\ntorchrun pretrain_gpt.py --num-layers 2 --hidden-size 32 "

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from megatron_ds.config.dialects import DIALECTS, FORK_FLAGS, FORK_NAMES, FORK_PHRASES
-from megatron_ds.config.flags import read_flags, spellings
+from megatron_ds.compat.config.dialects import DIALECTS, FORK_FLAGS, FORK_NAMES, FORK_PHRASES
 from megatron_ds.config.parse import parse
+from megatron_ds.config.sources.flags import read_flags, spellings
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.errors import ConfigError
 from megatron_ds.training.step_metrics import stop_reason

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_ds.config.config_text import report_without_effect, to_yaml
-from megatron_ds.config.deepspeed_json import reading_of
+from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config.parse import parse
+from megatron_ds.config.sources.config_text import report_without_effect, to_yaml
 from megatron_ds.errors import ConfigError
 
 RUN = ("--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.commands import check_recipe
-from megatron_ds.recipes.recipe_file import kind_of, read_recipe
-from megatron_ds.recipes.shell_script import included_devices, read_script
-from megatron_ds.recipes.shell_values import shown
-from megatron_ds.recipes.verdict import Kind, assess, config_of
+from megatron_ds.compat.recipes.recipe_file import kind_of, read_recipe
+from megatron_ds.compat.recipes.shell_script import included_devices, read_script
+from megatron_ds.compat.recipes.shell_values import shown
+from megatron_ds.compat.recipes.verdict import Kind, assess, config_of
 
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
         "--train-iters 4 --lr 1e-3 --mock-data --vocab-size 61")

@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from megatron_ds.ramps import Progress
-from megatron_ds.training.log import open_log
+from megatron_ds.progress.ramps import Progress
+from megatron_ds.training.observe.log import open_log
 from megatron_ds.training.step_metrics import stop_reason
 from megatron_ds.training.trainer import stall_text
 from tests.plans.test_train_log import EVALUATION, changed, logging_to

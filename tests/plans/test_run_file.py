@@ -8,7 +8,7 @@ import pytest
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.save import save
-from megatron_ds.config.model_options import ModelConfig
+from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from megatron_ds.training.run_checkpoint import model_identity
@@ -99,7 +99,7 @@ DESCRIPTION = {"identity": IDENTITY, "config": {"optimizer": {"optimizer": "adam
 @pytest.mark.parametrize("missing", ["identity", "config", "progress", "optimizer", "identity.data",
                                      "config.optimizer"])
 def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, tmp_path):
-    from megatron_ds.config.training_options import CheckpointConfig
+    from megatron_ds.config.options.training_options import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
 
     saved = json.loads(json.dumps(DESCRIPTION | {name: RUN[name] for name in ("progress", "optimizer")}))
@@ -111,7 +111,7 @@ def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, t
 
 
 def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
-    from megatron_ds.config.training_options import CheckpointConfig
+    from megatron_ds.config.options.training_options import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
 
     with pytest.raises(CheckpointError, match="saved by an engine .* engine.load_checkpoint"):
@@ -154,7 +154,7 @@ def run_of(**options):
     *((dict(position_embedding_type=kind), dict(position_embedding_type=kind, max_position_embeddings=32))
       for kind in ("alibi", "none"))], ids=str)
 def test_a_model_is_lengthened_with_finetune_alone(before, after, tmp_path):
-    from megatron_ds.config.training_options import CheckpointConfig
+    from megatron_ds.config.options.training_options import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
     wanted = CheckpointConfig(load=str(tmp_path))
     check_same_run(run_of(**before), run_of(**after), replace(wanted, finetune=True))
@@ -169,7 +169,7 @@ def test_a_model_is_lengthened_with_finetune_alone(before, after, tmp_path):
     (dict(max_position_embeddings=32), "learned positions has 4 rows, .*--max-position-embeddings 4"),
     (YARN, "position_embedding_type: checkpoint 'learned_absolute'")])
 def test_learned_positions_are_not_lengthened(after, says, tmp_path):
-    from megatron_ds.config.training_options import CheckpointConfig
+    from megatron_ds.config.options.training_options import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
     for finetune in (True, False):
         with pytest.raises(CheckpointError, match=says):

@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.folder import read_tracker, write_durably
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.save_folder import move_aside
-from megatron_ds.config.training_options import CheckpointConfig
+from megatron_ds.config.options.training_options import CheckpointConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from megatron_ds.training.run_checkpoint import clear_save_folder, find_start

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.batch import Batch
+from megatron_ds.batch.batch import Batch
 from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
 
 

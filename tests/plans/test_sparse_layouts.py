@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.config.sparse_options import SparseOptions
-from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.config.options.sparse_options import SparseOptions
 from megatron_ds.models.block import block_flops, sparse_layout
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout

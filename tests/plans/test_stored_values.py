@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.engine import stored_values
-from megatron_ds.engine.stored_values import plain, restored
+from megatron_ds.compat.engine import stored_values
+from megatron_ds.compat.engine.stored_values import plain, restored
 from megatron_ds.errors import CheckpointError, ConfigError
 
 TENSORS = [torch.get_rng_state(), torch.tensor(3), torch.zeros(0, 2), torch.tensor([1.5, -0.0, float("nan")]),

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.known_saves import KnownSaves
 from megatron_ds.checkpoint.lock import LOCK, locked
 from megatron_ds.checkpoint.save import save
-from megatron_ds.engine import known_tags
+from megatron_ds.compat.engine import known_tags
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo

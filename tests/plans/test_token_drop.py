@@ -8,12 +8,12 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_batch_size, make_token_drop
-from megatron_ds.difficulty import Rise, TokenDrop
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.dry_run import flops_text
 from megatron_ds.planning.flops import token_drop_savings
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.difficulty import Rise, TokenDrop
+from megatron_ds.progress.ramps import Progress
 
 JOB = ("--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 128 --vocab-size 99 "
        "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 9 --mock-data").split()

@@ -13,12 +13,12 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.ramps import Progress
-from megatron_ds.training.log import Log, open_log
-from megatron_ds.training.metrics_file import read_metrics
-from megatron_ds.training.phase_times import times_text
-from megatron_ds.training.records import EvalRecord, TrainRecord, over_layers
-from megatron_ds.training.wandb_log import WandbLog
+from megatron_ds.progress.ramps import Progress
+from megatron_ds.training.observe.log import Log, open_log
+from megatron_ds.training.observe.metrics_file import read_metrics
+from megatron_ds.training.observe.phase_times import times_text
+from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
+from megatron_ds.training.observe.wandb_log import WandbLog
 
 RECORD = TrainRecord(
     step=1200, steps=5000, samples=614400, tokens=629145600, step_seconds=1.23456, learning_rate=2.94e-4,
@@ -258,7 +258,7 @@ def test_a_line_that_is_no_record_is_reported_with_its_number(tmp_path, line):
 
 
 def test_a_metrics_file_that_was_cut_in_its_first_line_is_taken_up_again(tmp_path):
-    from megatron_ds.training.log import check_log
+    from megatron_ds.training.observe.log import check_log
 
     path = tmp_path / "m.jsonl"
     path.write_text('{"kind": "trai')

@@ -11,7 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate, make_weight_decay
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.training_length import make_length, planned_steps
-from megatron_ds.ramps import Progress, Tokens
+from megatron_ds.progress.ramps import Progress, Tokens
 from megatron_ds.training.samples import wanted_samples
 
 MODEL = ("--num-layers 4 --hidden-size 48 --num-attention-heads 6 --seq-length 32 --vocab-size 99 "

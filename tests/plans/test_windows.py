@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_ds.data.documents import Documents, document_numbers
+from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.models.block import block_flops, patterns
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention

@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from megatron_ds.commands.convert_checkpoint import run_tool
+from megatron_ds.compat.conversion.deepspeed import deepspeed_format
+from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import read_engine_folder
+from megatron_ds.compat.conversion.filling import fill, plan_filling
+from megatron_ds.compat.conversion.formats import Wishes, detected, format_of
 from megatron_ds.config import parse
-from megatron_ds.conversion import deepspeed_format
-from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
-from megatron_ds.conversion.filling import fill, plan_filling
-from megatron_ds.conversion.formats import Wishes, detected, format_of
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.run_checkpoint import all_pieces

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from megatron_ds.conversion.deepspeed_checkpoint import read_engine_folder
+from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import read_engine_folder
 from megatron_ds.errors import CheckpointError
 from tests.harness import deepspeed_checkpoints as harness
 from tests.harness import deepspeed_runs as runs

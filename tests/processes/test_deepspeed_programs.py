@@ -79,7 +79,7 @@ def make_in_parts(rank, world):
 
 
 def check_parts(rank):
-    from megatron_ds.engine.zero_init import partitions_of
+    from megatron_ds.compat.engine.zero_init import partitions_of
 
     torch.manual_seed(3)
     plain = {name: p.detach().clone() for name, p in Whole().named_parameters()}

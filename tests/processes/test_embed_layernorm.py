@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.config.model_options import ModelConfig
-from megatron_ds.data.batch import Batch
+from megatron_ds.batch.batch import Batch
+from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.context import ParallelContext
 from tests.harness.pretraining import MOCK, losses, train

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.data_efficiency_options import length_difficulty
+from megatron_ds.config.options.data_efficiency_options import length_difficulty
 from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.data.tokenizers import TOKENIZERS
 from megatron_ds.models.model_identity import model_identity, with_positions_of

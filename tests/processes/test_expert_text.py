@@ -6,7 +6,7 @@ import torch
 
 from megatron_ds.checkpoint.load import read_run
 from megatron_ds.commands.generate_text import load_model
-from megatron_ds.config.config_text import from_dict
+from megatron_ds.config.sources.config_text import from_dict
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh

@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.commands import convert_checkpoint
-from megatron_ds.conversion.family import model_of
-from megatron_ds.conversion.formats import Wishes, detected
-from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
-from megatron_ds.conversion.logits_proof import (
+from megatron_ds.compat.conversion.family import model_of
+from megatron_ds.compat.conversion.formats import Wishes, detected
+from megatron_ds.compat.conversion.huggingface.huggingface_format import FORMAT as HUGGING_FACE
+from megatron_ds.compat.conversion.logits_proof import (
     largest_difference,
     our_outputs,
     random_tokens,
     their_outputs,
 )
-from megatron_ds.conversion.own_format import FORMAT as OURS
+from megatron_ds.compat.conversion.own_format import FORMAT as OURS
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
 from tests.harness.huggingface_models import MODELS, WINDOW, saved

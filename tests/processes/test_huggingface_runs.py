@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
-from megatron_ds.conversion.own_format import FORMAT as OURS
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.huggingface.huggingface_format import FORMAT as HUGGING_FACE
+from megatron_ds.compat.conversion.own_format import FORMAT as OURS
 from tests.harness.huggingface_models import POSITIONS, saved
 from tests.harness.pretraining import run_file, run_pretrain, train
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.conversion.family import model_of
-from megatron_ds.conversion.formats import Wishes
-from megatron_ds.conversion.huggingface_format import FORMAT as HUGGING_FACE
-from megatron_ds.conversion.logits_proof import (
+from megatron_ds.compat.conversion.family import model_of
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.huggingface.huggingface_format import FORMAT as HUGGING_FACE
+from megatron_ds.compat.conversion.logits_proof import (
     largest_difference,
     our_outputs,
     random_tokens,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.conversion import megatron_torch_dist_format, megatron_torch_format
-from megatron_ds.conversion.formats import Wishes, detected
-from megatron_ds.conversion.stored_tensor import WEIGHT
+from megatron_ds.compat.conversion.files.stored_tensor import WEIGHT
+from megatron_ds.compat.conversion.formats import Wishes, detected
+from megatron_ds.compat.conversion.megatron import megatron_torch_dist_format, megatron_torch_format
 from megatron_ds.errors import CheckpointError
 from tests.harness import megatron_core
 from tests.harness.megatron_core import (

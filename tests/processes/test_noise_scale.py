@@ -5,9 +5,9 @@ import random
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.training_rules import TRAINING_RULES
+from megatron_ds.config.rules.training_rules import TRAINING_RULES
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.noise_scale import KEPT, Estimate, NoiseScale, estimate
+from megatron_ds.training.observe.noise_scale import KEPT, Estimate, NoiseScale, estimate
 from tests.harness.pretraining import MOCK, records, same_bits, saved_state, train
 from tests.processes.test_asked_numbers import scalars
 

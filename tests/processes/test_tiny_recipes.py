@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.tiny import shrunk
+from megatron_ds.compat.recipes.tiny_run import losses_of
+from megatron_ds.compat.recipes.verdict import assess, config_of
 from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.recipes.recipe_file import read_recipe
-from megatron_ds.recipes.tiny import shrunk
-from megatron_ds.recipes.tiny_run import losses_of
-from megatron_ds.recipes.verdict import assess, config_of
 from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.pretraining import MOCK, STEPS, TINY, losses, train
 

@@ -12,7 +12,7 @@ from megatron_ds.checkpoint.tokenizer_files import keep_tokenizer_files, tokeniz
 from megatron_ds.cli import main_guard
 from megatron_ds.commands import generate_text
 from megatron_ds.config import parse
-from megatron_ds.config.config_text import to_dict
+from megatron_ds.config.sources.config_text import to_dict
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError

@@ -11,7 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.data.samples.bert_data import bert_batch
 from megatron_ds.models import MODELS, build_stage
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rates
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, reference_of, stray
 from tests.threads.test_layout_grid import TOLERANCE
 from tools.compare_layouts import tiny_job

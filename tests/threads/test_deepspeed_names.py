@@ -11,13 +11,13 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.commands import weights_of_zero as zero_to_fp32
-from megatron_ds.errors import CheckpointError, ConfigError, NotInitializedError
-from megatron_ds.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from megatron_ds.utils.zero_to_fp32 import (
+from megatron_ds.compat.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from megatron_ds.errors import CheckpointError, ConfigError, NotInitializedError
+from megatron_ds.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.harness.engine_runs import Odd, Stack, config_of, make, on_ranks, train
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 
@@ -267,9 +267,9 @@ def test_a_program_of_one_process_needs_no_process_group_and_may_have_one(monkey
 
 
 def test_names_of_deepspeed_are_found_where_its_programs_look(monkeypatch, caplog):
-    from megatron_ds.accelerator import get_accelerator
-    from megatron_ds.moe.layer import MoE
-    from megatron_ds.utils import RepeatingLoader, log_dist, logger
+    from megatron_ds.compat.deepspeed.accelerator import get_accelerator
+    from megatron_ds.compat.deepspeed.moe_layer import MoE
+    from megatron_ds.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
 
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)       # transformers may import it
     assert MoE is megatron_ds.moe.MoE is megatron_ds.moe.layer.MoE

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ds.compat.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from megatron_ds.errors import CheckpointError, ConfigError
-from megatron_ds.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.engine_runs import Stack, config_of, make, on_ranks, train, weights
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import megatron_ds
-from megatron_ds.engine import module_specs, module_values
-from megatron_ds.engine.zero_init import Partition, partitions_of
+from megatron_ds.compat.engine import module_specs, module_values
+from megatron_ds.compat.engine.zero_init import Partition, partitions_of
 from megatron_ds.errors import ConfigError, MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

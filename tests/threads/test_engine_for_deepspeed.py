@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.engine.initialization import _take_local_rank
+from megatron_ds.compat.engine.initialization import _take_local_rank
 from megatron_ds.errors import ConfigError, MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

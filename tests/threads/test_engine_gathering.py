@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import megatron_ds
-from megatron_ds.engine.module_specs import find_layers
+from megatron_ds.compat.engine.module_specs import find_layers
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

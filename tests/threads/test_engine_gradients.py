@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_ds
-from megatron_ds import utils
+from megatron_ds.compat.deepspeed import utils
 from megatron_ds.errors import ConfigError, MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

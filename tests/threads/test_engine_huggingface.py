@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megatron_ds
-from megatron_ds.engine import from_safetensors
+from megatron_ds.compat.engine import from_safetensors
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.plain_training import train_plainly

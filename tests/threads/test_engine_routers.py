@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import megatron_ds
+from megatron_ds.batch.ledger import DISCARDING, NO_LEDGER, Ledger
 from megatron_ds.config import parse
-from megatron_ds.data.ledger import DISCARDING, NO_LEDGER, Ledger
 from megatron_ds.data.samples.gpt_data import blank_batch
 from megatron_ds.errors import LedgerError
 from megatron_ds.moe.mixture import MixtureOfExperts

@@ -12,7 +12,7 @@ from torch import nn
 import megatron_ds
 from megatron_ds.commands.checkpoint_to_safetensors import main as checkpoint_to_safetensors
 from megatron_ds.commands.checkpoint_to_safetensors import parse_arguments
-from megatron_ds.engine import from_safetensors
+from megatron_ds.compat.engine import from_safetensors
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatron_ds
-import megatron_ds.utils.zero_to_fp32
+import megatron_ds.compat.deepspeed.zero_to_fp32
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import megatron_ds.utils as utils
+import megatron_ds.compat.deepspeed.utils as utils
 from megatron_ds.errors import CommunicationError, ConfigError, MegatronDSError
 from tests.harness.engine_runs import EPS, make, on_ranks, weights
 from tests.harness.plain_training import train_plainly
@@ -158,7 +158,7 @@ def test_ignoring_nothing_allows_a_model_that_uses_all():
 
 
 def test_the_module_of_the_same_name_does_not_replace_the_function():
-    from megatron_ds.utils.z3_leaf_module import set_z3_leaf_modules
+    from megatron_ds.compat.deepspeed.utils.z3_leaf_module import set_z3_leaf_modules
 
     model = make(Mixture)
     set_z3_leaf_modules(model, [Experts])
@@ -201,7 +201,7 @@ def test_leaf_modules_are_fixed_by_initialize():
 
 
 def test_a_training_script_accepts_the_keys_without_an_effect():
-    from megatron_ds.config.deepspeed_json import reading_of
+    from megatron_ds.compat.config.deepspeed_json import reading_of
 
     zero = {"stage": 3, "ignore_unused_parameters": False, **LEAF}
     reading = reading_of("ds.json", {"zero_optimization": zero})

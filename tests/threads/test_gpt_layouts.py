@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ds import models
-from megatron_ds.data.documents import document_positions
+from megatron_ds.batch.documents import document_positions
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import ALIBI, LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
 from tests.harness.threads import run_ranks

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_ds.batch.batch import Batch
+from megatron_ds.batch.ledger import Ledger
 from megatron_ds.config import parse
-from megatron_ds.data.batch import Batch
-from megatron_ds.data.ledger import Ledger
 from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.host.waiting_tensors import WaitingTensor, WaitingTensors
 from megatron_ds.models.kept_input import InputKeeper

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ds.data.batch import Batch
+from megatron_ds.batch.batch import Batch
 from megatron_ds.models import gpt_loss
 from megatron_ds.models.heads import head_logits
 from megatron_ds.mpu.group import coordinates_of, solo

@@ -8,12 +8,12 @@ import torch
 from megatron_ds.checkpoint.index import read_index
 from megatron_ds.checkpoint.pieces import key, views, written_here
 from megatron_ds.commands import checkpoint_to_safetensors, generate_text, verify_checkpoint
+from megatron_ds.compat.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.run_checkpoint import all_pieces
-from megatron_ds.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
 from tests.harness.threads import run_ranks

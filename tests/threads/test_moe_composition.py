@@ -18,7 +18,7 @@ from megatron_ds.models import MODELS, build_stage
 from megatron_ds.moe import experts as experts_module
 from megatron_ds.moe import mixture
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training import build
 from megatron_ds.training.build import build_engine

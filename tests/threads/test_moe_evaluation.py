@@ -5,13 +5,13 @@ forwards."""
 import pytest
 import torch
 
+from megatron_ds.batch.batch import Batch
+from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
-from megatron_ds.data.batch import Batch
-from megatron_ds.data.ledger import DISCARDING
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.models.generation import Ending, Sampling, generate
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import evaluate, train_step

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
-from megatron_ds.data.ledger import DISCARDING
 from megatron_ds.models import MODELS
 from megatron_ds.moe.capacity import Capacity, limit
 from megatron_ds.moe.mixture import MixtureOfExperts

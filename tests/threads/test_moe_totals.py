@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.data.ledger import Ledger
+from megatron_ds.batch.ledger import Ledger
 from megatron_ds.models import MODELS
 from megatron_ds.moe.balance import Balance
 from megatron_ds.moe.mixture import MixtureOfExperts

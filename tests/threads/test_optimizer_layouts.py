@@ -14,7 +14,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.optim import default_groups
 from megatron_ds.planning.run_plan import optimizer_problems
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from megatron_ds.zero.settings import STAGES, ZeroSettings

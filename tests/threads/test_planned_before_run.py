@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor
 
-from megatron_ds.data import documents
+from megatron_ds.batch import documents
 from megatron_ds.models import MODELS
 from tests.harness.layout_runs import run_layout
 from tools.compare_layouts import tiny_job

@@ -20,7 +20,7 @@ from megatron_ds.host.memory_maps import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from megatron_ds.zero.gathering import MappedUnit, SharedParts

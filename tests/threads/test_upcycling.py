@@ -21,7 +21,7 @@ from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.run_checkpoint import Start, check_same_run, describe_run, load_run, save_run
 from megatron_ds.training.step import train_step

@@ -6,7 +6,7 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from tests.harness.layout_runs import GLOBAL_BATCH, stray

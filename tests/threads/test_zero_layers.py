@@ -14,7 +14,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import DATA_AXES
 from megatron_ds.planning import keep_gathered, run_plan
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import evaluate, train_step

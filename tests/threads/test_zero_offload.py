@@ -10,7 +10,7 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ramps import Progress
+from megatron_ds.progress.ramps import Progress
 from megatron_ds.training import build
 from megatron_ds.training.step import train_step
 from megatron_ds.zero import optimizer

@@ -40,7 +40,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config.data_efficiency_options import Metric
+from ...config.options.data_efficiency_options import Metric
 from ...errors import DataError
 from ..loading.cache import cached_arrays
 from .difficulty_analysis import describes, read_description

@@ -34,9 +34,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...difficulty import import_function
 from ...errors import ConfigError, DataError
 from ...host.regular_file import read_regular
+from ...progress.difficulty import import_function
 from ...registry import did_you_mean
 from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths, replacing, write_index
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from ..batch import Batch
-from ..documents import cut_boundaries
+from ...batch.batch import Batch
+from ...batch.documents import cut_boundaries
 
 MOST_SAMPLES = 1 << 40          # the later rows of a sample have larger ids, so that their dropout differs
 

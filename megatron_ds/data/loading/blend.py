@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ...config.weighted_splits import words_of_file
 from ...errors import ConfigError, DataError
 from .index_maps import extension, num_threads
+from .weighted_splits import words_of_file
 
 if TYPE_CHECKING:
     from ...config import DataConfig

@@ -19,8 +19,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from ...batch.batch import Batch
 from ...errors import ConfigError, DataError
-from ..batch import Batch
 from ..kind import Collator, Dataset
 
 Order = Callable[[np.ndarray, int], np.ndarray]     # (stream positions, size of the dataset) → sample indices

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ...batch.batch import Batch
 from ...errors import DataError
-from ..batch import Batch
 from ..kind import DataKind, Sample
 from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset

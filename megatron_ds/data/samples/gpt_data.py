@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ...batch.batch import Batch
+from ...batch.documents import document_numbers, document_positions
 from ...errors import DataError
-from ..batch import Batch
-from ..documents import document_numbers, document_positions
 from ..kind import PAD, DataKind, Dataset, Sample
 from ..loading.cache import cached_arrays, default_cache
 from ..loading.index_maps import INT32, IndexMaps, build_index_maps

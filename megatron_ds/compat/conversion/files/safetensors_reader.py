@@ -1,0 +1,136 @@
+"""Tensors in safetensors files, read one at a time. All sizes in a header are compared with the file first.
+
+    8 bytes   length of the header
+    header    JSON: name → {"dtype", "shape", "data_offsets": [begin, end]}, offsets from its end
+    rest      the tensors, without gaps or overlaps
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....checkpoint.folder import read_regular
+from ....checkpoint.safetensors_folder import CODES, INDEX, SINGLE
+from ....errors import CheckpointError
+from ....host.direct_file import read_range
+from .stored_tensor import StoredTensor
+
+MOST_HEADER = 100_000_000      # bytes, as in the safetensors library
+DTYPES = {code: dtype for dtype, code in CODES.items()} | {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged."""
+    if (folder / INDEX).is_file():
+        return _read_sharded(folder)
+    if (folder / SINGLE).is_file():
+        return read_file(folder / SINGLE)
+    old = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth") for path in folder.glob(pattern))
+    advice = (f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of transformers first, which "
+              "writes safetensors." if old else " Complete the download.")
+    raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}.{advice}")
+
+
+def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) and Path(file).name == file
+                                                             for file in places.values()):
+        raise CheckpointError(f"{folder / INDEX} is damaged: weight_map is not a table of file names.")
+    files = sorted({*places.values()})
+    if absent := [name for name in files if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} names, first "
+                              f"{absent[0]}. Complete the download.")
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors = read_file(folder / file)
+        expected = {name for name, place in places.items() if place == file}
+        if differing := sorted(expected ^ tensors.keys()):
+            where = "is not in" if differing[0] in expected else "is in"
+            raise CheckpointError(f"{folder / file} does not belong to {INDEX}: {differing[0]} {where} the "
+                                  f"file, and so {len(differing) - 1} others. Files are swapped, or of "
+                                  "another model.")
+        found |= tensors
+    return {name: found[name] for name in places}
+
+
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """Name → tensor of one file. Raises CheckpointError when it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MOST_HEADER, size - 8):
+                raise ValueError(f"its header has {length} bytes and the file {size}")
+            header = json.loads(file.read(length))
+        return _tensors_of(path, header, 8 + length, size)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}. Download or save it "
+                              "again.") from error
+
+
+def _tensors_of(path: Path, header: Any, start: int, size: int) -> dict[str, StoredTensor]:
+    """Raises ValueError for entries that do not cover the file."""
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a table")
+    found, intervals = {}, []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (begin, end) = _entry(name, entry)
+        if math.prod(shape) * dtype.itemsize != end - begin:
+            raise ValueError(f"{name} {list(shape)} of {dtype} has {end - begin} bytes")
+        intervals.append((begin, end))
+        read = partial(_read, path, name, start + begin, shape, dtype)
+        found[name] = StoredTensor(shape, dtype, read, f"{path}: {name}")
+    at = 0
+    for begin, end in sorted(intervals):
+        if begin != at:
+            raise ValueError(f"byte {at} after its header is in no tensor or in two")
+        at = end
+    if start + at != size:
+        raise ValueError(f"its tensors end at byte {start + at}, and it has {size} bytes: it is truncated")
+    return found
+
+
+def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
+    is_count = lambda value: type(value) is int and 0 <= value < 2**62
+    is_list = lambda value: isinstance(value, list) and all(map(is_count, value))
+    if not (isinstance(entry, dict) and is_list(entry.get("shape")) and is_list(entry.get("data_offsets"))
+            and len(entry["data_offsets"]) == 2 and len(entry["shape"]) <= 16):
+        raise ValueError(f"the entry of {name} is not one of a tensor")
+    if entry.get("dtype") not in DTYPES:
+        raise ValueError(f"{name} has the dtype {entry.get('dtype')!r}, and {', '.join(DTYPES)} are known")
+    return DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(entry["data_offsets"])
+
+
+def _read(path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        flat = read_range(path, offset, nbytes)
+        if len(flat) < nbytes:
+            raise OSError(f"it ends at byte {offset + len(flat)}")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}.") from error
+    if flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError."""
+    try:
+        content = json.loads(read_regular(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON file: {error}.") from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return dict(content)

@@ -1,0 +1,62 @@
+"""Pieces of a running model filled from stored tensors: a rank of any layout reads what its pieces need."""
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from ...checkpoint.pieces import WEIGHT, Piece, key, rectangle, views
+from ...errors import CheckpointError
+from ...mpu.param_spec import Coordinates
+from .family import listing
+from .files.read_ahead import ReadAhead
+from .files.stored_tensor import StoredTensor, Tensors
+
+
+def plan_filling(pieces: Iterable[Piece], tensors: Tensors, kinds: Collection[str] | None = None
+                 ) -> list[tuple[StoredTensor, list[Piece]]]:
+    """Each tensor that is needed with its pieces, in the order of the files.
+
+    kinds: those to fill; None for all. Raises CheckpointError listing tensors that are missing or of another
+    shape.
+    """
+    wanted: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if kinds is None or piece.kind in kinds:
+            wanted.setdefault(key(piece), []).append(piece)
+    problems = []
+    for name, of_name in wanted.items():
+        kind, _, ours = name.partition("/")
+        stored, shape = tensors.get(kind, {}).get(ours), tuple(of_name[0].spec.shape)
+        if stored is None:
+            problems.append(f"{name} is missing")
+        elif tuple(stored.shape) != shape:
+            problems.append(f"{name} has shape {list(stored.shape)} in {stored.place} and {list(shape)} here")
+    if problems:
+        without = "" if len(tensors) > 1 else ". The files hold no optimizer state: give --finetune"
+        raise CheckpointError(listing(sorted(problems, key=lambda text: not text.startswith(WEIGHT)), "; ")
+                              + without * any("weight/" not in text for text in problems))
+    order = [f"{kind}/{name}" for kind, named in tensors.items() for name in named]
+    return [(tensors[name.partition("/")[0]][name.partition("/")[2]], wanted[name])
+            for name in order if name in wanted]
+
+
+@torch.no_grad()
+def fill(plan: list[tuple[StoredTensor, list[Piece]]], coordinates: Coordinates) -> None:
+    """Copy the stored values into the pieces, cast to their dtypes; padding becomes zero.
+
+    Raises CheckpointError when a tensor cannot be read.
+    """
+    dtypes = [pieces[0].tensor.dtype for _, pieces in plan]
+    with ReadAhead([stored for stored, _ in plan], dtypes) as ahead:
+        for index, (_, pieces) in enumerate(plan):
+            values = ahead.take(index)
+            for piece in pieces:
+                _fill(piece, values, coordinates)
+
+
+def _fill(piece: Piece, values: torch.Tensor, coordinates: Coordinates) -> None:
+    found = views(piece, coordinates)
+    if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
+        piece.tensor.detach().zero_()
+    for view in found:
+        view.tensor.copy_(rectangle(values, view.offset, view.tensor.shape))

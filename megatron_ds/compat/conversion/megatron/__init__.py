@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM and Megatron-DeepSpeed: torch files of a rank each, and torch_dist folders."""

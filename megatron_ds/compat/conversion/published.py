@@ -1,0 +1,50 @@
+"""A folder that is written complete or not at all."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...checkpoint.folder import sync_directory
+from ...errors import CheckpointError
+
+
+def check_vacant_folder(folder: Path) -> None:
+    """Raises CheckpointError if the folder exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"--save {folder} exists and is not empty: a conversion does not mix its files "
+                              "with others. Give a new folder, or delete this one.")
+
+
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside `folder`, renamed to it when the block ends, removed when it raises.
+
+    Files in it that the block did not sync are synced. Raises CheckpointError if `folder` is not vacant or
+    cannot be written.
+    """
+    check_vacant_folder(folder)
+    hidden = folder.absolute().with_name(f".{folder.absolute().name}.writing-{secrets.token_hex(4)}")
+    try:
+        hidden.mkdir(parents=True)
+        yield hidden
+        for directory, _, files in os.walk(hidden):
+            for name in files:
+                _sync(Path(directory) / name)
+            sync_directory(Path(directory))
+        if folder.exists():
+            folder.rmdir()
+        os.rename(hidden, folder)
+        sync_directory(hidden.parent)
+    except OSError as error:
+        raise CheckpointError(f"--save {folder} cannot be written: {error.strerror or error}. Nothing was "
+                              "written.") from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""DeepSpeed's public names, each an object of this package or an error with advice."""

@@ -1,0 +1,181 @@
+"""`deepspeed.comm`: torch.distributed's functions under the names that programs for DeepSpeed call.
+
+    import megatron_ds.compat.deepspeed.comm as dist
+    dist.init_distributed()
+    if dist.get_rank() == 0: ...
+    dist.barrier()
+
+A program of one process needs no process group and no launcher: it is rank 0 of 1, and its collectives do not
+change tensors. All other names are those of torch.distributed.
+"""
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import foreign_name
+from ...errors import ConfigError, NotInitializedError
+from ...mpu import launch as launching
+
+# backend → the device that it needs
+BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}
+
+
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+                     distributed_port: int | None = None,
+                     verbose: bool = True, timeout: timedelta = launching.DEFAULT_TIMEOUT,
+                     init_method: str | None = None,
+                     dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
+                     world_size: int = -1) -> None:
+    """Create the process group, unless there is one; also for one rank. Collective over all ranks.
+
+    The launcher's environment sets the rank (torchrun, Slurm, Open MPI). `initialize` calls this function
+    itself.
+
+    dist_backend  None: gloo for tensors on CPUs, nccl for those on CUDA. "nccl" is refused without a GPU
+    timeout       of a collective
+    distributed_port  port of rank 0, unless the launcher has set MASTER_PORT; None: the launcher's port, else
+                      29500
+    rank, world_size  without a launcher; the address of rank 0 is then in MASTER_ADDR and MASTER_PORT
+    init_method   None or "env://"
+    dist_init_required  False: an error if there is no process group yet
+    auto_mpi_discovery, verbose, config  have no effect
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError("dist_init_required=False, but there is no process group yet. Create it before "
+                          "with torch.distributed.init_process_group, or leave the argument out.")
+    if dist_backend not in BACKENDS:
+        raise ConfigError(f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are "
+                          "chosen by where a tensor is.")
+    if BACKENDS[dist_backend] == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('dist_backend="nccl" needs GPUs, and torch finds none here. Leave it out.')
+    if init_method not in (None, "env://"):
+        raise ConfigError(f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and "
+                          "MASTER_PORT. Set these, or start the program with torchrun.")
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if value >= 0:
+            os.environ.setdefault(name, str(value))
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    launching.start(launching.read_launch(), timeout, alone=True)
+    atexit.register(launching.stop)
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group, or the program has one process and needs none."""
+    return dist.is_initialized() or _is_alone()
+
+
+def is_available() -> bool:
+    """Whether torch was built with torch.distributed."""
+    return dist.is_available()
+
+
+def get_rank(group: Any = None) -> int:
+    """The rank of this process in the group."""
+    return dist.get_rank(group) if _meets() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks of the group."""
+    return dist.get_world_size(group) if _meets() else 1
+
+
+def get_local_rank() -> int:
+    """The rank of this process on its machine."""
+    return launching.read_launch().local_rank
+
+
+def get_world_group() -> Any:
+    """The group of all ranks; None in a program of one process."""
+    return dist.group.WORLD if _meets() else None
+
+
+def barrier(group: Any = None, **options: Any) -> Any:
+    """Wait until all ranks of the group have called it."""
+    return dist.barrier(group, **options) if _meets() else None
+
+
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,
+               async_op: bool = False) -> Any:
+    """Reduce the tensor in place over the group."""
+    return dist.all_reduce(tensor, op, group, async_op) if _meets() else _done(async_op)
+
+
+def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+    """Copy the tensor of rank `src` to all ranks of the group."""
+    return dist.broadcast(tensor, src, group, async_op) if _meets() else _done(async_op)
+
+
+def reduce(tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None,
+           async_op: bool = False) -> Any:
+    """Reduce the tensor to rank `dst`."""
+    return dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
+
+
+def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
+               async_op: bool = False) -> Any:
+    """Gather the tensors of all ranks of the group into `tensor_list`."""
+    if _meets():
+        return dist.all_gather(tensor_list, tensor, group, async_op)
+    tensor_list[0].copy_(tensor)
+    return _done(async_op)
+
+
+def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
+    """Gather one object of each rank into `object_list`, as pickles: for trusted peers only."""
+    if _meets():
+        return dist.all_gather_object(object_list, obj, group)
+    object_list[0] = obj
+
+
+def broadcast_object_list(object_list: list, src: int, group: Any = None, device: Any = None) -> None:
+    """Send the objects of rank `src` to all ranks, as pickles: for trusted peers only."""
+    if _meets():
+        dist.broadcast_object_list(object_list, src, group, device)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(dist, name):
+        return foreign_name("megatron_ds.comm", name)
+    return getattr(dist, name)
+
+
+def _is_alone() -> bool:
+    return launching.read_launch().world_size == 1
+
+
+def _meets() -> bool:
+    """Whether there are other ranks. Raises NotInitializedError if there is no group with them yet."""
+    if dist.is_initialized():
+        return True
+    if not _is_alone():
+        raise NotInitializedError("there is no process group yet: call megatron_ds.init_distributed() or "
+                                  "initialize() first.")
+    return False
+
+
+class _Done:
+    """The handle of a collective of one process, which is complete."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _done(async_op: bool) -> _Done | None:
+    return _Done() if async_op else None

@@ -1,0 +1,78 @@
+"""`deepspeed.utils.tensor_fragment`: whole gradients, fp32 weights and optimizer states of an engine's
+parameters at every ZeRO stage, read and set.
+
+    engine.backward(loss)
+    grad = safe_get_full_grad(p)                # fp32, the mean over ranks, without the loss scale
+    safe_set_full_grad(p, grad / 2)             # engine.step() applies it
+    momentum = safe_get_full_optimizer_state(p, "exp_avg")
+
+All ranks call a function for the same parameters in the same order. Values that are set must be the same on
+all ranks. A parameter that belongs to no engine has its own `grad` and no fp32 copy (None).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import foreign_name
+
+
+def __getattr__(name: str) -> Any:
+    return foreign_name("megatron_ds.utils.tensor_fragment", name)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient in fp32; None where there is none yet, or the parameter is frozen.
+
+    Where ranks hold whole gradients it is a view: between micro-batches the sum of this rank so far.
+    """
+    engine = _engine_of(param)
+    return param.grad if engine is None else engine.gradients.full(param)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient that the next `engine.step()` applies."""
+    engine = _engine_of(param)
+    if engine is None:
+        param.grad.copy_(value)
+    else:
+        engine.gradients.set_full(param, value)
+
+
+def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter],
+                                     update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+                                     ) -> None:
+    """Replace the gradient of each trained parameter by update_func(gradient, parameter)."""
+    for param in param_list:
+        if (grad := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole weight in fp32: the master of a 16-bit parameter."""
+    engine = _engine_of(param)
+    return None if engine is None else engine.gradients.full_state(param)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the weight in fp32, and with it the one that the module computes with."""
+    if (engine := _engine_of(param)) is not None:
+        engine.gradients.set_full_state(param, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The whole state of the optimizer under a name such as "exp_avg". Raises ConfigError if it has none."""
+    engine = _engine_of(param)
+    return None if engine is None else engine.gradients.full_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace a state of the optimizer."""
+    if (engine := _engine_of(param)) is not None:
+        engine.gradients.set_full_state(param, value, optim_state_key)
+
+
+def _engine_of(param: nn.Parameter) -> Any | None:
+    return getattr(param, "engine", lambda: None)()

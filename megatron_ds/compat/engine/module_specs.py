@@ -1,0 +1,254 @@
+"""Parameter specs, global names of experts, and layers of a module that was not written for this package.
+
+A parameter that has a `.spec` keeps it. For the others it follows from the marks of Megatron's and
+DeepSpeed's layers:
+
+    tensor_model_parallel (or model_parallel),     split over the model-parallel ranks as in Megatron;
+    partition_dim, partition_stride                without the mark every model-parallel rank holds the whole
+    sequence_parallel                              the gradient is a partial sum over the model-parallel ranks
+    allreduce = False, group_name = "ep_size_4"    an expert: ranks of one expert-parallel group hold
+                                                   different ones
+
+Each rank of an expert-parallel group has its part of the experts under the same local names. Global names are
+unique:
+
+    a ModuleList of experts only     experts.1.weight on part 2 of lists of 4  →  experts.9.weight,
+                                     the name that the expert has in a process with all of them
+    any other parameter or buffer    experts.weight on part 2 of 8  →  experts.weight.expert_part_2_of_8
+
+Names of the first kind do not depend on ep; a checkpoint with names of the second kind loads at the same ep
+only. A stacked parameter whose spec is split over "ep" needs neither: its shards are boxes of one logical
+tensor.
+
+The group that sums a gradient follows from the spec (`ParamSpec.reduced_over`, `DataParallelWorld.by_axes`).
+
+Layers are what stage 3 gathers:
+
+    element of a ModuleList, ModuleDict or Sequential     a layer, with all parameters inside
+    any other module that owns parameters itself          a layer of these
+    module that is marked as a leaf (leaf_modules.py)     a layer, with all parameters inside
+
+An element that holds more than a quarter of the model, and contains lists, is divided like the rest. Layers
+are in the order of registration, which should be that of the forward (module_gathering.py handles other
+orders).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError, LayoutError
+from ...mpu.external_groups import SEVENTH, DataParallelWorld
+from ...mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
+from ...zero.gathering import LayerGathering, Unit
+from ..deepspeed.moe_layer import ExpertList
+
+NOT_DRAWN = Init("zeros")       # the values come with the module
+LEAF = "_z3_leaf"                # DeepSpeed's attribute of modules that stage 3 gathers as a whole
+COMPILED = "_orig_mod"          # where torch.compile(module) keeps the module
+SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
+
+
+def name_of(path: str) -> str:
+    """A name in a module without what torch.compile(module) adds to it, so that it does not depend on it."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter), each parameter once; names are those of the module without torch.compile."""
+    return ((name_of(path), p) for path, p in module.named_parameters())
+
+
+def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
+    """Set `.spec` of every parameter that has none, and name experts that have one.
+
+    Weight decay is not the spec's here. Raises ConfigError for experts whose ranks are not known, and for
+    specs that do not fit the parameter's shape.
+    """
+    check_experts(module, world)
+    names = global_names(module, world)
+    for name, p in module.named_parameters():
+        if not hasattr(p, "spec"):
+            p.spec = _spec_of(names.get(name, name_of(name)), p, world.model.size)
+        elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
+            p.spec = replace(p.spec, name=names.get(name, p.spec.name), distinct_over=("ep",))
+        _check_shape(name, p, world)
+
+
+def is_marked(p: nn.Parameter) -> bool:
+    """Whether other data-parallel ranks hold other experts, by its mark. With ep_size_1 all hold all."""
+    return getattr(p, "allreduce", True) is False and getattr(p, "group_name", None) != "ep_size_1"
+
+
+def is_expert(p: nn.Parameter) -> bool:
+    """Whether ranks of one expert-parallel group hold different values of it, by its mark or its spec."""
+    return is_marked(p) or hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
+
+
+def has_matrix(name: str, p: nn.Parameter) -> bool:
+    """Whether the parameter is the weight of a hidden layer, a matrix for Muon: by its spec, its mark
+    `use_muon`, or, as in DeepSpeed, its dimensions and name."""
+    if hasattr(p, "spec"):
+        return p.spec.matrices is not None
+    is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
+    return p.dim() == 2 and getattr(p, "use_muon", not is_outer)
+
+
+def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
+    """Raises ConfigError where the ranks of marked experts are not known, or are not those of the mark."""
+    marked = [(name, p) for name, p in module.named_parameters() if is_marked(p)]
+    if not marked or world.data.size == 1:
+        return
+    if world.expert is None:
+        raise ConfigError(
+            f"{len(marked)} parameters are marked as experts (allreduce = False; first {marked[0][0]}), but "
+            f"it is not known which of the {world.data.size} data-parallel ranks hold the same experts: "
+            "their gradients would be summed over different experts. Give an mpu with the function "
+            f"{SEVENTH}, or call megatron_ds.mpu.initialize_model_parallel(expert_model_parallel_size=...) "
+            "and give mpu=megatron_ds.mpu. Where every rank holds all experts, remove the mark.")
+    for name, p in marked:
+        size = SIZE_IN_NAME.match(str(getattr(p, "group_name", "")))
+        if size and int(size[1]) != world.expert_parts:
+            raise ConfigError(
+                f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of "
+                f"{world.expert.size} of {world.data.size} ranks mean expert-parallel groups of "
+                f"{world.expert_parts}. Use one size of expert-parallel groups in all layers.")
+
+
+def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
+    """Local name → global name of parameters and buffers that differ between expert-parallel ranks."""
+    if world.expert_parts == 1:
+        return {}
+    lists = dict(_expert_modules(module))
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if _is_distinct(p)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)
+              if any(map(lists.get, _owners(name)))]
+    return {name: name_of(_global_name(name, lists, world)) for name in names}
+
+
+def _is_distinct(p: nn.Parameter) -> bool:
+    return is_expert(p) and not (hasattr(p, "spec") and p.spec.is_split_over("ep"))
+
+
+def _global_name(name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld) -> str:
+    on_path = [owner for owner in _owners(name) if isinstance(lists.get(owner), nn.ModuleList)]
+    declared = [owner for owner in on_path if isinstance(lists[owner], ExpertList)]
+    called_experts = [owner for owner in on_path if "expert" in owner.rpartition(".")[2]]
+    if not on_path:
+        return f"{name}.expert_part_{world.expert_part}_of_{world.expert_parts}"
+    chosen = (declared or called_experts[-1:] or on_path)[0]
+    index, _, rest = name[len(chosen):].lstrip(".").partition(".")
+    at = world.expert_part * len(lists[chosen]) + int(index)
+    return ".".join(filter(None, (chosen, str(at), rest)))
+
+
+def _expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that have parameters, all of them experts with names of their own."""
+    for name, owner in module.named_modules(remove_duplicate=False):
+        parameters = list(owner.parameters())
+        if parameters and all(map(_is_distinct, parameters)):
+            yield name, owner
+
+
+def _owners(name: str) -> list[str]:
+    """The modules that contain a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
+    parts = name.split(".")[:-1]
+    return ["", *(".".join(parts[:i + 1]) for i in range(len(parts)))]
+
+
+def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
+    is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
+    distinct = ("ep",) if is_expert(p) else ()
+    matrices = Matrices() if has_matrix(name, p) else None
+    if not is_split or tp_size == 1:
+        partial = ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
+        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, partial_over=partial, distinct_over=distinct,
+                         matrices=matrices)
+    split = Split("tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1))
+    shape = tuple(n * tp_size if d == split.dim else n for d, n in enumerate(p.shape))
+    return ParamSpec(name, shape, NOT_DRAWN, (split,), distinct_over=distinct, matrices=matrices)
+
+
+def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
+    sizes = {axis: size for axis, (_, size) in world.coordinates.items()}
+    try:
+        expected = p.spec.local_shape(sizes)
+    except LayoutError as error:
+        raise ConfigError(f"{name} has a spec that does not fit the ranks: {error}") from error
+    if tuple(p.shape) != expected:
+        raise ConfigError(
+            f"{name} has shape {list(p.shape)} here. Its spec, {p.spec.splits} of {list(p.spec.shape)}, "
+            f"gives {list(expected)} with {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
+            "ranks. Give the mpu with the groups that the module was made with (for experts: with "
+            f"{SEVENTH}, or a Mesh with ep).")
+
+
+# ----------------------------------------------------------------------------------------------------- layers
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+LARGE = 4       # an element with more than 1 / LARGE of the parameters is divided
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleLayer:
+    """`parameters` are gathered around the forward of `module`."""
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+    @property
+    def read_in_backward(self) -> bool:
+        """Whether its backward needs the parameters."""
+        return not isinstance(self.module, nn.Embedding)
+
+
+def find_layers(module: nn.Module) -> list[ModuleLayer]:
+    """The layers; every parameter is in at least one. A module that stands in two places is one layer."""
+    total = sum(p.numel() for p in module.parameters())
+    found: dict[nn.Module, ModuleLayer] = {}
+    for layer in _visit("", module, False, total):
+        found.setdefault(layer.module, layer)
+    return list(found.values())
+
+
+def _visit(name: str, module: nn.Module, is_element: bool, total: int) -> Iterator[ModuleLayer]:
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if getattr(module, LEAF, False) or is_element and not is_list and not _is_divided(module, total):
+        if parameters := list(module.parameters()):
+            yield ModuleLayer(name, module, parameters)
+        return
+    if own := [p for p in module._parameters.values() if p is not None]:
+        yield ModuleLayer(name, module, own)
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}" if name else child_name
+        yield from _visit(full_name, child, isinstance(module, LISTS), total)
+
+
+def _is_divided(module: nn.Module, total: int) -> bool:
+    large = LARGE * sum(p.numel() for p in module.parameters()) > total
+    return large and any(isinstance(m, LISTS) and any(True for _ in m.parameters()) for m in module.modules())
+
+
+def units_of_layers(layers: Sequence[ModuleLayer], gathering: LayerGathering) -> dict[nn.Parameter, Unit]:
+    """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
+    storage = lambda tensor: tensor.untyped_storage()._cdata
+    units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
+    return {p: units[storage(p)] for layer in layers for p in layer.parameters if storage(p) in units}
+
+
+def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors of a layer's output, however it wraps them."""
+    seen = set() if _seen is None else _seen
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, nn.Module | type | str | bytes):
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        items = value if isinstance(value, tuple | list | set) else ()
+        for item in (*items, *getattr(value, "__dict__", {}).values()):
+            yield from tensors_in(item, seen)

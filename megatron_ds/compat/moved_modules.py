@@ -1,0 +1,79 @@
+"""Import paths that documents and programs use → the modules that now stand elsewhere.
+
+    import megatron_ds.comm                     is megatron_ds.compat.deepspeed.comm, the same module object
+    from megatron_ds.engine import Engine       is megatron_ds.compat.engine's
+
+The paths on the left are part of the public interface: they go on working.
+"""
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "megatron_ds"
+
+# Packages that moved with all modules below them: path → path, both below megatron_ds.
+MOVED_PACKAGES = {
+    "engine": "compat.engine",
+    "conversion": "compat.conversion",
+    "recipes": "compat.recipes",
+}
+# Modules that moved by themselves.
+MOVED = {
+    "accelerator": "compat.deepspeed.accelerator",
+    "checkpointing": "compat.deepspeed.checkpointing",
+    "comm": "compat.deepspeed.comm",
+    "utils": "compat.deepspeed.utils",
+    "utils.tensor_fragment": "compat.deepspeed.tensor_fragment",
+    "utils.zero_to_fp32": "compat.deepspeed.zero_to_fp32",
+    "moe.layer": "compat.deepspeed.moe_layer",
+    "ramps": "progress.ramps",
+    "cycles": "progress.cycles",
+    "difficulty": "progress.difficulty",
+    "data.batch": "batch.batch",
+    "data.documents": "batch.documents",
+    "data.ledger": "batch.ledger",
+    "training.metrics_file": "training.observe.metrics_file",
+}
+
+
+def new_path(name: str) -> str | None:
+    """The module that `megatron_ds.NAME` names now; None if it has not moved."""
+    package, _, inner = name.partition(".")
+    if package != PACKAGE:
+        return None
+    if inner in MOVED:
+        return f"{PACKAGE}.{MOVED[inner]}"
+    first, dot, rest = inner.partition(".")
+    if first in MOVED_PACKAGES:
+        return f"{PACKAGE}.{MOVED_PACKAGES[first]}{dot}{rest}"
+    return None
+
+
+class MovedFinder:
+    """Finds a module under its old path."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of an alias, for the import system (`importlib.abc.MetaPathFinder`)."""
+        if new_path(name) is None:
+            return None
+        return ModuleSpec(name, _AliasLoader, origin=__file__, is_package=True)
+
+
+class _AliasLoader:
+    """Puts the moved module itself under its old name."""
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(new_path(module.__name__))
+        if MovedFinder not in sys.meta_path:
+            # The alias of a package has the package's folder as its path: without this finder at the front,
+            # the import system would load the files of the folder a second time, under their old names.
+            sys.meta_path.insert(0, MovedFinder)

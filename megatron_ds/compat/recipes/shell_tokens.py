@@ -1,0 +1,153 @@
+"""The text of a shell script → its words, as written, and operators."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+
+OPEN, CLOSE = "\x01", "\x02"            # around a value that only a run of the script could know
+# A gap that the reader of a recipe fills: DATA_PATH=<Specify path>_text_document
+GAP = re.compile(r"(?m)(^[ \t]*(?:export[ \t]+)?\w+=|(?<![\w-])--[\w-]+ )"
+                 r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>")
+ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
+CLOSING = {"(": ")", "{": "}", "[": "]"}
+
+
+class ShellError(ConfigError):
+    """The text is not a shell script that can be read. The message has the line number."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """text: a word as written, or an operator; body: of a here-document, and whether it is expanded."""
+
+    text: str
+    line: int
+    is_operator: bool = False
+    body: str | None = None
+    is_expanded: bool = True
+
+
+OPERATORS = ("&>>", "<<<", "<<-", "&>", ">>", "<<", "&&", "||", ";;", ">&", "<&", "|&", "\n", ";", "|", "&",
+             "(", ")", "<", ">")
+
+
+def tokens_of(text: str) -> Iterator[Token]:
+    """Words and operators, in order. A here-document is the body of its `<<`."""
+    at, line, waiting = 0, 1, []
+    text = GAP.sub(rf"\1{OPEN}<\2>{CLOSE}", text.replace("\r\n", "\n"))
+    while at < len(text):
+        if text[at] in " \t":
+            at += 1
+        elif text.startswith("\\\n", at):
+            at, line = at + 2, line + 1
+        elif text[at] == "#":
+            at = _line_end(text, at)
+        elif text.startswith("((", at):                               # arithmetic
+            end = _closing(text, at, line)
+            yield Token(text[at:end], line)
+            line += text.count("\n", at, end)
+            at = end
+        elif operator := next((o for o in OPERATORS if text.startswith(o, at)), None):
+            at += len(operator)
+            if operator in ("<<", "<<-"):
+                end, at = scan_word(text, _skip_blanks(text, at), line)
+                waiting.append((end, operator == "<<-", line))
+            elif operator == "\n":
+                line += 1
+                for end, strips, _ in waiting:
+                    body, at = _document(text, at, end, strips)
+                    yield Token("<<", line, True, body, not any(quote in end for quote in "'\"\\"))
+                    line += body.count("\n") + 1
+                waiting = []
+                yield Token("\n", line, True)
+            else:
+                yield Token(operator, line, True)
+        else:
+            word, after = scan_word(text, at, line)
+            if word.isdecimal() and text[after:after + 1] in ("<", ">"):    # of a redirection: 2>&1
+                at = after
+                continue
+            yield Token(word, line)
+            line += text.count("\n", at, after)
+            at = after
+
+
+def _line_end(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _skip_blanks(text: str, at: int) -> int:
+    while text[at:at + 1] in (" ", "\t"):
+        at += 1
+    return at
+
+
+def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
+    """(the lines up to the word `end`, the place after them)."""
+    end, lines = end.strip("'\"").replace("\\", ""), []
+    while at < len(text):
+        stop = _line_end(text, at)
+        line, at = text[at:stop], stop + 1
+        line = line.lstrip("\t") if strips else line
+        if line == end:
+            break
+        lines.append(line)
+    return "\n".join(lines), min(at, len(text)) - (at <= len(text) and text[at - 1:at] == "\n")
+
+
+def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
+    """(the word that begins at `at`, as written, the place after it). An array `NAME=(…)` is one word."""
+    start = at
+    while at < len(text) and text[at] not in " \t\n;|&<>)":
+        if text[at] == "(":
+            if not ARRAY.fullmatch(text[start:at]):
+                break
+            at = _closing(text, at, line)
+        else:
+            at = skip_unit(text, at, line)
+    return text[start:at], at
+
+
+def skip_unit(text: str, at: int, line: int = 0) -> int:
+    """The place after the quoted text, the expansion or the character at `at`."""
+    character = text[at]
+    if character == OPEN:
+        end = text.find(CLOSE, at)
+        return len(text) if end < 0 else end + 1
+    if character == "\\":
+        return min(at + 2, len(text))
+    if character in "'`":
+        end = text.find(character, at + 1)
+        if end < 0:
+            raise ShellError(f"line {line}: {character} is not closed.")
+        return end + 1
+    if character == '"':
+        at += 1
+        while at < len(text) and text[at] != '"':
+            at = at + 1 if text[at] == "'" else skip_unit(text, at, line)
+        if at >= len(text):
+            raise ShellError(f'line {line}: " is not closed.')
+        return at + 1
+    if character == "$" and text[at + 1:at + 2] in ("(", "{"):
+        return _closing(text, at + 1, line)
+    return at + 1
+
+
+def _closing(text: str, at: int, line: int) -> int:
+    """The place after the bracket that closes the one at `at`; comments count in an array only."""
+    opening, closing, depth = text[at], CLOSING[text[at]], 0
+    while at < len(text):
+        if text[at] == opening:
+            depth, at = depth + 1, at + 1
+        elif text[at] == closing:
+            depth, at = depth - 1, at + 1
+            if depth == 0:
+                return at
+        elif text[at] == "#" and opening == "(" and text[at - 1] in " \t\n":
+            at = _line_end(text, at)
+        else:
+            at = skip_unit(text, at, line)
+    raise ShellError(f"line {line}: {opening} is not closed.")

@@ -1,0 +1,1 @@
+"""Options, a dataclass for each section of the configuration: names, types, defaults and help."""

@@ -1,0 +1,1 @@
+"""Rules: functions from a configuration to the problems that it has."""

@@ -1,0 +1,249 @@
+"""Files of options: a YAML file (`--config`) → settings, and the parts of a DeepSpeed JSON.
+
+    num_layers: 12                  a field: its name, or any of its flags without the leading hyphens,
+    optimizer:                      bare or inside its section
+      lr: 6e-4
+    data_path: [0.3, books, 0.7, web]
+
+Scalars are read as written and converted by the option's type, since YAML 1.1 reads 1e-4 as a string, 010 as
+eight and 1:30 as ninety. A checkpoint's run.json is such a file too: its `config` is a whole configuration.
+
+`JsonDocument` is a DeepSpeed JSON while `deepspeed_json.py` translates it to settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ..messages import value_text
+from ..options.option import Option, coerce
+from ..run import RENAMED, SECTIONS, Source, all_options
+from .flags import Spelling, spellings
+from .reading import Reading, Setting
+from .suggest import near_key
+
+NULL = "tag:yaml.org,2002:null"
+RECORDS = ("world_size", "sources")      # of a run.json: they describe the run that wrote it
+
+
+def read_yaml(path: str) -> Reading:
+    """The settings and problems of a file. YAML tags construct no Python objects."""
+    reading = Reading()
+    try:
+        root = _compose(path)
+    except ConfigError as error:
+        reading.refuse(error)
+        reading.is_complete = False
+        return reading
+    if root is not None:
+        _top(path, root, reading)
+    return reading
+
+
+def _compose(path: str) -> Any:
+    """The root node, None for an empty file. Raises ConfigError if the file is not YAML."""
+    import yaml
+    try:
+        return yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = problem or " ".join(str(error).split())
+        raise ConfigError(f"{path}{line}: this is not YAML: {what}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
+
+
+def text_of(path: str, flag: str) -> str:
+    """The text of a file that a flag gave. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # with or without a byte-order mark
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {path}: this is not a text file.") from None
+    except OSError as error:
+        where = "" if Path(path).is_absolute() else f", looked for in {Path.cwd()}"
+        raise ConfigError(f"{flag} {path}: {error.strerror.lower()}{where}.") from None
+
+
+def _top(path: str, root: Any, reading: Reading) -> None:
+    if root.id != "mapping":
+        reading.refuse(f"{path} should contain `name: value` lines, but its content is a {root.id}.")
+        reading.is_complete = False
+        return
+    inner = _by_key(root)
+    if "format_version" in inner and "config" in inner and inner["config"].id == "mapping":
+        root = inner["config"]                                        # a run.json
+    ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
+    for name, value, line in _entries(path, root, reading):
+        name = RENAMED.get(name, name)
+        if name in SECTIONS and value.id == "mapping":
+            for field, inner_value, inner_line in _entries(path, value, reading):
+                _read(Entry(path, inner_line, field, inner_value, name), reading)
+        elif name not in ignored:
+            _read(Entry(path, line, name, value), reading)
+
+
+def _by_key(mapping: Any) -> dict[str, Any]:
+    return {str(key.value): value for key, value in mapping.value}
+
+
+def _entries(path: str, mapping: Any, reading: Reading) -> Iterator[tuple[str, Any, int]]:
+    """(key, value, line number). A key that occurs twice is a problem: YAML would keep the last value."""
+    first: dict[str, int] = {}
+    for key, value in mapping.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if key.id != "scalar":
+            what = "list" if key.id == "sequence" else "block"
+            reading.refuse(f"{path}:{line}: a {what} is no key. Write `name: value`.")
+        elif name in first:
+            reading.refuse(f"{path}:{line}: {name} occurs here and on line {first[name]}. Remove one.")
+        else:
+            first[name] = line
+            yield name, value, line
+
+
+def _read(entry: Entry, reading: Reading) -> None:
+    """Add the setting of an entry, or its problem. An empty value, as in `lr:`, sets nothing."""
+    option = None
+    try:
+        option = entry.option()
+        if entry.value.tag != NULL:
+            value = coerce(option, entry.plain(), f"{entry.where}: {entry.name}")
+            reading.settings.append(Setting(option.path, value, Source("yaml", entry.where)))
+    except ConfigError as error:
+        reading.refuse(error, option.path if option else None)
+        if option is None:
+            reading.unread |= entry.probably_meant()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A `name: value` of the file. section: None outside of a section."""
+
+    path: str
+    line: int
+    name: str
+    value: Any
+    section: str | None = None
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        return f"{self.path}:{self.line}"
+
+    def plain(self) -> Any:
+        """The value as written: a string or a list of strings. Raises ConfigError for a block."""
+        if self.value.id == "sequence" and all(item.id == "scalar" for item in self.value.value):
+            return [item.value for item in self.value.value]
+        if self.value.id != "scalar":
+            raise ConfigError(f"{self.where}: {self.name} needs {self.option().noun}, but there is a block "
+                              "under it.")
+        return self.value.value
+
+    @property
+    def switch(self) -> Spelling | None:
+        """The flag of this name: a switch, where no option has the name."""
+        return spellings().get("--" + self._name.replace("_", "-"))
+
+    def option(self) -> Option:
+        """The option of this name. Raises ConfigError with a suggestion."""
+        option, switch = names().get(self._name), self.switch
+        if option is not None and self.section in (None, option.section):
+            return option
+        if option is not None:
+            raise ConfigError(f"{self.where}: {self.name} belongs in the section {option.section}, not in "
+                              f"{self.section}.")
+        if switch is not None:
+            raise ConfigError(f"{self.where}: {self.name} is a flag without a value; in a file write "
+                              f"{switch.option.name}: {value_text(switch.value)}.")
+        raise ConfigError(f"{self.where}: unknown key "
+                          f"{self.name!r}{self._near() or '. All keys are in docs/flags.md.'}")
+
+    def probably_meant(self) -> set[str]:
+        """Paths of the options that an unknown name probably means."""
+        near = self._near()
+        meant = {option.path for name, option in names().items() if repr(name) in near or name == self._name}
+        return meant | ({self.switch.option.path} if self.switch else set())
+
+    @property
+    def _name(self) -> str:
+        return self.name.replace("-", "_")
+
+    def _near(self) -> str:
+        here = {name: name for name, option in names().items() if self.section in (None, option.section)}
+        return near_key(self.name, here) or near_key(self.name, {name: name for name in names()})
+
+
+@cache
+def names() -> Mapping[str, Option]:
+    """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
+    table = {option.name: option for option in all_options().values()}
+    assert len(table) == len(all_options()), "two sections have a field of the same name"
+    for option in all_options().values():
+        for flag in (option.flag, *option.flags):
+            table.setdefault(flag[2:].replace("-", "_"), option)
+    return table
+
+
+class JsonDocument(Reading):
+    """The reading of one file, with the values of its known keys.
+
+    path    of the file, for messages and sources
+    known   dotted key → its option, of all keys that are read
+    values  dotted key → its value in the file, of the known keys
+    """
+
+    def __init__(self, path: str, known: Mapping[str, Option]):
+        super().__init__()
+        self.path, self.known = path, known
+        self.values: dict[str, Any] = {}
+
+    def take(self, key: str, option: Option | None = None) -> Any:
+        """The value of a key; None if it is absent, "auto", or wrong, which is noted as a problem."""
+        value = self.values.get(key)
+        if value is None or value == "auto":
+            return None
+        try:
+            return coerce(option or self.known[key], value, f'{self.path}: "{key}"')
+        except ConfigError as error:
+            self.refuse(error)
+            self.unread |= paths_of(key)
+            return None
+
+    def give(self, path: str, value: Any, key: str) -> None:
+        """Set the option `path`, with `key` as its source. None sets nothing."""
+        if value is not None:
+            self.settings.append(Setting(path, value, Source("deepspeed", f"{self.path} {key}")))
+
+    def copy(self, key: str, path: str, meaning: Callable[[Any], Any] = lambda value: value) -> None:
+        """Set the option `path` to the value of the key, as `meaning` translates it."""
+        value = self.take(key)
+        self.give(path, None if value is None else meaning(value), key)
+
+    def refuse_params(self, block: str, kind: str, allowed: set[str]) -> None:
+        """Record a problem for each key in the block's `params` that the type of the block does not have."""
+        for key in self.values:
+            name = key.removeprefix(f"{block}.params.")
+            if name != key and name not in allowed:
+                self.refuse(f'{self.path}: "{key}" does not apply to the {block} {kind}, which has '
+                            f"{', '.join(sorted(allowed))}. Remove it.")
+
+
+@cache
+def declared_keys() -> Mapping[str, Option]:
+    """Dotted key → the option that declares it."""
+    return {option.json: option for option in all_options().values() if option.json}
+
+
+def paths_of(key: str) -> set[str]:
+    """The options that a key sets; for a translated key, all of a section, since several may depend on it."""
+    if key in declared_keys():
+        return {declared_keys()[key].path}
+    block = key.partition(".")[0]
+    section = "optimizer" if block in ("scheduler", "fp16") else block
+    return {path for path in all_options() if path.startswith(section + ".")}

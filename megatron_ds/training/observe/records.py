@@ -1,0 +1,204 @@
+"""Records that a run logs: one for an interval of training steps, one for an evaluation.
+
+Each record has `line()`, in Megatron-LM's format for log files, `short()`, which fits a terminal of 100
+columns, and `fields()`, plain values for sinks.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+# "decoder.layers.3 max load": a metric of one layer (see batch/ledger.py).
+OF_LAYER = re.compile(r"[a-z]\S*\.\d+\S* (.+)")
+# Metrics of layers of which small values need attention; of all others, large ones.
+LEAST = {"router entropy"}
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """One logged interval: means over its steps. Times in seconds, rates per second over all ranks.
+
+    mfu                model FLOP/s as a fraction of the device's peak; None when the peak is unknown
+    kept_tokens        per sequence, in the blocks that drop tokens; None when no block drops tokens
+    layer_tokens       consumed tokens, counted once for each block that processed them
+    actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
+    data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
+    metrics            loss terms and metrics that layers added, by name
+    num_zeros          elements of the gradient that are zero, with those of padding rows of the vocabulary;
+                       None unless they are counted
+    params_norm        of all weights; None unless it is computed
+    times              phase → rank → seconds per step of each rank that had it, with --timing-log-level
+    tags               values for TensorBoard alone, by tag
+    grad_noise_scale   in samples; None unless it is measured
+    decoupled_learning_rate  of word embeddings and output layers; None if it is `learning_rate`
+    """
+
+    step: int
+    steps: int
+    samples: int
+    tokens: int
+    step_seconds: float
+    learning_rate: float
+    weight_decay: float
+    global_batch_size: int
+    loss: float
+    loss_scale: float
+    grad_norm: float
+    skipped_steps: int
+    nan_steps: int
+    seq_length: int
+    tokens_per_second: float
+    tflops_per_rank: float
+    mfu: float | None
+    eta_seconds: float
+    memory_gib: float
+    data_seconds: float
+    kept_tokens: int | None = None
+    layer_tokens: int = 0
+    actual_seq_length: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    times: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    tags: Mapping[str, float] = field(default_factory=dict)
+    decoupled_learning_rate: float | None = None
+    grad_noise_scale: float | None = None
+
+    kind = "train"
+
+    def line(self) -> str:
+        """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the remaining time."""
+        digits = 1 if self.tflops_per_rank >= 1 else 3
+        dropping = [] if self.kept_tokens is None else [
+            f"random ltd reserved length: {self.kept_tokens:5d}",
+            f"actual seqlen: {self.actual_seq_length:5d}",
+            f"consumed layer tokens: {self.layer_tokens:12d}"]
+        fields = [
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
+            f"consumed samples: {self.samples:12d}",
+            f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{digits}f}",
+            f"learning rate: {self.learning_rate:.6E}",
+            *([] if self.decoupled_learning_rate is None
+              else [f"decoupled learning rate: {self.decoupled_learning_rate:.6E}"]),
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.loss:.6E}",
+            *(f"{name}: {mean:.6E}" for name, mean in over_layers(self.metrics).items()),
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+            *([] if self.num_zeros is None else [f"num zeros: {self.num_zeros}"]),
+            *([] if self.grad_noise_scale is None
+              else [f"gradient noise scale: {self.grad_noise_scale:.1f}"]),
+            *([] if self.params_norm is None else [f"params norm: {self.params_norm:.3f}"]),
+            f"number of skipped iterations: {self.skipped_steps:3d}",
+            f"number of nan iterations: {self.nan_steps:3d}",
+            f"seq length: {self.seq_length:5d}",
+            f"tokens per second: {self.tokens_per_second:.1f}",
+            *([] if self.mfu is None else [f"MFU: {self.mfu:.1%}"]),
+            f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
+            *dropping,
+            f"memory (GiB): {self.memory_gib:.2f}",
+            f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
+        ]
+        return " | ".join(fields) + " |"
+
+    def short(self) -> str:
+        """The most important fields; numbers of skipped and NaN steps only if they are not 0."""
+        return " | ".join((
+            f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}",
+            *(f"{name} {mean:.4f}" for name, mean in over_layers(self.metrics).items()),
+            f"grad norm {self.grad_norm:.3f}", f"lr {self.learning_rate:.2e}", rate(self.tokens_per_second),
+            *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
+            *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
+            *([f"{self.nan_steps} NaN"] if self.nan_steps else []),
+            f"ETA {timedelta(seconds=round(self.eta_seconds))}"))
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
+        return _flat(self)
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """A finished evaluation. split: "validation" or "test"; metrics: as in `TrainRecord`."""
+
+    step: int
+    samples: int
+    split: str
+    loss: float
+    eval_seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the record in metrics.jsonl: its split."""
+        return self.split
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), with the loss limited to 20 as in Megatron-LM."""
+        return math.exp(min(20.0, self.loss))
+
+    def line(self) -> str:
+        """Megatron-LM's three lines."""
+        metrics = "".join(f"{name} value: {mean:.6E} | " for name, mean in over_layers(self.metrics).items())
+        text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | lm loss "
+                f"PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | ")
+        return "\n".join(("-" * len(text), text, "-" * len(text)))
+
+    def short(self) -> str:
+        """One line for a narrow terminal."""
+        return " | ".join((f"{self.split} at step {self.step}", f"loss {self.loss:.4f}",
+                           *(f"{name} {mean:.4f}" for name, mean in over_layers(self.metrics).items()),
+                           f"perplexity {self.perplexity:.2f}", f"{self.eval_seconds:.2f} s"))
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
+        return _flat(self) | {"perplexity": self.perplexity}
+
+
+Record = TrainRecord | EvalRecord
+
+
+def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics for a line of text: of those of single layers, the largest over all layers.
+
+    "decoder.layers.0 max load", "decoder.layers.1 max load", … become "largest max load". A metric in `LEAST`
+    becomes "smallest …". The order is that of the first layer.
+    """
+    values: dict[str, list[float]] = {}
+    for name, mean in metrics.items():
+        of_layer = OF_LAYER.fullmatch(name)
+        kind = name if of_layer is None else (
+            f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
+        values.setdefault(kind, []).append(mean)
+    return {kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
+            for kind, means in values.items()}
+
+
+def _extreme(values: Sequence[float], sign: int) -> float:
+    """The largest, with sign -1 the smallest; NaN if any is."""
+    return max(values, key=lambda x: math.inf if math.isnan(x) else sign * x)
+
+
+def rate(tokens_per_second: float) -> str:
+    """Tokens per second with three digits: 874 tok/s, 41.2k tok/s, 1.31M tok/s."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens_per_second >= size:
+            return f"{tokens_per_second / size:.3g}{letter} tok/s"
+    return f"{tokens_per_second:.0f} tok/s"
+
+
+def _flat(record: Record) -> dict[str, Any]:
+    """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
+    fields = asdict(record)
+    fields.pop("tags", None)
+    for name in ("num_zeros", "params_norm", "grad_noise_scale", "decoupled_learning_rate"):
+        if fields.get(name, 0) is None:
+            del fields[name]
+    fields |= {f"{name.replace('-', '_')}_seconds": max(seconds.values())
+               for name, seconds in fields.pop("times", {}).items()}
+    return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()}
