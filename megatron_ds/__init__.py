@@ -53,22 +53,30 @@ def install_as_deepspeed() -> None:
 
 def foreign_name(module: str, name: str) -> Any:
     """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
-    if name.startswith("__") and name != "__path__":
+    find = None
+    if not name.startswith("__") or name == "__path__":
+        find = import_module(".plugins", __name__).plugged("foreign names")
+    if find is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return import_module(".compat.deepspeed.deepspeed_modules", __name__).find(module, name)
+    return find(module, name)
 
 
 class _ForeignModules:
-    """Finds modules of DeepSpeed that are no files of this package. It is asked last, for missing ones."""
+    """Finds modules that are no files of this package: DeepSpeed's, and those under an older path.
+
+    It is asked last, for missing ones.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith(f"{__name__}.") or name.startswith(f"{__name__}.compat"):
             return None
-        moved = import_module(".compat.moved_modules", __name__).MovedFinder.find_spec(name)
-        if moved is not None:
-            return moved
-        return import_module(".compat.deepspeed.deepspeed_modules", __name__).Finder.find_spec(name)
+        plugged = import_module(".plugins", __name__).plugged
+        for kind in ("moved modules", "foreign modules"):
+            finder = plugged(kind)
+            if finder is not None and (spec := finder.find_spec(name)) is not None:
+                return spec
+        return None
 
 
 sys.meta_path.append(_ForeignModules)

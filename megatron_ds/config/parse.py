@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any
 
-from ..compat.config.deepspeed_json import read_deepspeed
-from ..compat.config.neox_yaml import read_yamls
 from ..errors import ConfigError
 from ..launch_env import problems_of_local_rank, rank_in
 from ..version import __version__
@@ -28,9 +26,10 @@ from .rules.sparse_rules import SPARSE_RULES
 from .rules.training_rules import TRAINING_RULES
 from .run import RunConfig, Source, all_options
 from .sources.combine import combined, contradictions
-from .sources.config_files import names
+from .sources.config_files import names, read_yaml
 from .sources.config_text import help_text, short_help_text, to_yaml
 from .sources.flags import CommandLine, read_flags, spellings
+from .sources.foreign_words import foreign_words
 from .sources.reading import Reading, Setting, attempt, reject
 
 HELP = {"help": help_text, "short help": short_help_text}
@@ -88,7 +87,13 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
         _print_and_exit(HELP[line.asks_for](), env)
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
-    readings = [line, *read_yamls(line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
+    foreign = foreign_words()
+    if foreign.read_yamls is not None:
+        yamls = foreign.read_yamls(line.yaml_files)
+    else:
+        yamls = [read_yaml(path) for path in line.yaml_files]
+    jsons = [foreign.read_deepspeed(path) for path in line.deepspeed_files]
+    readings = [line, *yamls, *jsons]
     config, problems = assembled(line, readings[1:], world_size, defaults, settings)
     if line.is_strict:
         problems += [f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."

@@ -24,13 +24,6 @@ from ..checkpoint.folder import check_writable, find
 from ..checkpoint.lock import SaveLock
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
-from ..compat.conversion.foreign_start import (
-    foreign_defaults,
-    load_foreign,
-    log_length,
-    origin_of,
-    read_foreign,
-)
 from ..config import RunConfig, Source, parse
 from ..config.sources.flags import read_flags
 from ..console import set_up_logging
@@ -56,6 +49,7 @@ from ..progress.ramps import Progress
 from .build import Engine, build_engine
 from .data_facts import data_facts
 from .distributed import joined
+from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
@@ -102,12 +96,13 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
     launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
     _set_up_logging(launch.rank)
-    foreign = foreign_defaults(argv)
+    of_others = foreign_checkpoints()
+    foreign = of_others.defaults(argv)
     saved = () if foreign else options_of_checkpoint(argv)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
                    defaults={**foreign, **defaults}, settings=saved)
     if foreign:
-        log_length(config)
+        of_others.log_length(config)
     if config.plan.is_dry:
         return dry_run(config, launch)
     with deterministic_operations(config.train.deterministic_mode), joined(config, launch) as mesh:
@@ -127,7 +122,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     and locked first, since building may take minutes. Raises `Stopped` on all ranks when one of them received
     a stop signal before the first step.
     """
-    world, checkpoint = mesh.group("world"), as_given.checkpoint
+    world, checkpoint, of_others = mesh.group("world"), as_given.checkpoint, foreign_checkpoints()
     if mesh.rank == 0:
         logger.info("megatron_ds %s on %d rank%s: opening data and building the model", __version__,
                     world.size, "s" * (world.size > 1))
@@ -141,8 +136,8 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         _require_same_data(config, description["identity"], world)
         if start.step is not None:
             on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
-        foreign = on_all_ranks(world, lambda: read_foreign(config, start.foreign))
-        description |= origin_of(start.run, foreign, config)
+        foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
+        description |= of_others.origin_of(start.run, foreign, config)
         _leave_if_stopped(stop, mesh)
         engine = build_engine(config, mesh)
         if mesh.rank == 0:
@@ -150,8 +145,10 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         if compiled := prepare_kernels(engine):
             logger.info("%s", compiled)
         _leave_if_stopped(stop, mesh)
-        progress = load_run(engine, start) if foreign is None else load_foreign(
-            engine, foreign, all_pieces(engine))
+        if foreign is None:
+            progress = load_run(engine, start)
+        else:
+            progress = of_others.load(engine, foreign, all_pieces(engine))
         _leave_if_stopped(stop, mesh)
         if checkpoint.save:
             on_one_rank(world, lambda: _stop_when_lost(lock, stop))

@@ -31,7 +31,6 @@ from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
-from ..compat.conversion.foreign_start import foreign_format
 from ..config import RunConfig, Source
 from ..config.options.data_efficiency_options import order_identity
 from ..config.options.training_options import CheckpointConfig
@@ -49,6 +48,7 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..progress.ramps import Progress
 from .build import Engine
+from .foreign_checkpoints import foreign_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _look(checkpoint: CheckpointConfig) -> Start:
     run_id = secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
-    if foreign := foreign_format(checkpoint.load, checkpoint.load_format):
+    if foreign := foreign_checkpoints().format_of_folder(checkpoint.load, checkpoint.load_format):
         return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:

@@ -24,6 +24,7 @@ from ...models.model_identity import model_identity, why_positions_differ, with_
 from ...mpu.agree import gather_from_all_ranks, on_all_ranks
 from ...progress.ramps import Progress
 from ...training.build import Engine
+from ...training.foreign_checkpoints import ForeignCheckpoints
 from .family import model_of
 from .files.stored_tensor import LogicalCheckpoint
 from .filling import fill, plan_filling
@@ -188,3 +189,15 @@ def _numbers(found: LogicalCheckpoint, current: Mapping[str, float]) -> dict[str
     return {**current, **known, "num_updates": updates_in(found.progress)}
 
 
+class FormatsOfOthers(ForeignCheckpoints):
+    """The formats of this package's tables, for `pretrain`."""
+
+    format_of_folder = staticmethod(foreign_format)
+    defaults = staticmethod(foreign_defaults)
+    log_length = staticmethod(log_length)
+    read = staticmethod(read_foreign)
+    origin_of = staticmethod(origin_of)
+    load = staticmethod(load_foreign)
+
+
+CHECKPOINTS = FormatsOfOthers()

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ...compat.config.dialects import DIALECTS
 from ...errors import ConfigError
 from ...registry import did_you_mean
 from ..messages import value_text
 from ..options.option import Option
 from ..run import RENAMED, SECTIONS, RunConfig, Source, all_options, options_in
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
+from .foreign_words import foreign_words
 
 WIDTH, COLUMN = 120, 44
 TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
@@ -61,8 +61,9 @@ def help_text() -> str:
              "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in options_in(section))]
-    names = ((name, f"The name of {meaning} in {dialect.project}.")
-             for dialect in DIALECTS for name, meaning in dialect.names.items())
+    foreign = foreign_words()
+    names = ((name, f"The name of {foreign.names[name]} in {project}.")
+             for name, project in foreign.projects.items())
     lines += ["", "Names of Megatron's forks", *_rows(names)]
     return "\n".join(lines) + "\n"
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from ...compat.config.dialects import FORK_NAMES, FORK_PHRASES, FORK_READERS
-from ...compat.config.unsupported import answer_to_flag
 from ...errors import ConfigError
 from ..options.option import Option, coerce
 from ..run import Source, all_options
+from .foreign_words import foreign_words
 from .reading import Reading, Setting
 from .suggest import near_flag
 
@@ -69,7 +68,7 @@ def spellings() -> Mapping[str, Spelling]:
                 add(flag, Spelling(option))
         for flag, value in option.switches.items():
             add(flag, Spelling(option, True, value))
-    for name, meaning in FORK_NAMES.items():
+    for name, meaning in foreign_words().names.items():
         flag, _, value = meaning.partition(" ")
         add(name, Spelling(table[flag].option, True, value) if value else table[flag])
     return table
@@ -80,7 +79,7 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
 
     If a flag occurs twice, the later one wins; values of an option that repeats are added up.
     """
-    line = CommandLine()
+    line, foreign = CommandLine(), foreign_words()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
     for typed, words in flags_with_words(argv, line):
         flag = canonical(typed)
@@ -97,14 +96,14 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 files[flag].extend(words)
             elif flag in spellings():
                 line.settings.append(_setting(flag, words))
-            elif flag in FORK_PHRASES:
+            elif flag in foreign.phrases:
                 line.settings += _of_phrase(flag, words)
-            elif flag in FORK_READERS:
+            elif flag in foreign.readers:
                 line.settings.append(_of_reader(flag, words))
             else:
                 _without_option(line, typed, words)
         except ConfigError as error:
-            known = FORK_READERS[flag][0] if flag in FORK_READERS else flag
+            known = foreign.readers[flag][0] if flag in foreign.readers else flag
             line.refuse(error, spellings()[known].option.path if known in spellings() else None)
     return settled(line)
 
@@ -128,14 +127,16 @@ def _with_padded_vocabulary(settings: Sequence[Setting]) -> list[Setting]:
     document from --vocab-size; for it the two remain a contradiction.
     """
     sizes = [setting for setting in settings if setting.path == "model.vocab_size"]
-    padded = max((size.value for size in sizes if size.source.name in PADDED_NAMES), default=0)
+    padded = max((size.value for size in sizes if size.source.name in _padded_names()), default=0)
     is_bare = any(setting.value == "NullTokenizer" for setting in settings)
     if not padded or is_bare:
         return list(settings)
     return [setting for setting in settings if setting not in sizes or setting.value >= padded]
 
 
-PADDED_NAMES = {PADDED, *(name for name, meaning in FORK_NAMES.items() if meaning == PADDED)}
+def _padded_names() -> set[str]:
+    """--padded-vocab-size and its names in forks."""
+    return {PADDED, *(name for name, meaning in foreign_words().names.items() if meaning == PADDED)}
 
 
 def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:
@@ -201,7 +202,7 @@ def _setting(flag: str, words: list[str]) -> Setting:
 
 def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
     """The settings of a flag of a fork that stands for several flags."""
-    value, known = " ".join(words).strip("'\""), FORK_PHRASES[flag]
+    value, known = " ".join(words).strip("'\""), foreign_words().phrases[flag]
     if value not in known:
         raise ConfigError(f"{flag} {value} is not available. It may be {', '.join(known)}.")
     return [replace(_setting(other, []), source=Source("flag", flag)) for other in known[value].split()]
@@ -209,7 +210,7 @@ def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
 
 def _of_reader(flag: str, words: list[str]) -> Setting:
     """The setting of a flag of a fork with words in another form."""
-    other, reader = FORK_READERS[flag]
+    other, reader = foreign_words().readers[flag]
     return replace(_setting(other, reader(words, flag)), source=Source("flag", flag))
 
 
@@ -237,7 +238,7 @@ def _refuse(line: CommandLine, problem: str, near: str) -> None:
 def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     """A flag of Megatron that has no option here, or an unknown one."""
     flag, value = canonical(typed), " ".join(words)
-    answer = answer_to_flag(flag)
+    answer = foreign_words().answer_to_flag(flag)
     if answer is None:
         near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING])
         _refuse(line, f"unknown flag {typed}{near or '.'} All flags: --help.", near)

@@ -1,0 +1,17 @@
+"""`WORDS`: the dialects of this package, for the readers of flags and files."""
+
+from ...config.sources.foreign_words import ForeignWords
+from .deepspeed_json import read_deepspeed
+from .dialects import DIALECTS, FORK_NAMES, FORK_PHRASES, FORK_READERS
+from .neox_yaml import read_yamls
+from .unsupported import answer_to_flag
+
+WORDS = ForeignWords(
+    names=FORK_NAMES,
+    projects={name: dialect.project for dialect in reversed(DIALECTS) for name in dialect.names},
+    phrases=FORK_PHRASES,
+    readers=FORK_READERS,
+    answer_to_flag=answer_to_flag,
+    read_yamls=read_yamls,
+    read_deepspeed=read_deepspeed,
+)
