@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 # C0 and C1 controls except line feed and tab, DEL, line separators, bytes that are not UTF-8 (surrogates).
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+MOST_CHARACTERS = 200        # of a value in a message
 _NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")      # not before an item of a numbered list of problems
 
 
@@ -30,6 +31,11 @@ def one_line(text: str) -> str:
 def paragraph(text: str) -> str:
     """An error for a terminal: one line, or one line for each item of a numbered list."""
     return printable(_NEWLINE_IN_PROBLEM.sub(r"\\n", text))
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text, of a longer one the begin and its length."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def _escape(character: str) -> str:

@@ -1,12 +1,13 @@
 """Unpickle the index of a checkpoint without executing anything in it.
 
-torch.distributed.checkpoint ("DCP") pickles its index, and a pickle may call any function. Two guards stand
+torch.distributed.checkpoint ("DCP") pickles its index, and a pickle may call any function. Three guards stand
 before it:
 
     opcodes    an index, as Python 3.8 and later pickle it, needs about 30 opcodes, which allocate little
                (`pickle_opcodes.py`)
     names      the unpickler resolves the names of the index's own dataclasses and refuses every other name;
                calls copy no more than the index has bytes, and fields have their types (`pickle_guards.py`)
+    keys       are names of tensors and `MetadataIndex`, which take little time to hash (`pickle_tables.py`)
 """
 
 import io
@@ -18,8 +19,9 @@ import torch
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
 
-from .pickle_guards import Allowance, Constant, Function, Records
+from .pickle_guards import Allowance, Constant, Function, Records, size_of
 from .pickle_opcodes import Opcodes
+from .pickle_tables import Keys, Table
 
 FIXED = ("PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
          "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS",
@@ -45,10 +47,12 @@ _FORMATS = dcp._MEM_FORMAT_ENCODING
 
 def unpickled(content: bytes) -> dcp.Metadata:
     """The pickled index. Raises almost any exception when `content` is damaged or not an index."""
-    check_opcodes(content)
     unpickler = _Unpickler(content)
     index = unpickler.load()
     unpickler.records.finish()
+    if isinstance(index, dcp.Metadata):
+        index.state_dict_metadata = dict(index.state_dict_metadata)
+        index.storage_data = dict(index.storage_data)
     return index
 
 
@@ -56,17 +60,19 @@ class _Unpickler(pickle.Unpickler):
     """Refuses every name that no index needs, before anything is imported."""
 
     def __init__(self, content: bytes):
-        super().__init__(io.BytesIO(content))
-        self.records, allowance = Records(), Allowance(content)
-        formats = Function(lambda number: Constant(_FORMATS(number)), allowance)
+        super().__init__(io.BytesIO(check_opcodes(content)))
+        allowance = Allowance(content)
+        self.records = Records(allowance)
+        formats = Function(_format, allowance)
         self._known: dict[tuple[str, str], Any] = {("torch", name): getattr(torch, name) for name in _DTYPES}
         for name, fields in _FIELDS.items():
             module = dcp_files if name == "_StorageInfo" else dcp
             self._known[module.__name__, name] = self.records.class_of(getattr(module, name), fields)
+        self._keys = Keys((self._known[dcp.__name__, "MetadataIndex"],))
         self._known |= {
             (dcp.__name__, "TensorProperties"): _TensorProperties,
             (dcp.__name__, "_MEM_FORMAT_ENCODING"): formats,
-            ("torch", "Size"): Function(torch.Size, allowance),
+            ("torch", "Size"): Function(size_of, allowance),
             ("builtins", "getattr"): Function(partial(_member, formats), allowance),
             ("torch.serialization", "_get_layout"): Function(_layout, allowance)}
 
@@ -75,6 +81,10 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self._known:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
         return self._known[module, name]
+
+    def persistent_load(self, _: dict) -> Table:
+        """The table that takes the place of a dict, after whose opcode BINPERSID was inserted."""
+        return self._keys.table()
 
 
 class _TensorProperties(dcp.TensorProperties):
@@ -90,6 +100,13 @@ class _TensorProperties(dcp.TensorProperties):
         self.__class__ = dcp.TensorProperties
 
 
+def _format(number: int) -> Constant:
+    """A member of the memory formats by its number."""
+    if not isinstance(number, int):
+        raise pickle.UnpicklingError("the number of a memory format is none")
+    return Constant(_FORMATS(number))
+
+
 def _member(formats: Function, owner: Any, name: str) -> Constant:
     """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
     if owner is not formats or not isinstance(name, str):
@@ -99,7 +116,9 @@ def _member(formats: Function, owner: Any, name: str) -> Constant:
 
 def _layout(name: str) -> torch.layout:
     """The layout of this name, by a look-up in a table of torch."""
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError("the name of a layout is no text")
     try:
         return torch.serialization._get_layout(name)
-    except (KeyError, TypeError):                            # whose text would hold the whole name
+    except KeyError:                            # whose text would hold the whole name
         raise pickle.UnpicklingError("it names a layout that torch does not have") from None

@@ -10,8 +10,11 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 COPIED = (str, bytes, tuple, list, dict, set, frozenset)
 SPARE = 1000                             # elements beyond the size of the pickle
+MOST_DIMENSIONS = 64
 
 
 def reason_of(error: Exception) -> str:
@@ -34,6 +37,13 @@ class Allowance:
         self._left -= count
         if self._left < 0:
             raise pickle.UnpicklingError("its calls ask for more memory than it has bytes")
+
+
+def size_of(numbers: Any = ()) -> torch.Size:
+    """A torch.Size of at most 64 numbers: keys that hold one are hashed often."""
+    if not isinstance(numbers, tuple | list) or len(numbers) > MOST_DIMENSIONS:
+        raise pickle.UnpicklingError(f"a shape in it is no tuple of at most {MOST_DIMENSIONS} numbers")
+    return torch.Size(numbers)
 
 
 class Function:
@@ -68,18 +78,24 @@ class Records:
     """Classes with the fields of dataclasses, for the objects of one pickle.
 
     An object gets its state from BUILD, with fields of the declared types only, and becomes an object of the
-    dataclass in `finish`: until then, BUILD could follow again.
+    dataclass in `finish`: until then, BUILD could follow again. A dict compares keys whose hashes are equal,
+    which those that a program wrote seldom are; so comparisons take from the allowance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: Allowance) -> None:
         self._made: list[tuple[Any, type]] = []
+        self._allowance = allowance
 
     def class_of(self, kind: type, fields: Mapping[str, type | tuple[type, ...]]) -> type:
         """The class for objects of `kind`."""
-        made = self._made
+        made, allowance = self._made, self._allowance
+
+        def __eq__(self: Any, other: Any) -> bool:
+            allowance.take(1)
+            return kind.__eq__(self, other)
 
         def __setstate__(self: Any, state: Any) -> None:
-            if type(state) is not dict:
+            if not isinstance(state, dict):
                 raise pickle.UnpicklingError(f"the state of a {kind.__name__} is no table of fields")
             for name, value in state.items():
                 if name not in fields or not isinstance(value, fields[name]):
@@ -88,7 +104,8 @@ class Records:
             self.__dict__.update(state)
             made.append((self, kind))
 
-        return type(kind.__name__, (kind,), {"__setstate__": __setstate__})
+        return type(kind.__name__, (kind,), {
+            "__setstate__": __setstate__, "__eq__": __eq__, "__hash__": kind.__hash__})
 
     def finish(self) -> None:
         """Make all objects those of their dataclasses."""

@@ -2,7 +2,8 @@
 
 Some opcodes make Python's unpickler allocate any amount of memory: 16 GB for a memo of index 2**30
 (`LONG_BINPUT`, one bit away from `REDUCE`), any length for `BYTEARRAY8`. Those that a kind of file needs
-allocate little. Others, lengths beyond the end, and memo indices larger than the file are refused.
+allocate little. Others, lengths beyond the end, and memo indices larger than the file are refused. After
+opcodes that make a dict or a set BINPERSID is inserted, which makes a `Table` of it (`pickle_tables.py`).
 
 A regular expression skips opcodes of fixed length, which are most of them: `pickletools.genops` takes about
 eight times as long, 20 s for the index of 640,000 chunks.
@@ -19,7 +20,11 @@ _MOST_AT_ONCE = 10_000       # bounds the memory that the regular expression tak
 # Integers of more than 8 bytes: millions of them can have one hash, and fill a dict in quadratic time.
 _MOST_WIDE = 10_000
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
-_MEMO, _GLOBAL, _LONG = (_OPCODES[name].code.encode("latin-1") for name in ("LONG_BINPUT", "GLOBAL", "LONG1"))
+_TABLES = ("EMPTY_DICT", "EMPTY_SET")
+_FRAME_LENGTH = struct.Struct("<Q")
+_MEMO, _GLOBAL, _LONG, _PERSISTENT, _FRAME = (
+    _OPCODES[name].code.encode("latin-1")
+    for name in ("LONG_BINPUT", "GLOBAL", "LONG1", "BINPERSID", "FRAME"))
 
 
 class Opcodes:
@@ -33,6 +38,8 @@ class Opcodes:
     def __init__(self, noun: str, fixed: Sequence[str], lengths: Mapping[str, str], protocol2: bool = False):
         self._noun, self._fixed, self._protocol2 = noun, fixed, protocol2
         codes = {name: _OPCODES[name].code.encode("latin-1") for name in (*fixed, *lengths)}
+        self._makes_table = {codes[name] for name in _TABLES if name in fixed}
+        fixed = [name for name in fixed if name not in (*_TABLES, "FRAME")]
         self._length_of = {codes[name]: struct.Struct(form) for name, form in lengths.items()}
         # A run of opcodes of fixed length: for each length n, one of their codes and then n bytes.
         bytes_of = {name: _OPCODES[name].arg.n if _OPCODES[name].arg else 0 for name in fixed}
@@ -42,20 +49,43 @@ class Opcodes:
             b"(?:" + b"|".join(b"[" + code + b"].{%d}" % n for n, code in by_length.items())
             + b"){1,%d}+" % _MOST_AT_ONCE, re.DOTALL)
 
-    def check(self, content: bytes) -> None:
-        """Raises ValueError naming the first opcode that is not needed, or that extends beyond the end."""
-        if (stop := self.end_of(content)) != len(content):
+    def check(self, content: bytes) -> bytes:
+        """The pickle as one frame, with BINPERSID after each opcode that makes a dict or a set.
+
+        Raises ValueError naming the first opcode that is not needed, or that extends beyond the end.
+        """
+        stop, kept = self._walk(content, 0)
+        if stop != len(content):
             raise ValueError(f"byte {stop - 1} of {len(content)}: STOP, and more bytes follow")
+        changed = b"".join(content[start:end] + more for start, end, more in kept)
+        # Frames of the file would be too short. The unpickler reads what is in one at once.
+        return _FRAME + _FRAME_LENGTH.pack(len(changed)) + changed
 
     def end_of(self, content: bytes | mmap.mmap, at: int = 0) -> int:
         """The byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
+        return self._walk(content, at)[0]
+
+    def _walk(self, content: bytes | mmap.mmap, at: int) -> tuple[int, list[tuple[int, int, bytes]]]:
+        """(the byte after the pickle; (begin, end, bytes to add) of the parts between frames and tables)."""
         end, wide = len(content), 0
+        kept, begin = [], at
         while True:
             while run := self._run.match(content, at):
                 at = run.end()
             code = content[at:at + 1]
+            if code in self._makes_table:
+                at += 1
+                kept.append((begin, at, _PERSISTENT))
+                begin = at
+                continue
+            if code == _FRAME and at + 9 <= end:
+                kept.append((begin, at, b""))
+                at += 9
+                begin = at
+                continue
             if code == STOP:
-                return at + 1
+                kept.append((begin, at + 1, b""))
+                return at + 1, kept
             if self._protocol2 and code in (_MEMO, _GLOBAL):
                 at = _end_of_protocol2(content, at)
                 continue

@@ -17,13 +17,15 @@ import re
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ds.cli import Arguments
+from megatron_ds.console import shortened
 from megatron_ds.errors import ConfigError
 
 WIDTH = 110
+LONGEST_ARGUMENT = 2**17 - 1         # bytes of a word that Linux passes to a program
 UNREADABLE = "cannot be read"
 
 
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             problems = _problems_of_engine(path, args.world_size or 1)
             accepted += not problems
             obstacles.update(f"engine: {problem[:90]}" for problem in problems)
-            print(f"{path}, for megatron_ds.initialize: {'; '.join(problems) or 'accepted'}")
+            answer = _with_short_words("; ".join(problems)) or "accepted"
+            print(f"{path}, for megatron_ds.initialize: {answer}")
             continue
         is_accepted = all(one.is_accepted for one in assessed)
         obstacles[UNREADABLE] += not all(one.is_read for one in assessed)
@@ -146,7 +149,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _obstacles(assessment) -> Iterator[str]:
     from megatron_ds.compat.recipes.verdict import Kind
-    found = {f"{v.kind.value} {v.name}" for v in assessment.verdicts
+    found = {f"{v.kind.value} {shortened(v.name)}" for v in assessment.verdicts
              if v.kind in (Kind.REFUSED, Kind.UNKNOWN)}
     return found | {f"together: {problem[:90]}" for problem in assessment.problems}
 
@@ -161,17 +164,28 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
         if rows:
             yield f"  {kind.value}:"
         for verdict in rows:
-            left = f"    {verdict.name} {verdict.value}".rstrip()
-            yield left if not verdict.text else f"{left:<48}  {verdict.text}"
+            left = f"    {shortened(verdict.name)} {shortened(verdict.value)}".rstrip()
+            yield left if not verdict.text else f"{left:<48}  {_with_short_words(verdict.text)}"
     for problem in assessment.problems:
-        yield f"  refused together: {problem}"
+        yield f"  refused together: {_with_short_words(problem)}"
     if assessment.command:
         yield f"  write here, for {assessment.ranks} process{'es' * (assessment.ranks > 1)}:"
-        yield from _wrapped([_open_word(word) if "\x01" in word else shlex.quote(word)
-                             for word in assessment.command])
+        yield from _wrapped(map(_quoted, assessment.command))
     else:
         yield "  runs as it is" if assessment.is_accepted else "  does not run as it is"
     yield ""
+
+
+def _with_short_words(text: str) -> str:
+    """A message. Values in it may have any length."""
+    return re.sub(r"\S+", lambda word: shortened(word[0]), text)
+
+
+def _quoted(word: str) -> str:
+    """A word of a command line; of one that no program can get, the begin."""
+    if len(word) > LONGEST_ARGUMENT:
+        return shortened(shlex.quote(word))
+    return _open_word(word) if "\x01" in word else shlex.quote(word)
 
 
 def _open_word(word: str) -> str:
@@ -182,7 +196,7 @@ def _open_word(word: str) -> str:
     return shown(word)
 
 
-def _wrapped(words: Sequence[str]) -> Iterator[str]:
+def _wrapped(words: Iterable[str]) -> Iterator[str]:
     line = "   "
     for word in words:
         if len(line) + len(word) + 3 > WIDTH:

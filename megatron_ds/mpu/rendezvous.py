@@ -13,6 +13,7 @@ program listens there; if the connection closes, rank 0 (or torchrun's agent) ha
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -63,7 +64,13 @@ def wait_for_listener(host: str, port: int, deadline: float) -> socket.socket:
     pause = PAUSE_SECONDS
     while True:
         try:
-            return socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic()))
+            found = socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic()))
+            if found.getsockname() != found.getpeername():
+                return found
+            # The kernel chose this port for the socket itself, which is now connected to itself. Reset it:
+            # rank 0 could not listen there while it is open, nor for a minute after an ordinary end.
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            found.close()
         except OSError as error:
             if time.monotonic() > deadline:
                 raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start "

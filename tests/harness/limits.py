@@ -1,8 +1,9 @@
 """Limits for a part of a test: memory and processor time that a hostile input must not exceed."""
 
+import multiprocessing
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,3 +24,26 @@ def bounded(more_bytes: int = GIGABYTE, seconds: float = SECONDS) -> Iterator[No
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert time.process_time() - began <= seconds
+
+
+def refusal_in_child(call: Callable[[], object], kinds: type | tuple[type, ...], seconds: float = 60) -> str:
+    """The text of the exception that `call()` raises in a child, which may hang or crash."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            call()
+        except kinds as error:
+            sender.send(str(error))
+
+    child = context.Process(target=run)
+    child.start()
+    sender.close()
+    answered = receiver.poll(seconds)
+    if not answered:
+        child.kill()
+    child.join()
+    assert answered, f"no answer within {seconds} s"
+    assert child.exitcode == 0, f"the child ended with code {child.exitcode}"
+    return receiver.recv()

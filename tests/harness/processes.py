@@ -8,7 +8,8 @@
 `world` offers what `ThreadWorld` offers (`group`, `connect`, `size`, `traffic`), so one function can run in
 both harnesses; inside, torch.distributed is initialised with exactly those ranks. Processes are started once
 per pytest run and used again by later calls, each call on a fresh world. The first exception of any rank is
-raised in the test, with the rank and its traceback as a note; processes that did not answer are thrown away.
+raised in the test, with the rank and its traceback as a note; processes that did not answer are thrown away,
+as are those that may still try to meet others (Note: unfinished meetings).
 Arguments and results are pickled: return numbers or CPU tensors. The tests' own process never touches
 torch.distributed.
 """
@@ -31,6 +32,12 @@ from pathlib import Path
 
 from tests.harness.warm import warm_python
 
+MEETING = "rendezvous"            # name of the thread in megatron_ds/mpu/rendezvous.py
+
+# Note: unfinished meetings.  torch cannot be stopped while it connects to a store: the thread of `meet` goes
+# on after the error. It would join whichever store listens next at its port, as a rank of that job, and all
+# ranks there would wait for it. So a process with such a thread is not used again.
+
 TIMEOUT_SECONDS = 150
 START_SECONDS = 200               # to import torch, on a busy machine
 GRACE_SECONDS = 1                 # for the peers of a failed rank to tell their own error
@@ -47,7 +54,10 @@ def run_processes(size: int, function, *args, timeout: float = TIMEOUT_SECONDS, 
         job = pickle.dumps((function, args, size, os.path.join(folder, "store") if joined else None, timeout))
         for i, rank in enumerate(ranks):
             rank.connection.send((i, job))
-        answers = _collect(ranks, timeout)
+        answers, unfinished = _collect(ranks, timeout)
+    for i in unfinished:
+        ranks[i].kill()
+        _POOL.remove(ranks[i])
     if any(not good for good, _ in answers.values()) or len(answers) < size:
         _fail(ranks, answers, function, timeout)
     return [pickle.loads(answers[i][1]) for i in range(size)]
@@ -113,21 +123,25 @@ class _Rank:
         self.errors.close()
 
 
-def _collect(ranks: list[_Rank], timeout: float) -> dict[int, tuple[bool, bytes]]:
-    """Answers in order of arrival, till all came, or the time is over, or a while after the first bad one."""
-    answers, waiting = {}, {rank.connection: i for i, rank in enumerate(ranks)}
+def _collect(ranks: list[_Rank], timeout: float) -> tuple[dict[int, tuple[bool, bytes]], list[int]]:
+    """(answers in order of arrival, till all came, or the time is over, or a while after the first bad one;
+    the ranks whose meeting is unfinished)."""
+    answers, unfinished = {}, []
+    waiting = {rank.connection: i for i, rank in enumerate(ranks)}
     deadline = time.monotonic() + timeout
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
             i = waiting.pop(connection)
             try:
-                answers[i] = connection.recv()
+                *answer, is_unfinished = connection.recv()
+                answers[i] = tuple(answer)
+                unfinished += [i] * is_unfinished
             except EOFError:
                 ranks[i].process.wait(5)
                 answers[i] = (False, pickle.dumps((None, "")))
             if not answers[i][0]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    return answers
+    return answers, unfinished
 
 
 def _fail(ranks, answers, function, timeout) -> None:
@@ -140,7 +154,7 @@ def _fail(ranks, answers, function, timeout) -> None:
     words = {i: ranks[i].last_words() for i, error, _ in bad if error is None}
     codes = {i: ranks[i].process.poll() for i, error, _ in bad if error is None}
     for i, rank in enumerate(ranks):
-        if i not in answers or i in codes:
+        if (i not in answers or i in codes) and rank in _POOL:
             rank.kill()
             _POOL.remove(rank)
     if not bad:
@@ -209,7 +223,14 @@ def serve() -> None:
             answer = True, pickle.dumps(_work(rank, job))
         except BaseException as error:  # noqa: BLE001  the test must see whatever it was
             answer = False, _packed(error, traceback.format_exc())
-        connection.send(answer)
+        connection.send((*answer, _is_unfinished()))
+
+
+def _is_unfinished() -> bool:
+    """Whether a meeting goes on, or has made a process group that the job has left."""
+    import torch.distributed as dist
+
+    return dist.is_initialized() or any(thread.name == MEETING for thread in threading.enumerate())
 
 
 def _work(rank: int, job: bytes):

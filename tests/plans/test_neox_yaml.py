@@ -147,4 +147,4 @@ def test_a_recipe_whose_data_are_in_another_file_is_accepted_and_runs_by_its_nam
     training, = read_recipe(tmp_path / name, {})
     assessment = assess(training, {})
     assert assessment.is_accepted and assessment.ranks == 2
-    assert assessment.command[-3:] == ("pretrain_gpt.py", "--config", path)
+    assert assessment.command[-5:] == ("-m", "megatron_ds", "train", "--config", path)

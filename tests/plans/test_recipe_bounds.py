@@ -211,3 +211,17 @@ def test_a_number_of_processes_below_1_is_refused(size, tmp_path):
     (tmp_path / "train.sh").write_text(TRAIN)
     with pytest.raises(ConfigError, match=f"--world-size {size}: give at least 1"):
         main(["--world-size", size, str(tmp_path / "train.sh")])
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--save", "--no-such-flag", "--tokenizer-type"])
+def test_a_long_value_is_shown_by_its_begin_and_its_length(flag, tmp_path, capsys):
+    long = "a/" * 250_000
+    (tmp_path / "train.sh").write_text(f"{TRAIN} {flag} {long}\n")
+    main([str(tmp_path / "train.sh")])
+    printed = capsys.readouterr().out
+    assert flag in printed and len(printed) < 20_000
+    (tmp_path / "name.sh").write_text(f"{TRAIN} --{long} 1\n")
+    for options in ([], ["--summary"]):
+        main([*options, str(tmp_path / "name.sh")])
+        printed = capsys.readouterr().out
+        assert f"--{long[:100]}" in printed and "characters)" in printed and len(printed) < 20_000

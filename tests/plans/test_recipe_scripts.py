@@ -137,7 +137,7 @@ def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     assert not assessed.is_accepted and assessed.command == ()
     recipe.write_text(f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --bf16")
     command = assess(*read_recipe(recipe, {}, ["runs/a"]), {}).command
-    assert command[:4] == ("torchrun", "--nproc-per-node", "1", "pretrain_gpt.py")
+    assert command[:6] == ("torchrun", "--nproc-per-node", "1", "-m", "megatron_ds", "train")
     assert "--use-mcore-models" not in command and command[-3:] == ("--save", "runs/a", "--bf16")
 
 

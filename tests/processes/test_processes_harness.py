@@ -1,13 +1,16 @@
 """The harness itself: errors of a rank arrive in the test, and the pool survives them."""
 
 import os
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu import collectives
+from megatron_ds.mpu.rendezvous import meet
 from tests.harness.processes import run_processes
 
 
@@ -57,3 +60,20 @@ def test_a_rank_that_hangs_is_named_with_its_stack():
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 did not end within 5 s[\s\S]*in linger"):
         # the 5 s hold no joining, which takes long on a busy machine
         run_processes(2, linger, timeout=5, joined=False)
+
+
+def process_after_a_meeting(rank, world, port):
+    """The number of this process. With a port, it still tries to meet a rank that never answers."""
+    if port is not None and rank == 0:
+        with pytest.raises(OSError, match="have not met"):
+            meet("gloo", ("127.0.0.1", port), 1, 2, timedelta(seconds=1))
+    return os.getpid()
+
+
+def test_a_process_that_still_tries_to_meet_others_is_not_used_again():
+    """It would meet the ranks of a later job, where the port is used again, and they would wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        before = run_processes(2, process_after_a_meeting, port, joined=False)
+    after = run_processes(2, process_after_a_meeting, None)
+    assert before[0] not in after and before[1] in after

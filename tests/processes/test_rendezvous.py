@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import megatron_ds
 from megatron_ds.errors import CommunicationError
+from megatron_ds.mpu.rendezvous import wait_for_listener
 from tests.harness.processes import run_processes
 
 SECONDS = 3
@@ -75,6 +76,25 @@ def test_ranks_end_when_rank_0_dies_after_it_has_listened():
         seconds, error, printed = found
         assert seconds < SECONDS + 20 and "could not connect to the other ranks" in error
         assert not printed and "frame #" not in error
+
+
+def test_a_connection_to_itself_is_not_taken_for_a_listener(monkeypatch):
+    """Linux may choose the port that is asked for as that of this side, and then connects without a listener.
+    """
+    with listening() as port:
+        pass
+    connect, tried = socket.create_connection, []
+
+    def to_itself_first(address, timeout):
+        tried.append(address)
+        if len(tried) == 2:
+            server = socket.create_server(address)
+            tried.append(server)
+        return connect(address, timeout, source_address=address if len(tried) == 1 else None)
+
+    monkeypatch.setattr(socket, "create_connection", to_itself_first)
+    with wait_for_listener("127.0.0.1", port, time.monotonic() + 60) as found, tried[2]:
+        assert found.getpeername() == ("127.0.0.1", port) != found.getsockname()
 
 
 def test_one_process_has_a_process_group_as_with_deepspeed(tmp_path):

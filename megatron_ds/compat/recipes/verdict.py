@@ -353,7 +353,7 @@ def _command(training: Training, ranks: int, words: Sequence[str]) -> tuple[str,
         launcher = ["torchrun", "--nnodes", str(-(-ranks // 8)), "--nproc-per-node", "8"]
     if not training.script:
         return ()
-    script = "pretrain_bert.py" if "bert" in training.script else "pretrain_gpt.py"
-    return (*launcher, script, *words)
+    command = "train-bert" if "bert" in training.script else "train"
+    return (*launcher, "-m", "megatron_ds", command, *words)
 
 

@@ -1,35 +1,37 @@
 """Unpickle files of other programs: nothing in them is imported or executed.
 
-Checkpoints of Megatron-LM and DeepSpeed are pickles that name classes of those programs. Two guards:
+Checkpoints of Megatron-LM and DeepSpeed are pickles that name classes of those programs. Guards:
 
     opcodes    those that allocate any amount of memory are refused before unpickling (`pickle_opcodes.py`)
-    names      tensors become `StoredTensor`, not read yet; containers are real; any other class becomes a
+    names      tensors become `StoredTensor`, not read yet; lists and tuples are real; dicts and sets become
+               tables whose keys take little time to hash (`pickle_tables.py`); any other class becomes a
                `ForeignObject`, which keeps its arguments and state and does nothing; calls copy no more
                than the pickle has bytes (`pickle_guards.py`)
+    nesting    shared values do not make the content many times the pickle (`pickle_nesting.py`)
 
 Functions and classes of the standard library, and functions of any module, are refused except for those in
 the tables below: no checkpoint needs `os.system`. The names of all stand-ins are listed in `ignored`.
 """
 
-import collections
 import io
 import math
 import pickle
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from ....checkpoint.pickle_guards import Allowance, Function
+from ....checkpoint.pickle_guards import COPIED, MOST_DIMENSIONS, Allowance, Function, size_of
 from ....checkpoint.pickle_opcodes import Opcodes
+from ....checkpoint.pickle_tables import Keys, Table
+from .pickle_nesting import check_nesting
 from .stored_tensor import StoredTensor
 
 _FIXED = ("PROTO", "FRAME", "MARK", "POP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
           "BINFLOAT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS",
-          "EMPTY_DICT", "DICT", "LIST", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "FROZENSET",
-          "MEMOIZE", "BINPUT", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ", "NEWOBJ_EX", "REDUCE",
-          "BUILD", "BINPERSID")
+          "EMPTY_DICT", "LIST", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "MEMOIZE", "BINPUT",
+          "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD", "BINPERSID")
 _LENGTHS = {"SHORT_BINUNICODE": "<B", "BINUNICODE": "<I", "LONG1": "<B", "SHORT_BINSTRING": "<B",
             "BINSTRING": "<i", "SHORT_BINBYTES": "<B", "BINBYTES": "<I"}
 OPCODES = Opcodes("checkpoint", _FIXED, _LENGTHS, protocol2=True)
@@ -75,6 +77,8 @@ class ForeignObject:
         pass
 
     def __setstate__(self, state: Any) -> None:
+        if self.allowance is not None:
+            self.allowance.take(_elements_of(state))
         self.state = state
 
     def __setitem__(self, name: Any, value: Any) -> None:
@@ -97,11 +101,10 @@ def fields_of(value: Any) -> dict[str, Any]:
     return dict(state) if isinstance(state, Mapping) else {}
 
 
-class _OrderedDict(collections.OrderedDict):
-    """An OrderedDict without the attributes that torch gives it: each pickled copy would hold all of them."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
+def _elements_of(state: Any) -> int:
+    """Elements that `fields_of` copies."""
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    return 1 + sum(len(part) for part in parts if isinstance(part, COPIED))
 
 
 class FileTensor(StoredTensor):
@@ -111,8 +114,17 @@ class FileTensor(StoredTensor):
         raise pickle.UnpicklingError("it changes a tensor after it was made")
 
 
-Storage = tuple[torch.dtype, int, Callable[[], torch.Tensor], str]
-"""dtype and number of elements of a storage, function that maps its bytes as uint8 [n · itemsize], place."""
+class Storage(NamedTuple):
+    """A storage that was found in the file: a pickle cannot make one, nor change it.
+
+    read   maps its bytes as uint8 [numel · itemsize]
+    place  file and key, for messages
+    """
+
+    dtype: torch.dtype
+    numel: int
+    read: Callable[[], torch.Tensor]
+    place: str
 
 
 class ForeignUnpickler(pickle.Unpickler):
@@ -125,10 +137,12 @@ class ForeignUnpickler(pickle.Unpickler):
 
     def __init__(self, content: bytes, storage_of: Callable[[torch.dtype, str, int], Storage] | None = None,
                  allowed: Mapping[tuple[str, str], Any] | None = None):
-        OPCODES.check(content)
-        super().__init__(io.BytesIO(content), encoding="latin-1")
-        self._storage_of, self._allowance = storage_of, Allowance(content)
-        self._known = {name: Function(value, self._allowance) for name, value in _CALLED.items()}
+        super().__init__(io.BytesIO(OPCODES.check(content)), encoding="latin-1")
+        self._storage_of = storage_of
+        self._allowance = Allowance(content)
+        self._keys = Keys((*_ATOMS, ForeignObject), _ATOMS)
+        called = _CALLED | _tables_called(self._keys)
+        self._known = {name: Function(value, self._allowance) for name, value in called.items()}
         self._known |= _DTYPE_NAMES | dict(allowed or {})
         self._stand_ins: dict[str, type] = {}
 
@@ -154,8 +168,12 @@ class ForeignUnpickler(pickle.Unpickler):
                 "foreign_name": full, "allowance": self._allowance})
         return self._stand_ins[full]
 
-    def persistent_load(self, identifier: Any) -> Storage:
-        """The storage that torch's pickles name ("storage", type, key, location, elements, …)."""
+    def persistent_load(self, identifier: Any) -> Storage | Table:
+        """The storage that torch's pickles name ("storage", type, key, location, elements, …), or the table
+        that takes the place of a dict or set, after whose opcode BINPERSID was inserted.
+        """
+        if type(identifier) in (dict, set):
+            return self._keys.table()
         if self._storage_of is None or not isinstance(identifier, tuple) or len(identifier) < 5:
             raise pickle.UnpicklingError("it refers to data outside of the pickle")
         kind, dtype, key, _, numel = identifier[:5]
@@ -173,7 +191,18 @@ def unpickled(content: bytes, storage_of: Callable[[torch.dtype, str, int], Stor
     Raises almost any exception when `content` is damaged; UnpicklingError if it names code.
     """
     unpickler = ForeignUnpickler(content, storage_of, allowed)
-    return unpickler.load(), unpickler.ignored
+    found = unpickler.load()
+    check_nesting(found, len(content), _parts_of)
+    return found, unpickler.ignored
+
+
+def _parts_of(value: Any) -> Iterable | None:
+    """The elements of a container, and what a stand-in keeps."""
+    if isinstance(value, ForeignObject):
+        return value.args, value.state
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else None
 
 
 def _is_count(value: Any) -> bool:
@@ -181,8 +210,11 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) -> FileTensor:
+    if not isinstance(storage, Storage):
+        raise pickle.UnpicklingError("a tensor in it has no storage of the file")
     dtype, numel, read_bytes, place = storage
-    if not (_is_count(offset) and len(size) == len(stride) <= 64 and all(map(_is_count, (*size, *stride)))):
+    if not (_is_count(offset) and len(size) == len(stride) <= MOST_DIMENSIONS
+            and all(map(_is_count, (*size, *stride)))):
         raise pickle.UnpicklingError(f"{place}: the shape or the strides of a tensor are not counts of "
                                      "elements")
     size, stride = tuple(size), tuple(stride)
@@ -228,27 +260,28 @@ def _latin_bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _dict_of(*_: Any) -> dict:
-    """A defaultdict, whose items follow, as a dict: its factory is not needed."""
-    return {}
-
-
 def _layout(name: str) -> str:
     if not isinstance(name, str):
         raise pickle.UnpicklingError("the name of a layout is no text")
     return name
 
 
+def _tables_called(keys: Keys) -> dict[tuple[str, str], Callable]:
+    """The functions that make dicts and sets. The factory of a defaultdict is not needed."""
+    return {("collections", "OrderedDict"): keys.table,
+            ("collections", "defaultdict"): lambda *_: keys.table(),
+            **{(module, "dict"): keys.table for module in _BUILTINS},
+            **{(module, name): keys.elements for module in _BUILTINS for name in ("set", "frozenset")}}
+
+
+_ATOMS = (str, bytes, int, float, type(None), torch.dtype)
 _BUILTINS = ("builtins", "__builtin__")
 _CALLED: dict[tuple[str, str], Callable] = {
-    ("collections", "OrderedDict"): _OrderedDict,
-    ("collections", "defaultdict"): _dict_of,
-    **{(module, kind.__name__): kind for module in _BUILTINS
-       for kind in (set, frozenset, list, dict, tuple, object)},
+    **{(module, kind.__name__): kind for module in _BUILTINS for kind in (list, tuple, object)},
     **{(module, "getattr"): _member for module in _BUILTINS},
     **{(module, "_reconstructor"): _reconstructed for module in ("copyreg", "copy_reg")},
     ("_codecs", "encode"): _latin_bytes,
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): size_of,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _first,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ....checkpoint.folder import INDEX_FILE, read_regular
-from ....checkpoint.pickle_guards import reason_of
+from ....checkpoint.pickle_guards import MOST_DIMENSIONS, reason_of
 from ....errors import CheckpointError
 from .foreign_pickle import ForeignObject, fields_of, unpickled
 from .stored_tensor import StoredTensor
@@ -150,7 +150,17 @@ def _is(value: Any, name: str) -> bool:
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
     found = fields_of(index)
     offset = found.get("offset")
-    return found["fqn"], None if offset is None else tuple(offset)
+    if not isinstance(found["fqn"], str):
+        raise TypeError(f"a tensor is named by a {type(found['fqn']).__name__}")
+    return found["fqn"], None if offset is None else _numbers(offset)
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A shape or a position. Raises TypeError."""
+    if not (isinstance(value, tuple | list) and len(value) <= MOST_DIMENSIONS
+            and all(type(n) is int and n >= 0 for n in value)):
+        raise TypeError(f"a shape or position is no tuple of at most {MOST_DIMENSIONS} numbers from 0 on")
+    return tuple(value)
 
 
 def _place(path: Path, info: Any) -> _Place:
@@ -166,12 +176,10 @@ def _place(path: Path, info: Any) -> _Place:
 
 
 def _sharded(path: Path, key: str, about: Mapping[str, Any], places: Mapping) -> Sharded:
-    shape, dtype = tuple(about["size"]), _dtype_of(about["properties"])
+    shape, dtype = _numbers(about["size"]), _dtype_of(about["properties"])
     boxes = []
     for chunk in about["chunks"]:
-        offset, sizes = (tuple(fields_of(chunk)[name]) for name in ("offsets", "sizes"))
-        if not all(type(n) is int and n >= 0 for n in (*shape, *offset, *sizes)):
-            raise CheckpointError(f"{path}: {key} has the invalid chunk {offset}, {sizes}.")
+        offset, sizes = (_numbers(fields_of(chunk)[name]) for name in ("offsets", "sizes"))
         name, start, length = places[key, offset]
         if math.prod(sizes) * dtype.itemsize > length:
             raise CheckpointError(f"{path}: {key} has a chunk of {list(sizes)}, for which {name} has "

@@ -120,7 +120,7 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
             at = _data_start(window, record)
             if at + nbytes > window.start + window._length:
                 raise ValueError(f"its record data/{key} ends beyond the file")
-            return dtype, numel, _mapping(path, at, nbytes), f"{path}, data/{key}"
+            return Storage(dtype, numel, _mapping(path, at, nbytes), f"{path}, data/{key}")
 
         return ForeignFile(*unpickled(archive.read(records["data.pkl"]), storage_of))
 
@@ -144,7 +144,7 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
         if named.setdefault(key, (dtype, numel)) != (dtype, numel):
             raise ValueError(f"its storage {key} is described twice, differently")
         read = lambda: _mapping(path, starts[key], numel * dtype.itemsize)()
-        return dtype, numel, read, f"{path}, storage {key}"
+        return Storage(dtype, numel, read, f"{path}, storage {key}")
 
     for _ in range(5):
         stop = OPCODES.end_of(content, at)
