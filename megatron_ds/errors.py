@@ -10,6 +10,7 @@
       DeviceMemoryError      the run does not fit on a rank's device
       StorageError           offloaded state could not be written or read
       KernelError            a GPU kernel did not compile, load or start
+      CallError              a method of an engine was called at the wrong time (also AssertionError)
       LedgerError            a loss term or metric of a layer would be lost
       NotInitializedError    mpu used before `initialize_model_parallel`
 
@@ -55,6 +56,10 @@ class StorageError(MegatronDSError):
 
 class KernelError(MegatronDSError):
     """A GPU kernel could not be compiled, loaded or started."""
+
+
+class CallError(MegatronDSError, AssertionError):
+    """A method of an engine was called at a time when it cannot work; DeepSpeed asserts these."""
 
 
 class LedgerError(MegatronDSError):

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..errors import CommunicationError, MegatronDSError
+from ..errors import CallError, CommunicationError, MegatronDSError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 
@@ -58,7 +58,7 @@ class PathCheck:
         chosen = _refused(without) if self.rule == "refused" else _different(without, self._data)
         found = self._first(chosen)
         if self.rule == "refused" and found:
-            raise MegatronDSError(
+            raise CallError(
                 f"{found}. \"ignore_unused_parameters\" is false, which makes unused parameters an error. "
                 "Use them in the loss, freeze them with requires_grad_(False), or set it to true: gradients "
                 "are then zero where a parameter is not used.")

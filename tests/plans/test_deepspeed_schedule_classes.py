@@ -16,6 +16,9 @@ CASES = [("WarmupLR", {"warmup_max_lr": 0.02, "warmup_num_steps": 5}),
          ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}),
          ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4,
                        "cycle_second_step_size": 3, "decay_lr_rate": 0.1, "decay_step_size": 2})]
+# One number for each group; the numbers of a group alone are DeepSpeed's input.
+LISTS = {"cycle_min_lr": [0.01, 0.02], "cycle_max_lr": [0.1, 0.2], "cycle_first_step_size": 4,
+         "cycle_min_mom": [0.7, 0.75], "cycle_max_mom": [0.9, 0.95]}
 
 
 def rates(module, name: str, arguments: dict) -> list:
@@ -34,6 +37,15 @@ def test_the_rates_of_all_groups_are_those_of_deepspeed(name, arguments):
     for mine, other in zip(rates(ours, name, arguments), rates(theirs, name, arguments)):
         assert [
             pytest.approx(pair, rel=1e-9, abs=1e-15) for pair in other] == mine
+
+
+def test_each_group_has_momenta_of_its_own():
+    for group in range(2):
+        alone = {name: numbers[group] if isinstance(numbers, list) else numbers
+                 for name, numbers in LISTS.items()}
+        expected = [step[group] for step in rates(theirs, "OneCycle", alone)]
+        assert [step[group] for step in rates(ours, "OneCycle", LISTS)] == [
+            pytest.approx(pair, rel=1e-9) for pair in expected]
 
 
 def test_a_schedule_goes_on_from_its_state():

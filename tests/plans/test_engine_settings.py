@@ -57,7 +57,7 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
     ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps"),
     ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
      '"scheduler.params.warmup_num_steps" 1000'),
-    ({"optimizer": {"type": "Adam"}}, "missing: the learning rate"),
+    ({"optimizer": {"type": "Muon"}}, "missing: the learning rate"),
     ({"prescale_gradients": True, "fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
      '"communication_data_type" fp16'),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
@@ -80,3 +80,10 @@ def test_all_mistakes_are_told_at_once_and_nonsense_too():
 
 def test_words_that_are_no_flags_of_the_json_stay():
     assert in_words_of_json("--zero-stage 3, --save x") == '"zero_optimization.stage" 3, --save x'
+
+
+@pytest.mark.parametrize("kind, rate", [("Adam", 1e-3), ("AdamW", 1e-3), ("Lion", 1e-3), ("Adagrad", 1e-2)])
+def test_an_optimizer_without_a_learning_rate_has_deepspeeds(kind, rate):
+    assert read_settings({**GOOD, "optimizer": {"type": kind}}, 2).optimizer.lr == rate
+    given = {"type": kind, "params": {"lr": 0.5}}
+    assert read_settings({**GOOD, "optimizer": given}, 2).optimizer.lr == 0.5

@@ -17,9 +17,13 @@ from megatron_ds.compat.deepspeed.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from megatron_ds.errors import CheckpointError, ConfigError, NotInitializedError
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from tests.harness.engine_runs import Odd, Stack, config_of, make, on_ranks, train
+from megatron_ds.zero import ZeroParamStatus
+from tests.harness.engine_runs import Odd, Stack, batches, config_of, loss_of, make, on_ranks, train
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
+from tests.harness.threads import run_ranks
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -255,7 +259,7 @@ def test_a_program_of_one_process_needs_no_process_group_and_may_have_one(monkey
     comm.barrier()
     assert torch.equal(x, torch.arange(3.0)) and torch.equal(gathered[0], x)
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(),
-            comm.is_initialized()) == (0, 1, 0, True)
+            comm.is_initialized()) == (0, 1, 0, has_group)
     assert comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
     if has_group:
         return
@@ -304,3 +308,68 @@ def test_parameters_of_an_engine_are_gathered_under_deepspeeds_name(stage):
     [(before, seen, after), (_, other, _)] = on_ranks(2, main, make, config_of(stage, 2))
     name = "blocks.0.up.weight"
     assert torch.equal(seen, before[name]) and torch.equal(other, seen) and torch.equal(after[name], seen + 1)
+
+
+def state_of(module) -> dict:
+    """The weights, gathered as programs written for DeepSpeed do it: where a parameter has `ds_id`."""
+    found = {}
+    for name, p in module.named_parameters():
+        if hasattr(p, "ds_id"):
+            assert p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.ds_numel == p.ds_shape.numel() > 0
+            with megatron_ds.zero.GatheredParameters([p]):
+                assert p.ds_status == ZeroParamStatus.AVAILABLE
+                found[name] = p.detach().clone()
+        else:
+            found[name] = p.detach().clone()
+    return found
+
+
+@pytest.mark.parametrize("stage, ranks", [(1, 2), (3, 1), (3, 2)])
+def test_programs_find_out_by_ds_id_which_parameters_they_must_gather(stage, ranks):
+    def main(engine, rank):
+        train(engine, rank, 1)
+        return state_of(engine.module), engine.full_state_dict()
+
+    results = on_ranks(ranks, main, make, config_of(stage, ranks))
+    expected = results[0][1]
+    for found, _ in results:
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_parameters_of_zero_init_have_deepspeeds_attributes():
+    modules, expected = [nn.Linear(3, 5) for _ in range(2)], nn.Linear(3, 5)
+    expected.load_state_dict(modules[0].state_dict())
+
+    def main(rank, world):
+        megatron_ds.zero.Init(module=modules[rank], mpu=Mesh(Grid(dp=2), rank, world.connect))
+        return state_of(modules[rank])
+
+    for found in run_ranks(2, main):
+        assert all(torch.equal(found[name], p) for name, p in expected.named_parameters())
+    assert not hasattr(expected.weight, "ds_id")
+
+
+@pytest.mark.parametrize("save_dir", ["", None])
+def test_a_checkpoint_without_a_folder_is_refused(save_dir):
+    def main(engine, rank):
+        with pytest.raises(ValueError, match="needs a folder"):
+            engine.save_checkpoint(save_dir)
+
+    on_ranks(1, main, Stack, config_of(0, 1))
+
+
+def test_the_loss_that_backward_returns_keeps_its_number_format():
+    def main(engine, rank):
+        loss = loss_of(engine, batches(1, 2, 1, 0)[0][0]).bfloat16()
+        returned = engine.backward(loss)
+        assert returned.dtype == torch.bfloat16 and torch.equal(returned, loss / 2)
+
+    on_ranks(1, main, Stack, config_of(0, 1, accumulation=2))
+
+
+def test_the_monitor_takes_the_config_of_a_deepspeed_config(tmp_path):
+    config = config_of(0, 1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
+    monitor = megatron_ds.monitor.MonitorMaster(megatron_ds.DeepSpeedConfig(config).monitor_config)
+    monitor.write_events([("loss", 0.5, 3)])
+    [file] = (tmp_path / "run").glob("*.csv")
+    assert "3,0.5" in file.read_text().replace(" ", "")

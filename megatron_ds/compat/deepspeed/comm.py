@@ -68,8 +68,8 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group, or the program has one process and needs none."""
-    return dist.is_initialized() or _is_alone()
+    """Whether there is a process group; False before `init_distributed`, also in a program of one process."""
+    return dist.is_initialized()
 
 
 def is_available() -> bool:

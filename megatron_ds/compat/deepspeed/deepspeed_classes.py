@@ -11,6 +11,7 @@ from ..engine.engine_status import Monitor
 from ..engine.json_settings import block_of, read_settings
 
 ALLREDUCE_SIZE, DEFAULT_PORT = 500_000_000, 29500
+CURVES = ("tensorboard", "csv_monitor")             # blocks of the JSON
 
 
 class DeepSpeedConfig:
@@ -34,6 +35,11 @@ class DeepSpeedConfig:
         self.gradient_clipping = settings.optimizer.clip_grad
         self.steps_per_print = settings.logging.log_interval
 
+    @property
+    def monitor_config(self) -> Mapping[str, Any]:
+        """The blocks of curves, for `MonitorMaster`."""
+        return {key: self._param_dict[key] for key in CURVES if key in self._param_dict}
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"DeepSpeedConfig has no {name!r} here: it has the batch sizes, "
                              "zero_optimization_stage, gradient_clipping, and in `settings` all settings.")
@@ -56,7 +62,7 @@ class MonitorMaster(Monitor):
             raise ConfigError(f"MonitorMaster({type(monitor_config).__name__}): give the JSON as a dict, "
                                "with "
                               'its blocks "tensorboard" and "csv_monitor".')
-        folders = (_folder(block, key) for key in ("tensorboard", "csv_monitor"))
+        folders = (_folder(block, key) for key in CURVES)
         super().__init__(*folders if read_launch().rank == 0 else (None, None))
 
 
@@ -92,14 +98,6 @@ class OffloadStateTypeEnum(enum.StrEnum):
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class ZeroParamStatus(enum.Enum):
-    """`p.ds_status` of DeepSpeed: whether a parameter is whole."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class ZeroParamType(enum.Enum):

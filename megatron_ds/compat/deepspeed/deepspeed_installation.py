@@ -27,6 +27,7 @@ class InstalledModule(ModuleType):
     """The module `deepspeed`: names of `megatron_ds`, and DeepSpeed's version."""
 
     __version__ = version = VERSION
+    __git_hash__ = __git_branch__ = None
     __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 
     def __getattr__(self, name: str) -> Any:

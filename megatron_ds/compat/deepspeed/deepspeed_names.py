@@ -138,7 +138,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "utils.nvtx": _each(_FUNCTIONS, "instrument_w_nvtx"),
     "utils.timer": _each(_TIMERS, "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean"),
     "utils.torch": _each(_FUNCTIONS, "required_torch_version"),
-    "zero": {**_each(_CLASSES, "ZeroParamStatus ZeroParamType"), **ESTIMATES_2, **ESTIMATES_3,
+    "zero": {"ZeroParamStatus": "compat.engine.sharded_names:ZeroParamStatus",
+             "ZeroParamType": _CLASSES + "ZeroParamType", **ESTIMATES_2, **ESTIMATES_3,
              "unwrap_model_for_generation": _FUNCTIONS + "unwrap_model_for_generation"},
 }
 

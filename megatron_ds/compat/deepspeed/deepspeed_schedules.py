@@ -122,7 +122,7 @@ class OneCycle(GroupSchedule):
                  decay_lr_rate: float = 0.0, cycle_first_step_size: int = 2000,
                  cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
                  cycle_second_stair_count: int | None = None, decay_step_size: int = 0,
-                 cycle_momentum: bool = True, cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9,
+                 cycle_momentum: bool = True, cycle_min_mom: Number = 0.8, cycle_max_mom: Number = 0.9,
                  decay_mom_rate: float = 0.0, last_batch_iteration: int = -1):
         # The second half is like the first where it has no numbers of its own.
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
@@ -131,9 +131,9 @@ class OneCycle(GroupSchedule):
         # The same cycle for all groups, each between ends of its own.
         ends = zip(_of_groups(optimizer, cycle_max_lr), _of_groups(optimizer, cycle_min_lr))
         rates = [CycleRate(cycle, highest, lowest, decay_lr_rate) for highest, lowest in ends]
-        beta = CycledBeta(cycle, cycle_max_mom, cycle_min_mom, decay_mom_rate)
-        betas = [beta] * len(rates) if cycle_momentum else None
-        super().__init__(optimizer, rates, last_batch_iteration, betas)
+        momenta = zip(_of_groups(optimizer, cycle_max_mom), _of_groups(optimizer, cycle_min_mom))
+        betas = [CycledBeta(cycle, highest, lowest, decay_mom_rate) for highest, lowest in momenta]
+        super().__init__(optimizer, rates, last_batch_iteration, betas if cycle_momentum else None)
 
 
 def _warmups(style: str, optimizer: torch.optim.Optimizer, ends: tuple[Number, Number | None], warmup: int,

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError, MegatronDSError
+from ...errors import CallError, ConfigError, MegatronDSError
 from . import destroying, engine_checkpoint, module_values
 from .calls import collective
 from .engine_loader import EngineLoader
@@ -61,7 +61,7 @@ class Engine(EngineStatus):
         0 and 1 each further call costs one more reduction; at the other stages every call is reduced anyway.
 
         scale_wrt_gas  False: the loss is divided by the accumulation steps already
-        Returns the loss divided by the accumulation steps, as DeepSpeed does.
+        Returns the loss divided by the accumulation steps, in its number format, as DeepSpeed does.
         """
         self._check(loss)
         self.monitor.add_loss(loss)
@@ -69,7 +69,7 @@ class Engine(EngineStatus):
         # See "Note: averages" above.
         weight = self.zero.loss_scale / (microbatches * self.world.data.size)
         self.backwards.run(loss.float() * weight, retain_graph)
-        return loss if microbatches == 1 else loss.float() / microbatches
+        return loss if microbatches == 1 else loss / microbatches
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs."""
@@ -80,9 +80,9 @@ class Engine(EngineStatus):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End the micro-batch; at a boundary update, and step the scheduler with `lr_kwargs`. Collective."""
         if self._in_no_sync:
-            raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over "
-                                  "the ranks yet. Leave no_sync before the last backward of the update, and "
-                                  "call step after it.")
+            raise CallError("engine.step() inside of engine.no_sync(): gradients are not averaged over the "
+                            "ranks yet. Leave no_sync before the last backward of the update, and call step "
+                            "after it.")
         self._check_alive()
         if not self._backwards:
             raise MegatronDSError("engine.step() without a backward before it: no loss of this engine's "
@@ -149,7 +149,7 @@ class Engine(EngineStatus):
         """
         stage = self.settings.zero.stage
         if stage >= 2 or self._in_no_sync:
-            raise MegatronDSError(
+            raise CallError(
                 "engine.no_sync() cannot be nested." if self._in_no_sync else
                 f"engine.no_sync() keeps whole gradients on each rank, but ZeRO stage {stage} shards them in "
                 "each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it.")

@@ -56,6 +56,9 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     if engine.has_gradients:
         raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
                           "Save at a boundary of accumulation, right after engine.step().")
+    if not save_dir:
+        raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): a checkpoint needs a folder of its own. "
+                          "Give its path.")
     # The place. Without a tag and without `latest` it must not be the last one in `save_dir`.
     world, name = engine.world.world, default_tag(engine.global_steps) if tag is None else str(tag)
     folder = folder_of(save_dir, None if tag is None and save_latest else name)

@@ -37,6 +37,7 @@ from ...zero.layout import SlotPiece
 from ...zero.parameter_set import ParameterSet
 from ...zero.shard_optimizer import Leaf
 from .module_specs import COMPILED
+from .sharded_names import ShardedNames
 
 if TYPE_CHECKING:
     from .engine_status import EngineStatus
@@ -46,7 +47,7 @@ WEIGHT = "weight"
 TORCH = "torch.nn.modules.module", "torch.optim.optimizer"      # the modules with zero_grad()
 
 
-class EngineParameter(nn.Parameter):
+class EngineParameter(ShardedNames, nn.Parameter):
     """A parameter of an engine: `grad` is its gradient in the engine's buffers. A copy is a plain one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

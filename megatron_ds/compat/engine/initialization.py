@@ -214,7 +214,7 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     connect_routers(engine)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters
-        if type(p) is nn.Parameter and p.requires_grad:
+        if type(p) is nn.Parameter and (p.requires_grad or hooks):
             p.__class__ = EngineParameter
     return engine
 

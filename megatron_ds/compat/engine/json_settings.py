@@ -49,6 +49,9 @@ from .number_formats import formats_of
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
             "logging.log_interval": 0}
+# DeepSpeed's learning rates of optimizers whose "params" have none, by the type in lower case.
+RATES = {"adam": 1e-3, "adamw": 1e-3, "fusedadam": 1e-3, "lamb": 1e-3, "lion": 1e-3, "sgd": 1e-3,
+         "onebitadam": 1e-3, "zerooneadam": 1e-3, "onebitlamb": 1e-3, "adagrad": 1e-2}
 DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
 UNUSED, LEAVES = "ignore_unused_parameters", "leaf_module"     # of "zero_optimization"
 NEVER_PRINTS = ("steps_per_print", math.inf)          # as accelerate writes it; an engine's default is never
@@ -107,13 +110,22 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     reading = reading_for(block, "engine", name)
     settings = reading.settings_or_error()
     reject(list(_autos(name, block)))
-    needs_no_lr = client_lr is not None or "optimizer" not in block
-    defaults = DEFAULTS | ({"optimizer.lr": client_lr or 1.0} if needs_no_lr else {})
+    rate = _rate_of(block) if client_lr is None else client_lr or 1.0
+    defaults = DEFAULTS | ({} if rate is None else {"optimizer.lr": rate})
     scripted = [Setting(path, value, Source("script", "default")) for path, value in defaults.items()]
     merged = merge(settings, [], data_parallel_size, scripted)
     reject(list(_missing(merged)))
     reject(list(_broken(merged)))
     return merged.with_notes(reading.without_effect)
+
+
+def _rate_of(block: Mapping[str, Any]) -> float | None:
+    """DeepSpeed's learning rate for a JSON that has none; any number where it has no optimizer."""
+    optimizer = block.get("optimizer")
+    if optimizer is None:
+        return 1.0
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    return RATES.get(str(kind).lower())
 
 
 def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:

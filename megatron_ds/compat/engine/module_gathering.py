@@ -114,6 +114,11 @@ class ModuleGathering:
         """Whether all parameters can be read now."""
         return not self._hidden and not any(unit.is_free for unit in self._unit_of.values())
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether this parameter can be read now."""
+        unit = self._unit_of.get(parameter)
+        return parameter not in self._hidden and not (unit is not None and unit.is_free)
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A context around a backward."""

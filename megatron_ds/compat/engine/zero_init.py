@@ -35,6 +35,7 @@ from ...zero.param_store import become
 from ..config.deepspeed_json import load_json
 from .module_specs import is_expert, named_parameters
 from .number_formats import NumberFormats, has_list
+from .sharded_names import ShardedNames, ShownParameter
 from .watched import WatchedParameters
 
 RESIZE = ("Resize (resize_token_embeddings) inside of `with zero.GatheredParameters("
@@ -67,6 +68,7 @@ class Partition:
     def show(self, parameter: nn.Parameter) -> None:
         """Give the parameter all its values. Collective over the group."""
         become(parameter, self.whole())
+        parameter.__class__ = ShownParameter
 
     def hide(self, parameter: nn.Parameter) -> None:
         """Move the parameter to "meta"; its shard is kept."""
@@ -93,7 +95,7 @@ class Partition:
         self.part[:mine.numel()] = mine
 
 
-class HiddenParameter(nn.Parameter):
+class HiddenParameter(ShardedNames, nn.Parameter):
     """A parameter of which this rank has its shard alone.
 
     It is on "meta" (`is_meta`), but `device` is that of its values: libraries move what they add to a module,

@@ -1,0 +1,66 @@
+"""DeepSpeed's attributes of sharded parameters, by which programs decide whether they must gather one:
+
+    if hasattr(p, "ds_id"):
+        with zero.GatheredParameters(p):
+            value = p.detach().cpu().clone()
+
+Parameters of `zero.Init` and those of an engine at stage 3 on several ranks have them; others do not.
+"""
+
+import enum
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ZeroParamStatus(enum.Enum):
+    """`p.ds_status`: whether this rank has the whole parameter."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ShardedNames:
+    """The attributes, for subclasses of `nn.Parameter`. Each raises AttributeError if it is not sharded."""
+
+    __slots__ = ()
+
+    @property
+    def ds_id(self) -> int:
+        """A number that no other parameter of this process has while this one exists."""
+        self._gathering("ds_id")
+        return id(self)
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        self._gathering("ds_shape")
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        self._gathering("ds_numel")
+        return self.numel()
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """AVAILABLE inside of `zero.GatheredParameters`, and while a layer computes with it."""
+        gathering = self._gathering("ds_status")
+        is_whole = not self.is_meta if gathering is None else gathering.has(self)
+        return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
+
+    def _gathering(self, name: str) -> Any:
+        """The engine's `ModuleGathering`; None for a parameter of `zero.Init`."""
+        engine = self.__dict__.get("engine", lambda: None)()
+        if engine is not None and engine.gathering is not None:
+            return engine.gathering
+        if "partition" in self.__dict__:
+            return None
+        raise AttributeError(f"this parameter has no {name}: it is not sharded.")
+
+
+class ShownParameter(ShardedNames, nn.Parameter):
+    """A parameter of `zero.Init` that is gathered."""
