@@ -158,7 +158,7 @@ def test_ignoring_nothing_allows_a_model_that_uses_all():
 
 
 def test_the_module_of_the_same_name_does_not_replace_the_function():
-    from megatron_ds.compat.deepspeed.utils.z3_leaf_module import set_z3_leaf_modules
+    from megatron_ds.utils.z3_leaf_module import set_z3_leaf_modules
 
     model = make(Mixture)
     set_z3_leaf_modules(model, [Experts])

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import ConfigError
+from ..moved_modules import new_path
 from .deepspeed_advice import ADVICE, NOT_HERE
 from .deepspeed_names import HERE, SAME
 
@@ -43,7 +44,7 @@ def find(module: str, name: str) -> Any:
         if name in HERE.get(path, {}):
             return load(HERE[path][name])
         child = f"{path}.{name}".lstrip(".")
-        if child in modules() or _has_file(module, name):
+        if child in modules() or new_path(f"{PACKAGE}.{child}") or _has_file(module, name):
             return import_module(f"{PACKAGE}.{child}")
         if advice := advice_for(path, name):
             return placeholder(f"{FOREIGN}.{child}", advice)
