@@ -9,11 +9,21 @@ import time
 from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
+
 import megatron_ds
 from megatron_ds.errors import CommunicationError
-from tests.harness.processes import run_processes
+from tests.harness.processes import run_processes, stop_processes
 
 SECONDS = 3
+
+
+@pytest.fixture(autouse=True)
+def _processes_of_their_own():
+    """A rank that could not join keeps a thread of torch that still tries, and the variables of a launcher:
+    ranks of later tests start anew."""
+    yield
+    stop_processes()
 
 
 @contextmanager
