@@ -14,6 +14,7 @@ import pytest
 import megatron_ds
 from megatron_ds.errors import CommunicationError
 from tests.harness.processes import run_processes, stop_processes
+from tests.harness.warm import warm_python
 
 SECONDS = 3
 
@@ -106,6 +107,6 @@ print(torch.distributed.get_rank(), torch.distributed.get_world_size(), counts.i
 """)
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     for when in ("first", "later"):
-        done = subprocess.run([sys.executable, str(program), when], env=environment, capture_output=True,
+        done = subprocess.run([warm_python(), str(program), when], env=environment, capture_output=True,
                               text=True)
         assert done.stdout == "0 1 1.0 1\n" and not done.returncode, done.stderr
