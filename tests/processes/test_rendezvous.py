@@ -9,12 +9,23 @@ import time
 from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
+
 import megatron_ds
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.rendezvous import wait_for_listener
-from tests.harness.processes import run_processes
+from tests.harness.processes import run_processes, stop_processes
+from tests.harness.warm import warm_python
 
 SECONDS = 3
+
+
+@pytest.fixture(autouse=True)
+def _processes_of_their_own():
+    """A rank that could not join keeps a thread of torch that still tries, and the variables of a launcher:
+    ranks of later tests start anew."""
+    yield
+    stop_processes()
 
 
 @contextmanager
@@ -116,6 +127,6 @@ print(torch.distributed.get_rank(), torch.distributed.get_world_size(), counts.i
 """)
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     for when in ("first", "later"):
-        done = subprocess.run([sys.executable, str(program), when], env=environment, capture_output=True,
+        done = subprocess.run([warm_python(), str(program), when], env=environment, capture_output=True,
                               text=True)
         assert done.stdout == "0 1 1.0 1\n" and not done.returncode, done.stderr

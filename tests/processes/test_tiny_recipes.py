@@ -1,6 +1,7 @@
 """`check_recipe.py --run-tiny` trains a recipe shrunk; --skip-train; extra checkpoints; trigger files."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.pretraining import MOCK, STEPS, TINY, losses, train
+from tests.harness.warm import warm_python
 
 LARGE = """
 ARGS="--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -33,6 +35,12 @@ torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --hidden-size 1024 -
   --lr-decay-style WSD --lr-wsd-decay-samples 5000 --optimizer adam --data-path corpus \\
   --tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m --pipeline-layout 24
 """
+
+
+@pytest.fixture
+def starts_warm(monkeypatch):
+    """What this process starts as `sys.executable` has imported torch already."""
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 def parsed(text: str, ranks: int):
@@ -74,7 +82,7 @@ def test_a_shrunk_recipe_counts_in_the_unit_of_its_spans(tmp_path):
 
 
 @pytest.mark.parametrize("recipe, ranks", [(LARGE, 4), (EXPERTS, 2)])
-def test_a_shrunk_recipe_trains_three_steps(tmp_path, recipe, ranks):
+def test_a_shrunk_recipe_trains_three_steps(tmp_path, recipe, ranks, starts_warm):
     tiny = tiny_of(tmp_path, recipe)
     assert tiny.ranks == ranks
     records = losses_of(tiny, tmp_path)
@@ -83,7 +91,7 @@ def test_a_shrunk_recipe_trains_three_steps(tmp_path, recipe, ranks):
     assert records[1]["learning_rate"] == pytest.approx(tiny.config.optimizer.lr)      # after the warm-up
 
 
-def test_a_tiny_run_that_fails_shows_how_it_ended(tmp_path):
+def test_a_tiny_run_that_fails_shows_how_it_ended(tmp_path, starts_warm):
     tiny = tiny_of(tmp_path, EXPERTS)
     failing = replace(tiny, ranks=1, text=f"{tiny.text}\nno_such_section: 1\n")
     with pytest.raises(ConfigError, match="made 0 of 3 steps(.|\n)*no_such_section"):

@@ -23,7 +23,7 @@ class WatchedParameters(dict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._fetch(parameter)
+            _between_graphs(self._fetch, parameter)
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
@@ -41,10 +41,18 @@ class Hook:
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+        return _between_graphs(self._function, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_effect
+
+
+def _between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, which torch.compile of the module calls and does not trace."""
+    if torch.compiler.is_compiling():
+        from ..tensor_parallel.outside_graphs import call_outside_graphs
+        return call_outside_graphs(function, *arguments)
+    return function(*arguments)
 
 
 def no_effect(*arguments: Any) -> None:
