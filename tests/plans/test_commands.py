@@ -110,7 +110,7 @@ def page_row(name):
 
 
 def test_the_page_has_every_command():
-    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs/use/commands.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line.startswith("| `")] == [page_row(name) for name in COMMANDS]
 
 
