@@ -66,10 +66,11 @@ SCHEDULE = "zb-v"
 RANKS = 4
 MICRO_BATCHES = 8
 
-TITLE = "One loss under three layouts: GPT of 1.0 M parameters, Python's documentation"
+TITLE = "One loss under three layouts"
+MODEL_AND_DATA = "GPT of 1.0 M parameters, fp32, on the documentation of Python"
 GRID = "#e4e7ea"
 # Pixels.
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, STRIP = 560, 340, 52, 14, 36, 96, 52
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, STRIP = 560, 340, 52, 14, 50, 96, 52
 
 
 def main(args: argparse.Namespace) -> int:
@@ -170,7 +171,8 @@ def _curves(losses: Losses) -> str:
     bottom = HEIGHT - BOTTOM
     across = lambda step: LEFT + (step - 1) / (STEPS - 1) * (WIDTH - LEFT - RIGHT)
     down = lambda loss: TOP + (most - loss) / (most - least) * (bottom - TOP)
-    lines = [_text(LEFT, 18, TITLE, bold=True, size=13)]
+    lines = [_text(LEFT, 18, TITLE, bold=True, size=13),
+             _text(LEFT, 36, MODEL_AND_DATA, colour=FAINT, size=11)]
 
     # Axes: a grid line per nat, a number every quarter of the run.
     for nats in range(int(least) + 1, int(most) + 1):
