@@ -155,11 +155,14 @@ def picture(losses: Losses) -> str:
     timeline = simulate(add_transfers(SCHEDULES[SCHEDULE](RANKS, MICRO_BATCHES, 2), 2 * RANKS))
     title = (f"One step of a pipeline: {SCHEDULE}, {RANKS} ranks, {MICRO_BATCHES} micro-batches, "
              f"bubble {timeline.bubble:.0%}")
-    schedule = svg([Panel(title, timeline)], 640)
+    # The legend's note is too long for half a picture: a line of its own has it.
+    lines = svg([Panel(title, timeline)], 640).splitlines()
+    schedule = "\n".join(line for line in lines if "numbers are" not in line)
+    note = _text(62, 218, "Numbers are micro-batches; pale: the second stage of a rank.", colour=FAINT, size=11)
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="1220" height="340" viewBox="0 0 1220 340" '
              'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
              '<rect width="1220" height="340" fill="#ffffff"/>',
-             f'<g transform="translate(0 60)">{schedule.strip()}</g>',
+             f'<g transform="translate(0 50)">{schedule}{note}</g>',
              f'<g transform="translate(655 0)">{_curves(losses)}</g>', "</svg>", ""]
     return "\n".join(parts)
 
@@ -180,7 +183,7 @@ def _curves(losses: Losses) -> str:
                   _text(LEFT - 8, down(nats) + 4, str(nats), "end")]
     for step in (1, *range(STEPS // 4, STEPS + 1, STEPS // 4)):
         lines.append(_text(across(step), HEIGHT - 6, str(step), "middle", size=11))
-    lines.append(_text(LEFT + 8, HEIGHT - 22, "step", colour=FAINT, size=11))
+    lines.append(_text(across(STEPS / 8), HEIGHT - 6, "step", "middle", colour=FAINT, size=11))
 
     # Each curve is thinner than the one below it, so that all can be seen where they coincide.
     for place, run in enumerate(RUNS):
