@@ -158,7 +158,8 @@ def picture(losses: Losses) -> str:
     # The legend's note is too long for half a picture: a line of its own has it.
     lines = svg([Panel(title, timeline)], 640).splitlines()
     schedule = "\n".join(line for line in lines if "numbers are" not in line)
-    note = _text(62, 218, "Numbers are micro-batches; pale: the second stage of a rank.", colour=FAINT, size=11)
+    explanation = "Numbers are micro-batches; pale: the second stage of a rank."
+    note = _text(62, 218, explanation, colour=FAINT, size=11)
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="1220" height="340" viewBox="0 0 1220 340" '
              'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
              '<rect width="1220" height="340" fill="#ffffff"/>',
