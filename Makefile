@@ -3,7 +3,7 @@
 # make test-all     the same with every case of the layout grid
 # make gpu          all that one GPU can show, in under ten minutes: tests, kernels, steps; into gpu-results.json
 # make lint         ruff
-# make docs         regenerate docs/flags.md
+# make docs         regenerate docs/reference/flags.md
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
 # All targets run in the virtual environment .venv. For your own commands activate it: source .venv/bin/activate

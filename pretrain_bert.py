@@ -8,8 +8,8 @@ On a laptop, one process, made-up sentences, no files needed:
         --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3
 
 Real text takes a corpus of sentences (tools/preprocess_data.py --split-sentences) and a tokenizer with [CLS],
-[SEP], [MASK] and [PAD]; docs/bert.md has the way. All flags: python pretrain_bert.py --help, or
-docs/flags.md; the plan alone: --dry-run.
+[SEP], [MASK] and [PAD]; docs/use/bert.md has the way. All flags: python pretrain_bert.py --help, or
+docs/reference/flags.md; the plan alone: --dry-run.
 """
 
 from megatron_ds.commands import run

@@ -7,7 +7,7 @@ On a laptop, one process, random tokens, no files needed:
         --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3
 
 Four CPU ranks as TP 2 × PP 2:  torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 …
-All flags: python pretrain_gpt.py --help, or docs/flags.md.
+All flags: python pretrain_gpt.py --help, or docs/reference/flags.md.
 """
 
 from megatron_ds.commands import run

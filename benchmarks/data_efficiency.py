@@ -171,7 +171,8 @@ def draw(results: dict[str, Result], costs: dict[str, float], picture: Path) -> 
             axes.plot(*zip(*again), "o", color=f"C{number}", fillstyle="none")
     axes.set(xlabel="time of the whole run, in steps of plain "
                     "training", ylabel="validation loss at its end, all tokens",
-             title="Whole runs, each with its own learning-rate decay; hollow: another seed")
+             title="GPT of 6 blocks of 128 channels on the source of Python's standard library:\n"
+                   "whole runs, each with its own learning-rate decay; hollow: another seed")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()

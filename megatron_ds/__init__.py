@@ -1,7 +1,9 @@
 """megatron_ds: pretraining with tensor, pipeline and data parallelism and ZeRO that composes, plans and
 resumes at any layout.
 
-    engine, *_ = megatron_ds.initialize(model=module, config="ds_config.json")    # any module: docs/engine.md
+    engine, *_ = megatron_ds.initialize(model=module, config="ds_config.json")
+
+An engine trains any module: docs/use/engine.md.
 
 Importing the package imports no submodule: `megatron_ds.mpu`, `megatron_ds.config`, … load when they are
 first used.

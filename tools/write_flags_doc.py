@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the declarations in megatron_ds/config.
+"""Write docs/reference/flags.md from the declarations in megatron_ds/config.
 
     python tools/write_flags_doc.py            write the file
     python tools/write_flags_doc.py --check    exit with code 1 if the file is out of date; write nothing
@@ -56,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true",
                         help="write nothing; exit with code 1 if the file is out of date")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "flags.md",
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reference" / "flags.md",
                         help="file to write (default: %(default)s)")
     args = parser.parse_args()
     text = flags_document()

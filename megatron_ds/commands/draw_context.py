@@ -16,6 +16,7 @@ from megatron_ds.mpu.context import Part, SequenceSlice
 
 COLOURS = ("#4878a8", "#e08c3c", "#62a06a", "#b8566b", "#8472a8", "#8c6f5a", "#cf86b8", "#7d7d7d")
 CELL, MARGIN, TOP = 26, 20, 84
+NARROWEST = 190                                    # pixels of a panel, for its captions
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,14 +46,17 @@ def shares(owner: list[int]) -> list[float]:
 
 def svg(ranks: int) -> str:
     """Both panels as an SVG."""
-    panels = [("two chunks a rank (zigzag)", owners(ranks, True)), ("one run a rank", owners(ranks, False))]
+    panels = [("two chunks per rank (zigzag)", owners(ranks, True)),
+              ("one run per rank", owners(ranks, False))]
     size = 2 * ranks * CELL
-    width, height = 2 * size + 5 * MARGIN, TOP + size + 3 * MARGIN
+    pitch = max(size, NARROWEST) + 2 * MARGIN
+    width = 2 * pitch + MARGIN
+    height = TOP + size + 3 * MARGIN
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
              f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
              f'<rect width="{width}" height="{height}" fill="white"/>']
     for number, (title, owner) in enumerate(panels):
-        lines += _panel(title, owner, 2 * MARGIN + number * (size + MARGIN))
+        lines += _panel(title, owner, 2 * MARGIN + number * pitch)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -70,7 +74,8 @@ def _panel(title: str, owner: list[int], left: int) -> list[str]:
     size = len(owner) * CELL
     listed = " ".join(f"{share:.0%}" for share in shares(owner))
     lines += [f'<text x="{left}" y="{TOP - 8}">keys</text>',
-              f'<text x="{left}" y="{TOP + size + MARGIN}">scores of each rank: {listed}</text>',
+              f'<text x="{left}" y="{TOP + size + MARGIN}">scores of ranks 0, 1, …:</text>',
+              f'<text x="{left}" y="{TOP + size + 2 * MARGIN}">{listed}</text>',
               f'<text x="{left - 6}" y="{TOP}" text-anchor="end" transform="rotate(-90 {left - 6} {TOP})">'
               'queries</text>']
     return lines

@@ -9,8 +9,8 @@ The flags are those of pretrain_gpt.py, without --seq-length. --memory is of one
 process takes beside the plan: Python, torch, their libraries and the buffers of matrix products, on a GPU the
 CUDA context; by default it is measured on a CPU, by training a small model in another process, and 1 GiB on a
 GPU. Small is one layer, of at most 512 channels and 16,384 words, so that the products have wide factors.
-Both leave out the slots of tensor- and context-parallel ranks of one host (docs/planning.md): subtract these
-from --memory.
+Both leave out the slots of tensor- and context-parallel ranks of one host (docs/scale/planning.md): subtract
+these from --memory.
 """
 
 import os

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<t
                    re.MULTILINE | re.DOTALL)
 MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
-COLD = ("docs/planning.md",)
+COLD = ("docs/scale/planning.md",)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A warm Python: commands run in copies of an interpreter that has imported torch already.
 
-    environment = warm_environment(environment)    # `python` and `torchrun` on its PATH start warm
+    environment = warm_environment(environment)    # `python`, `torchrun`, `megatron-ds` start warm
     Popen([warm_python(), "-c", "..."])
 
 Importing torch takes seconds of a slow processor, and the blocks of the pages start a hundred Pythons. Here a
@@ -31,6 +31,9 @@ PRELOADED = ("torch", "torch.distributed", "torch.distributed.run", "torch.distr
              "torch.utils.tensorboard", "torch._dynamo", "megatron_ds.training.pretrain",
              "tests.harness.processes")
 START_SECONDS = 200
+
+# Name of a command → the words before its arguments.
+CLIENTS = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "megatron-ds": ["-m", "megatron_ds"]}
 
 # It must start quickly, so it knows no more than the standard library: {real} {socket}
 CLIENT = """#!{real} -IS
@@ -81,7 +84,7 @@ def _started() -> Path:
     reader.register(server.stdout, selectors.EVENT_READ)
     if not reader.select(START_SECONDS) or server.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the warm Python did not start within {START_SECONDS} s")
-    for name, before in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+    for name, before in CLIENTS.items():
         client = Path(folder.name, name)
         client.write_text(CLIENT.format(real=sys.executable, socket=path, before=before))
         client.chmod(0o755)

@@ -1,4 +1,5 @@
-"""docs/kernels.md describes every source of kernels, and what it says of the environment is true."""
+"""docs/reference/kernels.md describes every source of kernels, and what it states about the environment is
+true."""
 
 import re
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 from megatron_ds.ops.gpu import cuda_backend, kernel_cache, nvrtc
 from megatron_ds.ops.gpu.kernel_sources import source_folder
 
-PAGE = (Path(__file__).parents[2] / "docs/kernels.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/reference/kernels.md").read_text(encoding="utf-8")
 
 
 def test_every_source_has_a_row():

@@ -64,7 +64,8 @@ def test_a_plan_is_a_training_that_does_not_run(capsys):
 
 def test_every_tool_of_the_checkout_is_a_command():
     """Those of this project's own upkeep and tests are not."""
-    of_the_project = {"compare_layouts", "layout_comparison", "free_port", "write_flags_doc"}
+    of_the_project = {"compare_layouts", "layout_comparison", "free_port", "write_flags_doc",
+                      "draw_layouts", "draw_results"}
     names = []
     for path in ROOT.glob("tools/*.py"):
         if path.stem not in of_the_project:
@@ -110,7 +111,7 @@ def page_row(name):
 
 
 def test_the_page_has_every_command():
-    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs/use/commands.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line.startswith("| `")] == [page_row(name) for name in COMMANDS]
 
 

@@ -1,4 +1,4 @@
-"""The report, run.json, docs/flags.md, and how a command ends."""
+"""The report, run.json, docs/reference/flags.md, and how a command ends."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ FLAGS = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 3
 
 def test_flags_document_is_up_to_date():
     """If this fails: python tools/write_flags_doc.py"""
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == flags_document()
+    assert (ROOT / "docs" / "reference" / "flags.md").read_text(encoding="utf-8") == flags_document()
 
 
 def test_run_json_gives_the_same_configuration_with_its_sources():

@@ -1,4 +1,4 @@
-"""docs/long_sequences.md: its picture is what the tool draws today."""
+"""docs/scale/long_sequences.md: its picture is what the tool draws today."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_the_picture_of_the_page_is_what_its_command_makes(tmp_path):
     main(parse_arguments(["--context-parallel-size", "4", "--output", str(tmp_path / "drawn.svg")]))
     kept = ROOT / "docs/pictures/context_parallel.svg"
     assert (tmp_path / "drawn.svg").read_text() == kept.read_text()
-    assert "](pictures/context_parallel.svg)" in (ROOT / "docs/long_sequences.md").read_text()
+    assert "](../pictures/context_parallel.svg)" in (ROOT / "docs/scale/long_sequences.md").read_text()
 
 
 def test_chunks_have_their_ranks_and_scores():

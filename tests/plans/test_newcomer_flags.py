@@ -76,7 +76,7 @@ def test_files_get_the_same_suggestions(tmp_path):
                                      "1\nqqq: 1\n")
     found = read_yaml(str(tmp_path / "a.yaml")).problems
     for problem, says in zip(found, ("'lr'?", "'num_layers'?", "'hidden_size'?", "epochs are not counted",
-                                     "docs/flags.md")):
+                                     "docs/reference/flags.md")):
         assert says in problem
     block = {"learning_rate": 1, "lr": 1, "micro_batch_size": 1, "epochs": 3, "gradient_cliping": 1, "qqq": 1}
     found = reading_of("ds.json", block).problems

@@ -130,7 +130,7 @@ def test_flags_of_another_optimizer_are_refused_with_the_legal_ones():
 
 
 def test_the_page_has_a_row_for_each_optimizer():
-    page = Path(__file__).parents[2].joinpath("docs/optimizers.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/scale/optimizers.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| `")}
     for facts in FACTS.values():
         assert f"| {4 * len(facts.state)} |" in rows[f"`{facts.name}`"]

@@ -251,7 +251,7 @@ def test_files_of_another_model_and_an_unknown_packing_are_refused(made, tmp_pat
 
 # ------------------------------------------------------------------------------------------- the page
 def test_the_commands_of_the_page_run(made, tmp_path, monkeypatch):
-    page = (ROOT / "docs/migrate.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    page = (ROOT / "docs/start/migrate.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [line.split() for line in page.splitlines()
                 if " --load saved " in line or line.endswith("--to deepspeed-universal")]
     shutil.copytree(made / "llama1", tmp_path / "saved")

@@ -10,9 +10,9 @@ from tests.harness.documents import MARKS, ROOT, RUNNABLE, blocks_of, pages, run
 from tests.harness.launches import sbatch_environment, started_by, trainings
 
 # Output of blocks that is not shown on the page.
-SAID = {"docs/data.md": r"\d+ documents, \d+ tokens: \w",
-        "docs/checkpoints.md": r"step 12 of 12 saved by 2 ranks",
-        "docs/quickstart.md": r"On day 7.* walked to (.|\n)*did you mean '--num-attention-heads'",
+SAID = {"docs/start/data.md": r"\d+ documents, \d+ tokens: \w",
+        "docs/scale/checkpoints.md": r"step 12 of 12 saved by 2 ranks",
+        "docs/start/quickstart.md": r"On day 7.* walked to (.|\n)*did you mean '--num-attention-heads'",
         "README.md": r"loaded runs/tiny, iteration 10"}
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]

@@ -93,8 +93,8 @@ def test_a_world_size_of_ones_own_wins_over_the_launchers_and_one_rank_speaks(ca
 
 
 def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_gigabytes():
-    """The clock is in docs/benchmarks.md. Here processor time, beside that of importing torch: 2 to 3 times
-    as long."""
+    """The clock is in docs/lab/planning.md. Here processor time, beside that of importing torch: 2 to 3
+    times as long."""
     code = ("import json, resource, sys; used = lambda: resource.getrusage(resource.RUSAGE_SELF); "
             "seconds = lambda: used().ru_utime + used().ru_stime; start = seconds(); import torch; imported "
             "= seconds(); from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "

@@ -138,7 +138,8 @@ def test_the_recipe_that_lengthens_a_model_trains_short_evaluates_and_trains_lon
     assert trained.model.yarn_factor == 8.0
 
 def test_the_bert_recipe_makes_sentences_and_trains_at_two_layouts(tmp_path):
-    """Its commands for data are those of docs/bert.md, which a test runs; here they find their work done."""
+    """Its commands for data are those of docs/use/bert.md, which a test runs; here they find their work
+    done."""
     out = tmp_path / "out"
     for name in ("corpus.jsonl", "tokenizer/vocab.txt", "corpus_text_sentence.idx"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in records if r["kind"] == "train"]
     assert trained[-1]["step"] == 20 and trained[-1]["loss"] < math.log(2048) - 0.2
-    printed, = [block for block in blocks_of("docs/quickstart.md")
+    printed, = [block for block in blocks_of("docs/start/quickstart.md")
                 if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
     check_printed(printed, done.stdout)
     assert "tp 1 × pp 2 × dp 2" in done.stdout
@@ -242,7 +243,7 @@ def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
     others = 2 * 129280 * h + 61 * (attention + 2 * h) + h + 3 * dense + 58 * (expert + 256 * h)
     assert f"the model has {others + 58 * 256 * expert:,} parameters (671.0 G)" in done.stdout
     assert f"a token uses {others + 58 * 8 * expert:,} of the parameters, 5.6%" in done.stdout
-    printed, = [block for block in blocks_of("docs/planning.md")
+    printed, = [block for block in blocks_of("docs/scale/planning.md")
                 if block.mark == "printed by: examples/deepseek_v3_dry_run.sh"]
     check_printed(printed, done.stdout)
     assert abs(others + 58 * 256 * expert - 671_026_404_352) < 4e6

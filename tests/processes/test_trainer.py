@@ -91,7 +91,7 @@ def test_stages_agree_with_frozen_parameters_and_own_optimizers(losses, kind):
 
 
 def test_the_program_of_the_page_trains_and_resumes(tmp_path):
-    program = next(b for b in blocks_of("docs/engine.md") if b.mark == "file: trainer.py")
+    program = next(b for b in blocks_of("docs/use/engine.md") if b.mark == "file: trainer.py")
     (tmp_path / "trainer.py").write_text(program.text)
     environment = warm_environment({**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     for more in ([], ["out/checkpoint-3"]):

@@ -1,5 +1,5 @@
-"""The table "DeepSpeed → here" of docs/engine.md: each name in it exists, as a method or as a value, as it is
-written."""
+"""The table "DeepSpeed → here" of docs/use/engine.md: each name in it exists, as a method or as a value, as
+it is written."""
 
 import re
 from operator import attrgetter
@@ -14,7 +14,7 @@ import megatron_ds.compat.deepspeed.zero_to_fp32
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 
-PAGE = (Path(__file__).parents[2] / "docs" / "engine.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "engine.md").read_text(encoding="utf-8")
 OBJECTS = ("deepspeed", "megatron_ds", "engine", "optimizer", "loader")
 
 

@@ -69,7 +69,7 @@ def change_of_logits(width, *words):
 
 
 def test_with_the_rules_of_mup_logits_change_alike_at_every_width():
-    """Yang et al. 2022 (arXiv:2203.03466), table 3, as docs/optimizers.md has it."""
+    """Yang et al. 2022 (arXiv:2203.03466), table 3, as docs/scale/optimizers.md has it."""
     narrow, m = change_of_logits(16), 8
     wide = change_of_logits(16 * m, "--param-group",
                             f"*.linear_*.weight:lr_factor={1 / m},init_factor={m**-.5}",

@@ -126,7 +126,8 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
     covered = answer_to_key(key)
     if covered is None:
         near = _near(key)
-        document.refuse(f'{document.path}: unknown key "{key}"{near or "."} docs/flags.md lists all keys.')
+        document.refuse(f'{document.path}: unknown key "{key}"{near or "."} '
+                        'docs/reference/flags.md lists all keys.')
         document.unread |= {option.path for known, option in declared_keys().items()
                             if any(repr(part) in near for part in (
                                 known, known.rpartition(".")[2], known.partition(".")[0]))}

@@ -60,5 +60,5 @@ def is_adamw(document: JsonDocument) -> bool:
 def _why(kind: str) -> str:
     if kind.lower() in WIDTHS:
         return (f": write {'SGD' if kind.lower() == 'musgd' else 'AdamW'}, and the learning rates of muP as "
-                "--param-group (docs/optimizers.md)")
+                "--param-group (docs/scale/optimizers.md)")
     return ""

@@ -65,7 +65,7 @@ BIGSCIENCE = Dialect(
             "the loss is that of all tokens alike. Remove it.": "--norm-target-loss",
             "every token sees only the tokens before it. Remove it.":
                 "--prefix-lm --prefixlm --loss-on-targets-only --reweight-loss-based-on-position-frequency",
-            "write learning rates that follow the width as --param-group (docs/optimizers.md).":
+            "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).":
                 "--mup --mup-attn-mult --mup-input-mult --mup-output-mult",
         }, only={}))
 
@@ -121,7 +121,7 @@ MINDSPEED = Dialect(
             "no layer is skipped by default; a plain restart resumes a job": "--enable-high-availability",
         },
         refused={
-            "the raw file of a handler is not read. Convert it with tools/preprocess_data.py, and remove it.":
+            "the raw file of a handler is not read. Convert it with megatron-ds preprocess, and remove it.":
                 "--handler-name",
             "a layer has no other place for its norms. Remove it.": "--post-norm --input-embeds-norm",
             "norms multiply by their weight; --apply-layernorm-1p by 1 + weight. Write that.":
@@ -168,7 +168,7 @@ PAI = Dialect(
             "--dataset": Answer(
                 "datasets are memory-mapped .bin/.idx files",
                 "did you mean '--data-path'? Only memory-mapped .bin/.idx datasets can be read. Convert the "
-                "corpus with tools/preprocess_data.py, and remove it.",
+                "corpus with megatron-ds preprocess, and remove it.",
                 ("MMAP", "LLama-Pretrain-Idxmap", "Mistral-Pretrain-Idxmap", *OFF)),
         }))
 

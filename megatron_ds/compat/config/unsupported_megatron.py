@@ -77,7 +77,7 @@ MEGATRON_FLAGS = table(
         "distillation is not available. Remove it.":
             "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
             "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
-        "write learning rates that follow the width as --param-group (docs/optimizers.md).":
+        "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).":
             "--mup-base-hidden-size --use-mup",
         "this activation is not available. Remove it.":
             "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",

@@ -75,7 +75,7 @@ RUNTIME_FLAGS = table(
         "write --save-interval and --save-retain-interval, which deletes earlier checkpoints.":
             "--non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-algo "
             "--non-persistent-local-ckpt-dir --non-persistent-save-interval --persistent-save-interval",
-        "tools/convert_checkpoint.py converts checkpoints. Remove it.":
+        "megatron-ds convert converts checkpoints. Remove it.":
             "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format",
         "the newest checkpoint is loaded, whose step the tracker file names. Write the step there.":
             "--ckpt-step --load-tag",

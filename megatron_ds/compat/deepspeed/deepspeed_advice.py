@@ -15,26 +15,27 @@ INFERENCE = ("this package trains. Export the weights with engine.save_safetenso
 HYBRID = "generate inside of `with engine.gathered_parameters():` with engine.module.generate(…)."
 COMPRESSION = "compression of models (quantization, pruning, distillation of layers) is not part of it."
 TILING = "split the Linear into several modules of a ModuleList: stage 3 gathers its elements one by one."
-INTERNAL = ("it belongs to the implementation of DeepSpeed. Use the engine's methods; docs/engine.md lists "
-            "them.")
+INTERNAL = ("it belongs to the implementation of DeepSpeed. Use the engine's methods; docs/use/engine.md "
+            "lists them.")
 KERNELS = "torch's scaled_dot_product_attention, or the layers of megatron_ds.models, take its place."
 SEQUENCE = ("use deepspeed.sequence.layer.DistributedAttention in the module's attention, or pretrain_gpt.py "
-            "with --context-parallel-size (docs/long_sequences.md).")
-BUILDERS = ("extensions are compiled when the package is installed; docs/kernels.md lists them. No builder "
-            "is needed.")
+            "with --context-parallel-size (docs/scale/long_sequences.md).")
+BUILDERS = ("extensions are compiled when the package is installed; docs/reference/kernels.md lists them. "
+            "No builder is needed.")
 TENSOR_PARALLEL = ("automatic tensor parallelism is not available. Use ZeRO stage 3, or pretrain_gpt.py with "
                    "--tensor-model-parallel-size for this package's models.")
 MICS = ('use zero.Init with "zero_hpz_partition_size" in the config: ranks of a node then gather weights '
         "among themselves.")
-CURRICULUM = ("curricula and random-LTD belong to pretrain_gpt.py (docs/data_efficiency.md); in your own "
+CURRICULUM = ("curricula and random-LTD belong to pretrain_gpt.py (docs/use/data_efficiency.md); in your own "
               "loop choose the samples with a sampler.")
-PROFILER = "use torch.profiler; a dry run (docs/planning.md) counts the operations of this package's models."
+PROFILER = ("use torch.profiler; a dry run (docs/scale/planning.md) counts the operations of this package's "
+            "models.")
 MONITOR = "use engine.monitor.write_events, with \"tensorboard\" or \"csv_monitor\" in the config."
 ONEBIT = ('name it in the config, {"optimizer": {"type": "OneBitAdam", …}}: it exchanges compressed momenta '
           "instead of gradients, so the engine must make it.")
 PLAIN_MOE = "use deepspeed.moe.layer.MoE, whose gate and exchange of tokens are megatron_ds.moe."
 CONVERT = ("engine.load_checkpoint reads folders of DeepSpeed, universal ones too, at any stage and number "
-           "of ranks; docs/checkpoints.md describes the conversion.")
+           "of ranks; docs/scale/checkpoints.md describes the conversion.")
 RNG = "activations are not split over ranks; the tracker of random states is get_cuda_rng_tracker()."
 ELASTIC = "checkpoints load on any number of ranks: start the program again with another number."
 SWAP = 'use "offload_optimizer" and "offload_param" with "device": "nvme" in the config.'
@@ -46,7 +47,8 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
          "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer "
          "revert_transformer_layer": KERNELS,
          "tp_model_init set_autotp_mode load_ds_config": TENSOR_PARALLEL,
-         "set_optimizer_flags": 'the config\'s "Muon" chooses its matrices itself (docs/optimizers.md).'},
+         "set_optimizer_flags": 'the config\'s "Muon" chooses its matrices itself '
+                                '(docs/scale/optimizers.md).'},
     "checkpoint": {"ZeROCheckpoint model_3d_desc get_model_3d_descriptor enable_universal_checkpoint "
                    "SubparamShape": CONVERT},
     "checkpoint.ds_to_universal": {"main parse_arguments extract_zero_shards merge_tp_slices "
@@ -138,7 +140,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
 
 NOT_HERE: Mapping[str, str] = {
     "autotuning": "compare layouts with dry runs, which compute memory and traffic in advance "
-                  "(docs/planning.md).",
+                  "(docs/scale/planning.md).",
     "compile": "compile the module with torch.compile before initialize.",
     "compression": COMPRESSION, "elasticity": ELASTIC, "inference": INFERENCE, "io": INTERNAL,
     "launcher": "start programs with torchrun, srun or mpirun.",
@@ -148,7 +150,8 @@ NOT_HERE: Mapping[str, str] = {
     "ops.aio": SWAP, "ops.fp_quantizer": COMPRESSION, "ops.op_builder": BUILDERS, "ops.quantizer":
     COMPRESSION,
     "ops.random_ltd": CURRICULUM, "ops.sparse_attention": "use pretrain_gpt.py with --sparse-attention "
-                                                          "(docs/attention.md), or torch's flex_attention.",
+                                                          "(docs/use/attention.md), or torch's "
+                                                          "flex_attention.",
     "ops.transformer": KERNELS, "ops.deepspeed4science": KERNELS, "ops.spatial": KERNELS,
     "ops.triton_ops": KERNELS, "profiling": PROFILER, "env_report": "use `python -m "
                                                                     "torch.utils.collect_env`.",

@@ -50,7 +50,7 @@ class DeepSpeedCheckpoint:
 
     def __init__(self, *args: Any, **options: Any):
         raise ConfigError("deepspeed.checkpoint.DeepSpeedCheckpoint is not available: engine.load_checkpoint "
-                          "reads folders of DeepSpeed; docs/checkpoints.md describes their conversion.")
+                          "reads folders of DeepSpeed; docs/scale/checkpoints.md describes their conversion.")
 
 
 class MonitorMaster(Monitor):

@@ -215,5 +215,5 @@ def __getattr__(name: str) -> Any:
     """DeepSpeed's names with an underscore: `_get_data_parallel_group`."""
     if name.startswith("_get_") and name[1:] in globals():
         return globals()[name[1:]]
-    raise AttributeError(f"deepspeed.utils.groups.{name} is not known here. docs/engine.md lists DeepSpeed's "
-                         "names.")
+    raise AttributeError(f"deepspeed.utils.groups.{name} is not known here. docs/use/engine.md lists "
+                         "DeepSpeed's names.")

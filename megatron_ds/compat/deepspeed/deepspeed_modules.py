@@ -29,7 +29,7 @@ from .deepspeed_advice import ADVICE, NOT_HERE
 from .deepspeed_names import HERE, SAME
 
 PACKAGE, FOREIGN = "megatron_ds", "deepspeed"
-DOCUMENT = "docs/engine.md lists DeepSpeed's names."
+DOCUMENT = "docs/use/engine.md lists DeepSpeed's names."
 
 
 def find(module: str, name: str) -> Any:

@@ -1,4 +1,5 @@
-"""An engine for any torch module: DeepSpeed's way of training, on this package's ZeRO. See docs/engine.md.
+"""An engine for any torch module: DeepSpeed's way of training, on this package's ZeRO
+(docs/use/engine.md).
 
     engine, optimizer, loader, scheduler = megatron_ds.initialize(model=module, config="ds_config.json")
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: those of this package (docs/checkpoints.md), with the user's `client_state`.
+"""Checkpoints of an engine: those of this package (docs/scale/checkpoints.md), with `client_state`.
 
 checkpoint_places.py shows the folders. They also hold the state of the loop: micro-steps, the scheduler's
 state, and the numbers of parameter groups that a scheduler or the program has changed (`engine.set_lr`). The

@@ -106,8 +106,9 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     mpu               None: all ranks are data-parallel. Else DeepSpeed's six functions, or a Mesh
     dist_init_required  False: there must be a process group already; else it is made where there is none
     collate_fn        of the loader
-    config            DeepSpeed's JSON, as a dict, the path of a file or its text; docs/flags.md lists the
-                      keys. Or `args.deepspeed_config`, or `config_params`, its former name
+    config            DeepSpeed's JSON, as a dict, the path of a file or its text;
+                      docs/reference/flags.md lists the keys. Or `args.deepspeed_config`, or
+                      `config_params`, its former name
     mesh_param        refused: (data-parallel, sequence-parallel) sizes
     decay             decay(name, parameter): whether weight decay applies to it. None: to all, as in
                       DeepSpeed; `lambda name, p: p.dim() > 1` leaves out biases and norms, as Megatron does

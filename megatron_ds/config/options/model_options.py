@@ -49,17 +49,19 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
         avoid="On GPUs several operations in place of one kernel.")
     rotary_seq_len_interpolation_factor: float | None = option(
         None, at_least=1, least="which scales nothing",
-        help="Positions are divided by it before they rotate: linear scaling (rope only).")
+        help="Linear scaling: divide positions by this factor before the rotation (rope only).")
     use_rope_scaling: bool = option(
         False, help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens, "
                     "or --original-max-position-embeddings (rope only).")
     rope_scaling_factor: float = option(
         8.0, at_least=1, least="which scales nothing",
-        help="The frequencies of long waves are divided by it, with --use-rope-scaling.")
+        help="Factor by which --use-rope-scaling divides the low frequencies.")
     rotary_ntk_factor: float | None = option(
-        None, at_least=1, help="Dynamic NTK scaling: the rotary base grows with the ratio of "
-                               "--max-position-embeddings to --original-max-position-embeddings, from which "
-                               "it counts so many times the excess (rope only).",
+        None, at_least=1, help="Alpha of dynamic NTK scaling: the rotary base grows by "
+                               "(alpha · L / L_original − (alpha − 1))^(d / (d − 2)), where L is "
+                               "--max-position-embeddings, L_original is "
+                               "--original-max-position-embeddings and d is the number of rotated channels "
+                               "(rope only).",
         avoid="YaRN needs less training for the same length.")
     original_max_position_embeddings: int | None = option(
         None, at_least=1, unit="tokens", flags=["--yarn-original-max-position-embeddings"],
@@ -67,18 +69,21 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
              "--rotary-ntk-factor, --use-rope-scaling).")
     yarn_rotary_scaling_factor: float | None = option(
         None, at_least=1, flags=["--rotary-scaling-factor"],
-        help="The frequencies of long waves are divided by it (yarn only). Default: the ratio of "
-             "--max-position-embeddings to --original-max-position-embeddings.")
+        help="Factor by which YaRN divides the low frequencies (yarn only). Default: "
+             "--max-position-embeddings / --original-max-position-embeddings.")
     yarn_beta_fast: float = option(
-        32.0, above=0, help="Waves with more turns in the original length are unchanged (yarn only).")
+        32.0, above=0, help="beta_fast of YaRN: frequencies with more rotations than this over the original "
+                       "length are not scaled (yarn only).")
     yarn_beta_slow: float = option(
-        1.0, above=0, help="Waves with fewer turns in the original length are stretched in full (yarn only).")
+        1.0, above=0, help="beta_slow of YaRN: frequencies with fewer rotations than this over the original "
+                      "length are divided by the whole factor (yarn only).")
     yarn_mscale: float = option(
-        1.0, help="Weight of ln(factor) / 10 in the factor of rotated queries and keys (yarn only).")
+        1.0, help="mscale of YaRN: rotated queries and keys are multiplied by mscale(yarn_mscale) / "
+                  "mscale(yarn_mscale_all_dim), where mscale(w) = 1 + 0.1 · w · ln(factor) (yarn only).")
     yarn_mscale_all_dim: float = option(
-        0.0, help="The same in a number by which that factor is divided (yarn only).")
+        0.0, help="mscale_all_dim of YaRN: weight in the denominator of that quotient (yarn only).")
     yarn_correction_range_round_to_int: bool = option(
-        True, help="Between the two bounds lie whole pairs of channels (yarn only).")
+        True, help="Round the two bounds of the YaRN ramp to whole channel pairs (yarn only).")
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, help="Type of the normalization layers.")
     apply_layernorm_1p: bool = option(

@@ -12,7 +12,7 @@ def _param(default: float, *, name: str, **more):
 
 @dataclass(frozen=True)
 class OneBitOptions:
-    """Lengths are updates of the weights: skipped steps do not count. See docs/optimizers.md."""
+    """Lengths are updates of the weights: skipped steps do not count. See docs/scale/optimizers.md."""
 
     freeze_step: int = _param(100_000, name="freeze_step", at_least=1, unit="steps",
         flags=["--onebit-freeze-step"],

@@ -4,7 +4,7 @@
     flag       --hidden-dropout 0.2               and every spelling in `flags` and `switches`
     YAML       hidden_dropout: 0.2                bare, or inside its section `model:`
     JSON       the DeepSpeed key in `json`
-    docs       a row of docs/flags.md
+    docs       a row of docs/reference/flags.md
 
 Terms: a *section* is one dataclass (`model`, `train`, …); a *path* is `section.field`; a *switch* is a flag
 without a value, which sets its field to one fixed value (`--swiglu` sets model.activation to "swiglu").
@@ -112,7 +112,8 @@ def option(default: Any = None, *, help: str, **more: Any) -> Any:
 
 
 def json_key(kind: type, help: str, **more: Any) -> Option:
-    """A key of a DeepSpeed JSON that is translated to other options. help: its meaning, for docs/flags.md."""
+    """A key of a DeepSpeed JSON that is translated to other options. help: its meaning, for
+    docs/reference/flags.md."""
     return Option(None, help, kind=kind, **more)
 
 

@@ -28,7 +28,7 @@ class SparseOptions:
     sparse_direction: str | None = option(None, choices=(UNI, BI), json=f"{BLOCK}attention",
         help="Whether tokens attend to later ones. Default: as the model does.")
     sparse_layout_per_head: bool = option(False, json=f"{BLOCK}different_layout_per_head",
-        help="Each head has random blocks, or one of the patterns of global blocks, of its own.")
+        help="Draw random blocks, or choose a pattern of global blocks, for each head separately.")
     sparse_num_local_blocks: int = option(4, at_least=1, json=f"{BLOCK}num_local_blocks",
         help="Blocks of a window (fixed).")
     sparse_num_global_blocks: int = option(1, at_least=1, json=f"{BLOCK}num_global_blocks",

@@ -25,7 +25,7 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
 
     optimizer: str = option(
         "adam", help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, muon, "
-                     "adagrad, sgd, onebit_adam, zero_one_adam, onebit_lamb (docs/optimizers.md).")
+                     "adagrad, sgd, onebit_adam, zero_one_adam, onebit_lamb (docs/scale/optimizers.md).")
     lr: float = option(required=True, above=0, json="optimizer.params.lr", flags=["--cycle-max-lr"],
         help="Highest learning rate; LRRangeTest begins with it.")
     min_lr: float = option(0.0, at_least=0, flags=["--cycle-min-lr"],
@@ -82,7 +82,8 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
     param_groups: tuple[str, ...] = option((), flag="--param-group", repeats=True, unit="pattern:key=value",
         json="optimizer.param_groups",
         help="Parameters whose names match the pattern (* is any text) have another optimizer=NAME, "
-             "lr_factor=X, decay=on|off or init_factor=X (docs/optimizers.md). May be given several times.",
+             "lr_factor=X, decay=on|off or init_factor=X (docs/scale/optimizers.md). "
+             "May be given several times.",
         avoid="--decoupled-lr is simpler for embedding and output layer.")
     clip_grad: float = option(1.0, at_least=0, json="gradient_clipping",
         help="Gradients are scaled down to this global norm; 0: no clipping.")

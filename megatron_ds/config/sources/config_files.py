@@ -162,7 +162,7 @@ class Entry:
             raise ConfigError(f"{self.where}: {self.name} is a flag without a value; in a file write "
                               f"{switch.option.name}: {value_text(switch.value)}.")
         raise ConfigError(f"{self.where}: unknown key "
-                          f"{self.name!r}{self._near() or '. All keys are in docs/flags.md.'}")
+                          f"{self.name!r}{self._near() or '. All keys are in docs/reference/flags.md.'}")
 
     def probably_meant(self) -> set[str]:
         """Paths of the options that an unknown name probably means."""

@@ -94,7 +94,7 @@ class IndexedDataset:
         if self.dtype.kind == "i" and ids.size and (low := int(ids.min())) < 0:
             raise DataError(f"{self.bin_path}: {place} has token id {low}, and ids begin at 0. Labels to "
                             "ignore, or ids too large for their type, become negative numbers. Make the "
-                            "corpus again with tools/preprocess_data.py.")
+                            "corpus again with megatron-ds preprocess.")
 
     def check_tokens(self) -> None:
         """Read all tokens. Raises DataError for the first block with a negative id; `check` does not."""
