@@ -27,7 +27,7 @@ from megatron_ds.pipeline.passes import add_transfers  # noqa: E402
 from megatron_ds.pipeline.picture import FAINT, INK, Panel, svg  # noqa: E402
 from megatron_ds.pipeline.schedules import SCHEDULES  # noqa: E402
 from megatron_ds.pipeline.simulate import simulate  # noqa: E402
-from megatron_ds.training.metrics_file import read_metrics  # noqa: E402
+from megatron_ds.training.observe.metrics_file import read_metrics  # noqa: E402
 
 # The file that names the step to load.
 TRACKER = "latest_checkpointed_iteration.txt"

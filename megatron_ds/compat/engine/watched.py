@@ -50,7 +50,7 @@ class Hook:
 def _between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`, which torch.compile of the module calls and does not trace."""
     if torch.compiler.is_compiling():
-        from ..tensor_parallel.outside_graphs import call_outside_graphs
+        from ...tensor_parallel.outside_graphs import call_outside_graphs
         return call_outside_graphs(function, *arguments)
     return function(*arguments)
 
