@@ -2,7 +2,7 @@
 # make test         ruff and all tests that need no GPU: about fifteen minutes on two cores, including the installation
 # make test-all     the same with every case of the layout grid
 # make gpu          all that one GPU can show, in under ten minutes: tests, kernels, steps; into gpu-results.json
-# make lint         ruff
+# make lint         ruff: fixes what it can, and formats
 # make docs         regenerate docs/reference/flags.md
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
@@ -22,6 +22,7 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(IN_TESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.installed-test
@@ -31,7 +32,8 @@ gpu: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/gpu_day.py
 
 lint: $(VENV)/.installed-test
-	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_flags_doc.py

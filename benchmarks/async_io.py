@@ -49,7 +49,7 @@ class PlainIO:
     def _move(self, call, fd: int, tensor: torch.Tensor, offset: int) -> Done:
         view = memoryview(tensor.numpy())
         for start in range(0, len(view), self.block_bytes):
-            block = view[start:start + self.block_bytes]
+            block = view[start : start + self.block_bytes]
             if call(fd, [block], offset + start) != len(block):
                 raise OSError(f"a block at {offset + start} was moved in part")
         return Done()
@@ -68,23 +68,32 @@ def sweep(regions: list[Region], buffers: list[torch.Tensor], what: str) -> None
 
 def engines(arguments: argparse.Namespace) -> dict[str, AsyncIO]:
     block = arguments.block_kib << 10
-    found = {"plain": PlainIO(block),
-             "threads": make_io("threads", threads=arguments.threads, block_bytes=block)}
+    found = {
+        "plain": PlainIO(block),
+        "threads": make_io("threads", threads=arguments.threads, block_bytes=block),
+    }
     try:
-        found["io_uring"] = make_io("io_uring", queue_depth=arguments.queue_depth, block_bytes=block)
+        found["io_uring"] = make_io(
+            "io_uring", queue_depth=arguments.queue_depth, block_bytes=block
+        )
     except ConfigError as reason:
         print(f"io_uring is left out: {reason}")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     parser.add_argument("--size", type=float, default=4, help="GiB")
-    parser.add_argument("--region-mib", type=int, default=64, help="what is asked for at a time")
+    parser.add_argument(
+        "--region-mib", type=int, default=64, help="what is asked for at a time"
+    )
     parser.add_argument("--block-kib", type=int, default=1024)
-    parser.add_argument("--queue-depth", type=int, default=32, help="blocks in flight, io_uring")
+    parser.add_argument(
+        "--queue-depth", type=int, default=32, help="blocks in flight, io_uring"
+    )
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -93,11 +102,16 @@ def main() -> None:
     contestants = engines(arguments)
     file = ScratchFile(arguments.directory, contestants["plain"])
     nbytes = arguments.region_mib << 20
-    regions = [file.allocate(nbytes) for _ in range(max(1, int(arguments.size * 2**30 / nbytes)))]
+    regions = [
+        file.allocate(nbytes)
+        for _ in range(max(1, int(arguments.size * 2**30 / nbytes)))
+    ]
     buffers = [aligned_empty(nbytes, torch.uint8).random_() for _ in range(2)]
     # blocks that were never written are slower, or read as zeros without the disk
     sweep(regions, buffers, "write_from")
-    seconds = {(name, what): [] for what in ("write_from", "read_into") for name in contestants}
+    seconds = {
+        (name, what): [] for what in ("write_from", "read_into") for name in contestants
+    }
     cpu = {key: [] for key in seconds}
     for _ in range(arguments.rounds):
         for name, what in seconds:
@@ -108,9 +122,13 @@ def main() -> None:
             cpu[name, what].append(time.process_time() - busy)
     gigabytes = len(regions) * nbytes / 1e9
     for (name, what), times in seconds.items():
-        speed = [gigabytes / t for t in (statistics.median(times), max(times), min(times))]
-        print(f"{what.split('_')[0]:5s} | {name:8s} | {speed[0]:6.2f} GB/s ({speed[1]:.2f} to "
-              f"{speed[2]:.2f}) | {statistics.median(cpu[name, what]) / gigabytes * 1e3:6.1f} ms CPU per GB")
+        speed = [
+            gigabytes / t for t in (statistics.median(times), max(times), min(times))
+        ]
+        print(
+            f"{what.split('_')[0]:5s} | {name:8s} | {speed[0]:6.2f} GB/s ({speed[1]:.2f} to "
+            f"{speed[2]:.2f}) | {statistics.median(cpu[name, what]) / gigabytes * 1e3:6.1f} ms CPU per GB"
+        )
     file.close()
     for io in contestants.values():
         io.close()

@@ -35,26 +35,51 @@ def corpus(random: np.random.Generator, documents: int, vocab_size: int, longest
     """(sentences, document bounds, sizes of the sentences)."""
     counts = random.integers(1, 9, documents)
     sizes = random.integers(1, longest, counts.sum()).astype(np.int32)
-    sentences = [random.integers(104, vocab_size, size).astype(np.uint16) for size in sizes]
+    sentences = [
+        random.integers(104, vocab_size, size).astype(np.uint16) for size in sizes
+    ]
     return sentences, np.concatenate([[0], np.cumsum(counts)]), sizes
 
 
-def both(sentences, mapping, *, seq_length: int, seed: int, vocab_size: int, masking: Masking, pairs: bool):
+def both(
+    sentences,
+    mapping,
+    *,
+    seq_length: int,
+    seed: int,
+    vocab_size: int,
+    masking: Masking,
+    pairs: bool,
+):
     """(ours, theirs): two datasets over the same rows."""
     from megatron.core.datasets.bert_data import BERTMaskedWordPieceDataset
+
     known = pieces(vocab_size)
-    ours = BertDataset(sentences, mapping, known, BertOptions(seq_length, seed, masking, pairs))
+    ours = BertDataset(
+        sentences, mapping, known, BertOptions(seq_length, seed, masking, pairs)
+    )
     theirs = object.__new__(BERTMaskedWordPieceDataset)
     texts = {i: f"##{i}" if known.continues[i] else str(i) for i in range(vocab_size)}
-    theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = (sentences, mapping, PAD,
-                                                                                      list(texts))
+    theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = (
+        sentences,
+        mapping,
+        PAD,
+        list(texts),
+    )
     theirs.config = SimpleNamespace(
-        tokenizer=SimpleNamespace(cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=texts),
+        tokenizer=SimpleNamespace(
+            cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=texts
+        ),
         sequence_length=seq_length,
-        random_seed=seed, classification_head=pairs, masking_probability=masking.probability,
-        masking_max_ngram=masking.max_ngram, masking_do_full_word=masking.whole_words,
+        random_seed=seed,
+        classification_head=pairs,
+        masking_probability=masking.probability,
+        masking_max_ngram=masking.max_ngram,
+        masking_do_full_word=masking.whole_words,
         masking_do_permutation=False,
-        masking_use_longer_ngrams=False, masking_use_geometric_distribution=False)
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+    )
     return ours, theirs
 
 
@@ -68,34 +93,71 @@ def differing(ours: dict, theirs: dict) -> list[str]:
 def compare(cases: int) -> int:
     random, samples, wrong = np.random.default_rng(1), 0, 0
     for case in range(cases):
-        vocab_size, seq_length = int(random.integers(120, 2000)), int(random.integers(8, 130))
+        vocab_size, seq_length = (
+            int(random.integers(120, 2000)),
+            int(random.integers(8, 130)),
+        )
         pairs, seed = bool(random.integers(2)), int(random.integers(2**31 - 2))
-        masking = Masking(float(random.choice([0.05, 0.15, 0.4])), int(random.integers(1, 5)),
-                          bool(random.integers(4)))
-        sentences, bounds, sizes = corpus(random, 4, vocab_size, int(random.integers(2, 60)))
-        mapping = build_mapping(bounds, sizes, num_epochs=1, max_num_samples=10**9,
-                                max_seq_length=seq_length - 3,
-                                short_seq_prob=float(random.choice([0.0, 0.1, 0.5])), seed=seed,
-                                min_num_sent=1 + pairs)
-        ours, theirs = both(sentences, mapping, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
-                            masking=masking,
-                            pairs=pairs)
+        masking = Masking(
+            float(random.choice([0.05, 0.15, 0.4])),
+            int(random.integers(1, 5)),
+            bool(random.integers(4)),
+        )
+        sentences, bounds, sizes = corpus(
+            random, 4, vocab_size, int(random.integers(2, 60))
+        )
+        mapping = build_mapping(
+            bounds,
+            sizes,
+            num_epochs=1,
+            max_num_samples=10**9,
+            max_seq_length=seq_length - 3,
+            short_seq_prob=float(random.choice([0.0, 0.1, 0.5])),
+            seed=seed,
+            min_num_sent=1 + pairs,
+        )
+        ours, theirs = both(
+            sentences,
+            mapping,
+            seq_length=seq_length,
+            seed=seed,
+            vocab_size=vocab_size,
+            masking=masking,
+            pairs=pairs,
+        )
         for i in range(len(mapping)):
             samples += 1
             found = differing(ours[i], theirs[i])
             wrong += bool(found)
             if found and wrong < 5:
-                print(f"case {case}, sample {i}, {masking}, pairs {pairs}: {', '.join(found)} differ")
+                print(
+                    f"case {case}, sample {i}, {masking}, pairs {pairs}: {', '.join(found)} differ"
+                )
     print(f"{cases} cases, {samples} samples: {wrong} differ")
     return wrong
 
 
 def measure(seq_length: int, rounds: int, count: int = 200) -> None:
     sentences, bounds, sizes = corpus(np.random.default_rng(2), 20 * count, 30522, 40)
-    mapping = build_mapping(bounds, sizes, num_epochs=1, max_num_samples=10**9, max_seq_length=seq_length - 3,
-                            short_seq_prob=0.1, seed=1, min_num_sent=2)
-    sets = both(sentences, mapping, seq_length=seq_length, seed=1, vocab_size=30522, masking=Masking(),
-                pairs=True)
+    mapping = build_mapping(
+        bounds,
+        sizes,
+        num_epochs=1,
+        max_num_samples=10**9,
+        max_seq_length=seq_length - 3,
+        short_seq_prob=0.1,
+        seed=1,
+        min_num_sent=2,
+    )
+    sets = both(
+        sentences,
+        mapping,
+        seq_length=seq_length,
+        seed=1,
+        vocab_size=30522,
+        masking=Masking(),
+        pairs=True,
+    )
     times = [[], []]
     for _ in range(rounds):
         for dataset, taken in zip(sets, times):
@@ -104,18 +166,33 @@ def measure(seq_length: int, rounds: int, count: int = 200) -> None:
                 dataset[i]
             taken.append((time.perf_counter() - start) / count * 1e3)
     for name, taken in zip(("ours", "megatron-core"), times):
-        print(f"{name:14} {np.median(taken):.3f} ms a sample of {seq_length} "
-              f"({min(taken):.3f}–{max(taken):.3f})")
+        print(
+            f"{name:14} {np.median(taken):.3f} ms a sample of {seq_length} "
+            f"({min(taken):.3f}–{max(taken):.3f})"
+        )
     print(f"ratio of medians {np.median(times[1]) / np.median(times[0]):.1f}")
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
-    parser.add_argument("--cases", type=int, default=1000, help="random corpora to compare (default 1000)")
-    parser.add_argument("--seq-length", type=int, default=512,
-                        help="of the samples that are timed (default 512)")
-    parser.add_argument("--rounds", type=int, default=0,
-                        help="times that both are timed, in turns (default 0)")
+    parser.add_argument(
+        "--cases",
+        type=int,
+        default=1000,
+        help="random corpora to compare (default 1000)",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        default=512,
+        help="of the samples that are timed (default 512)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=0,
+        help="times that both are timed, in turns (default 0)",
+    )
     return parser.parse_args(argv)
 
 

@@ -38,7 +38,7 @@ from megatron_ds.pipeline.stage import Stage
 from megatron_ds.pipeline.timeline import Timeline, as_simulation, write_trace
 from megatron_ds.tensor_parallel.weight_grad import now_or_later
 
-SHAPE = (8, 1, 16)                     # of the hidden states: messages small enough to take no time
+SHAPE = (8, 1, 16)  # of the hidden states: messages small enough to take no time
 
 
 class Sleep(torch.autograd.Function):
@@ -53,7 +53,11 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         time.sleep(ctx.times[1])
-        return dy * 1.0, now_or_later(ctx.weight, lambda: lambda: time.sleep(ctx.times[2]))(), None
+        return (
+            dy * 1.0,
+            now_or_later(ctx.weight, lambda: lambda: time.sleep(ctx.times[2]))(),
+            None,
+        )
 
 
 class SleepingLayer(nn.Module):
@@ -63,7 +67,9 @@ class SleepingLayer(nn.Module):
         self.weight = new_parameter(ParamSpec("weight", (1,), Init("zeros")))
 
     def forward(self, x, batch):
-        return Sleep.apply(torch.zeros(SHAPE) if x is None else x, self.weight, self.times)
+        return Sleep.apply(
+            torch.zeros(SHAPE) if x is None else x, self.weight, self.times
+        )
 
 
 class Loss:
@@ -71,21 +77,51 @@ class Loss:
         self.objective = x.sum()
 
 
-def run_rank(rank: int, args, name: str, ranks: int, chunks: int, store: str, answers) -> None:
+def run_rank(
+    rank: int, args, name: str, ranks: int, chunks: int, store: str, answers
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, ranks), rank=rank,
-                                         world_size=ranks, timeout=timedelta(seconds=60))
-    group = Group("pp", tuple(range(ranks)), rank, connect_torch("pp", [tuple(range(ranks))], rank))
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    group = Group(
+        "pp",
+        tuple(range(ranks)),
+        rank,
+        connect_torch("pp", [tuple(range(ranks))], rank),
+    )
     home, stages = placement(name, ranks, chunks), ranks * chunks
     times = tuple(t / 1000 / chunks for t in args.times)
-    mine = {s: Stage(s, [SleepingLayer(times)], is_first=s == 0, is_last=s == stages - 1, loss=Loss)
-            for s in stages_of(rank, home)}
+    mine = {
+        s: Stage(
+            s,
+            [SleepingLayer(times)],
+            is_first=s == 0,
+            is_last=s == stages - 1,
+            loss=Loss,
+        )
+        for s in stages_of(rank, home)
+    }
     program = lower(SCHEDULES[name](ranks, args.microbatches, chunks), stages)[rank]
-    executor = Executor(program, mine, Channels(group), home.__getitem__, lambda batch: SHAPE, torch.float32,
-                        torch.device("cpu"), {Op.REDUCE: lambda stage: None})
+    executor = Executor(
+        program,
+        mine,
+        Channels(group),
+        home.__getitem__,
+        lambda batch: SHAPE,
+        torch.float32,
+        torch.device("cpu"),
+        {Op.REDUCE: lambda stage: None},
+    )
     tokens = torch.zeros(args.microbatches, SHAPE[0], dtype=torch.int64)
-    batches = Batch(tokens, tokens, tokens.float(), tokens, tuple(range(args.microbatches))).split(1)
+    batches = Batch(
+        tokens, tokens, tokens.float(), tokens, tuple(range(args.microbatches))
+    ).split(1)
     executor.run(batches)  # connections are made at the first message
     rounds = []
     for _ in range(args.rounds):
@@ -104,11 +140,16 @@ def measure(args, name: str, ranks: int, chunks: int) -> list[Simulation]:
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         processes = torch.multiprocessing.spawn(
-            run_rank, (args, name, ranks, chunks, os.path.join(folder, "store"), answers), nprocs=ranks,
-            join=False)
+            run_rank,
+            (args, name, ranks, chunks, os.path.join(folder, "store"), answers),
+            nprocs=ranks,
+            join=False,
+        )
         rounds = dict(answers.get() for _ in range(ranks))
         processes.join()
-    timelines = [{rank: rounds[rank][n] for rank in range(ranks)} for n in range(args.rounds)]
+    timelines = [
+        {rank: rounds[rank][n] for rank in range(ranks)} for n in range(args.rounds)
+    ]
     if args.trace:
         Path(args.trace).mkdir(parents=True, exist_ok=True)
         write_trace(Path(args.trace, f"{name}-{ranks}.json"), timelines[-1])
@@ -117,36 +158,58 @@ def measure(args, name: str, ranks: int, chunks: int) -> list[Simulation]:
 
 def foretell(args, name: str, ranks: int, chunks: int) -> Simulation:
     forward, input_grad, weight_grad = (t / chunks for t in args.times)
-    return simulate(SCHEDULES[name](ranks, args.microbatches, chunks),
-                    StageCosts(forward, input_grad, weight_grad).of)
+    return simulate(
+        SCHEDULES[name](ranks, args.microbatches, chunks),
+        StageCosts(forward, input_grad, weight_grad).of,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved", "zb-h1", "zb-v"])
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "interleaved", "zb-h1", "zb-v"]
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--times", nargs=3, type=float, default=[100, 100, 100], metavar=("F", "I", "W"),
-                        help="milliseconds of a micro-batch on a rank")
+    parser.add_argument(
+        "--times",
+        nargs=3,
+        type=float,
+        default=[100, 100, 100],
+        metavar=("F", "I", "W"),
+        help="milliseconds of a micro-batch on a rank",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=0.02)
-    parser.add_argument("--trace", help="folder for a Chrome trace of the last round of each")
+    parser.add_argument(
+        "--trace", help="folder for a Chrome trace of the last round of each"
+    )
     args = parser.parse_args()
-    print(f"F, I, W = {', '.join(f'{t:g}' for t in args.times)} ms, {args.microbatches} micro-batches, "
-          f"median of {args.rounds} steps (least to most)\n")
-    print("| schedule | ranks | chunks | bubble foretold | bubble measured | step foretold | step measured |")
+    print(
+        f"F, I, W = {', '.join(f'{t:g}' for t in args.times)} ms, {args.microbatches} micro-batches, "
+        f"median of {args.rounds} steps (least to most)\n"
+    )
+    print(
+        "| schedule | ranks | chunks | bubble foretold | bubble measured | step foretold | step measured |"
+    )
     print("|---" * 7 + "|")
     strayed = False
     for name in args.schedules:
         for ranks in args.ranks:
             preferred = (2, 1) if name in ("interleaved", "zb-v") else (1, 2)
             chunks = next(filter(SCHEDULES[name].supports, preferred))
-            plan, real = foretell(args, name, ranks, chunks), measure(args, name, ranks, chunks)
+            plan, real = (
+                foretell(args, name, ranks, chunks),
+                measure(args, name, ranks, chunks),
+            )
             bubbles, spans = [s.bubble for s in real], [s.span for s in real]
             strayed |= abs(statistics.median(bubbles) - plan.bubble) > args.tolerance
-            print(f"| {name} | {ranks} | {chunks} | {plan.bubble:.4f} | {statistics.median(bubbles):.4f} "
-                  f"({min(bubbles):.4f}–{max(bubbles):.4f}) | {plan.span:.0f} ms | "
-                  f"{statistics.median(spans) * 1000:.0f} ms |", flush=True)
+            print(
+                f"| {name} | {ranks} | {chunks} | {plan.bubble:.4f} | {statistics.median(bubbles):.4f} "
+                f"({min(bubbles):.4f}–{max(bubbles):.4f}) | {plan.span:.0f} ms | "
+                f"{statistics.median(spans) * 1000:.0f} ms |",
+                flush=True,
+            )
     return int(strayed)
 
 

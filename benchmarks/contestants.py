@@ -42,8 +42,14 @@ class PlainBlock(nn.Module):
 
     def forward(self, x):
         b, s, h = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)      # [b, n, s, d]
+        q, k, v = (
+            self.qkv(self.ln1(x))
+            .view(b, s, 3, self.heads, h // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # [b, n, s, d]
         x = x + self.proj(attended.transpose(1, 2).reshape(b, s, h))
         return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
 
@@ -53,19 +59,27 @@ class PlainGPT(nn.Module):
 
     def __init__(self, w: Workload):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(w.vocab, w.hidden), nn.Embedding(w.seq, w.hidden)
-        self.blocks = nn.ModuleList(PlainBlock(w.hidden, w.heads) for _ in range(w.layers))
+        self.wte, self.wpe = (
+            nn.Embedding(w.vocab, w.hidden),
+            nn.Embedding(w.seq, w.hidden),
+        )
+        self.blocks = nn.ModuleList(
+            PlainBlock(w.hidden, w.heads) for _ in range(w.layers)
+        )
         self.lnf = nn.LayerNorm(w.hidden)
         values = initial_weights(w)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 key = name.removeprefix("blocks.")
-                key = key[:3] if key[:3] in ("wte", "wpe") else key.replace("weight", "w").replace("bias",
-                                                                                                   "b")
+                key = (
+                    key[:3]
+                    if key[:3] in ("wte", "wpe")
+                    else key.replace("weight", "w").replace("bias", "b")
+                )
                 parameter.copy_(torch.from_numpy(values[key]))
 
     def forward(self, tokens, labels):
-        x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.lnf(x), self.wte.weight)
@@ -73,12 +87,19 @@ class PlainGPT(nn.Module):
 
 
 def adamw_groups(model: nn.Module) -> list[dict]:
-    return [dict(params=[p for p in model.parameters() if p.dim() >= 2], weight_decay=WEIGHT_DECAY),
-            dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
+    return [
+        dict(
+            params=[p for p in model.parameters() if p.dim() >= 2],
+            weight_decay=WEIGHT_DECAY,
+        ),
+        dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0),
+    ]
 
 
 def plain_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(adamw_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+    return torch.optim.AdamW(
+        adamw_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True
+    )
 
 
 class MasterAdamW:
@@ -90,7 +111,9 @@ class MasterAdamW:
         groups = adamw_groups(model)
         for group in groups:
             group["params"] = [self.masters[p] for p in group["params"]]
-        self.adamw = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True
+        )
 
     def clip_and_step(self) -> None:
         masters = list(self.masters.values())
@@ -110,8 +133,14 @@ class MasterAdamW:
                 p.grad.zero_()
 
 
-def plain(w: Workload, rank: int, world: int, dtype: str, compiled: bool = False,
-          mixed: bool = False) -> Step:
+def plain(
+    w: Workload,
+    rank: int,
+    world: int,
+    dtype: str,
+    compiled: bool = False,
+    mixed: bool = False,
+) -> Step:
     """Under DistributedDataParallel when there are several ranks. mixed: bf16 weights with fp32 masters."""
     net = model = PlainGPT(w)
     optimizer = MasterAdamW(model) if mixed else plain_adamw(model)
@@ -124,10 +153,16 @@ def plain(w: Workload, rank: int, world: int, dtype: str, compiled: bool = False
     return plain_step(w, rank, world, net, optimizer, "fp32" if mixed else dtype)
 
 
-def plain_step(w: Workload, rank: int, world: int, net: nn.Module,
-               optimizer: torch.optim.Optimizer | MasterAdamW, dtype: str,
-               microbatch: Callable[[bool], AbstractContextManager] | None = None,
-               keep_gradients: bool | None = None) -> Step:
+def plain_step(
+    w: Workload,
+    rank: int,
+    world: int,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | MasterAdamW,
+    dtype: str,
+    microbatch: Callable[[bool], AbstractContextManager] | None = None,
+    keep_gradients: bool | None = None,
+) -> Step:
     """PyTorch's training loop. bf16 is autocast over fp32 weights.
 
     microbatch      context of the forward and backward of a micro-batch, given whether it is the last;
@@ -137,11 +172,17 @@ def plain_step(w: Workload, rank: int, world: int, net: nn.Module,
     data, share = torch.from_numpy(token_batches(w)), w.global_batch // world
     autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16")
     if microbatch is None:
-        microbatch = lambda is_last: nullcontext() if is_last or world == 1 else net.no_sync()
+        microbatch = lambda is_last: (
+            nullcontext() if is_last or world == 1 else net.no_sync()
+        )
 
     def step(i: int) -> float:
-        total, mine = (torch.zeros(()),
-                       data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch))
+        total, mine = (
+            torch.zeros(()),
+            data[i % NUM_BATCHES][rank * share : (rank + 1) * share].split(
+                w.micro_batch
+            ),
+        )
         for j, rows in enumerate(mine):
             with microbatch(j == len(mine) - 1):
                 with autocast():
@@ -153,7 +194,9 @@ def plain_step(w: Workload, rank: int, world: int, net: nn.Module,
         else:
             torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
             optimizer.step()
-        optimizer.zero_grad(set_to_none=not (world > 1 if keep_gradients is None else keep_gradients))
+        optimizer.zero_grad(
+            set_to_none=not (world > 1 if keep_gradients is None else keep_gradients)
+        )
         if world > 1:
             dist.all_reduce(total)
         return total.item()
@@ -165,17 +208,54 @@ def plain_step(w: Workload, rank: int, world: int, net: nn.Module,
 # package
 def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
     return [
-        "--num-layers", str(w.layers), "--hidden-size", str(w.hidden), "--num-attention-heads", str(w.heads),
-        "--seq-length", str(w.seq), "--max-position-embeddings", str(w.seq), "--vocab-size", str(w.vocab),
-        "--hidden-dropout", "0", "--attention-dropout", "0", "--micro-batch-size", str(w.micro_batch),
-        "--global-batch-size", str(w.global_batch), "--train-iters", "1000", "--lr", str(LEARNING_RATE),
-        "--lr-decay-style", "constant", "--weight-decay", str(WEIGHT_DECAY), "--adam-beta1", str(BETAS[0]),
-        "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS), "--clip-grad", str(CLIP), "--mock-data",
-        "--tokenizer-type", "NullTokenizer", *(["--bf16"] if dtype == "bf16" else []),
-        *(["--position-embedding-type", "rope"] if w.rotary else []), *layout]
+        "--num-layers",
+        str(w.layers),
+        "--hidden-size",
+        str(w.hidden),
+        "--num-attention-heads",
+        str(w.heads),
+        "--seq-length",
+        str(w.seq),
+        "--max-position-embeddings",
+        str(w.seq),
+        "--vocab-size",
+        str(w.vocab),
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--micro-batch-size",
+        str(w.micro_batch),
+        "--global-batch-size",
+        str(w.global_batch),
+        "--train-iters",
+        "1000",
+        "--lr",
+        str(LEARNING_RATE),
+        "--lr-decay-style",
+        "constant",
+        "--weight-decay",
+        str(WEIGHT_DECAY),
+        "--adam-beta1",
+        str(BETAS[0]),
+        "--adam-beta2",
+        str(BETAS[1]),
+        "--adam-eps",
+        str(EPS),
+        "--clip-grad",
+        str(CLIP),
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        *(["--bf16"] if dtype == "bf16" else []),
+        *(["--position-embedding-type", "rope"] if w.rotary else []),
+        *layout,
+    ]
 
 
-def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: ExitStack) -> Step:
+def ours(
+    w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: ExitStack
+) -> Step:
     """`stack` leaves the other ranks when it closes."""
     from megatron_ds.config import parse
     from megatron_ds.data.loading.loader import Loader
@@ -185,16 +265,24 @@ def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: Ex
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
+
     config = parse(our_flags(w, dtype, layout), world_size=world)
-    engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))
+    engine = build_engine(
+        config, stack.enter_context(joined(config, launching.read_launch(os.environ)))
+    )
     _load(engine, initial_weights(w), w)
     loader = Loader(Samples(w), GPTCollator(w.seq), micro_batch_size=w.micro_batch)
 
     def step(i: int) -> float:
         progress = Progress(step=i, samples=i * w.global_batch)
         batch = engine.batches.training(loader, progress, w.global_batch)
-        return train_step(engine, batch, progress, learning_rate=LEARNING_RATE,
-                          weight_decay=WEIGHT_DECAY).loss
+        return train_step(
+            engine,
+            batch,
+            progress,
+            learning_rate=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+        ).loss
 
     return step
 
@@ -214,9 +302,14 @@ class Samples:
         return {"tokens": self.rows[i % len(self.rows)]}
 
 
-SHORT_NAMES = {"input_layernorm": "ln1", "self_attention.linear_qkv": "qkv",
-               "self_attention.linear_proj": "proj",
-               "pre_mlp_layernorm": "ln2", "mlp.linear_fc1": "fc1", "mlp.linear_fc2": "fc2"}
+SHORT_NAMES = {
+    "input_layernorm": "ln1",
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.linear_proj": "proj",
+    "pre_mlp_layernorm": "ln2",
+    "mlp.linear_fc1": "fc1",
+    "mlp.linear_fc2": "fc2",
+}
 
 
 def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.ndarray:
@@ -228,7 +321,7 @@ def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.n
     _, _, layer, rest = name.split(".", 3)
     module, leaf = rest.rsplit(".", 1)
     value = values[f"{layer}.{SHORT_NAMES[module]}.{leaf[0]}"]
-    if SHORT_NAMES[module] == "qkv":       # [q; k; v] → per head [q, k, v]
+    if SHORT_NAMES[module] == "qkv":  # [q; k; v] → per head [q, k, v]
         d = w.hidden // w.heads
         value = np.swapaxes(value.reshape(3, w.heads, d, -1), 0, 1).reshape(value.shape)
     return np.ascontiguousarray(value)
@@ -236,10 +329,13 @@ def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.n
 
 def _load(engine, values: dict[str, np.ndarray], w: Workload) -> None:
     from megatron_ds.checkpoint.pieces import views
+
     for piece in engine.optimizer.pieces():
         if piece.kind == "weight":
             whole = torch.from_numpy(logical_value(piece.spec.name, values, w))
             for view in views(piece, engine.mesh.coordinates):
-                where = tuple(slice(o, o + n) for o, n in zip(view.offset, view.tensor.shape))
+                where = tuple(
+                    slice(o, o + n) for o, n in zip(view.offset, view.tensor.shape)
+                )
                 view.tensor.copy_(whole[where])
     engine.optimizer.after_load()

@@ -55,8 +55,12 @@ from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 HEADS, CHANNELS = 6, 64
 OURS = ("p2p", "all_gather", "a2a", "a2a-zigzag")
 CONTESTANTS = (*OURS, "ring", "zigzag-ring", "deepspeed")
-RIVALS = {"p2p": ("ring", "zigzag-ring"), "a2a": ("deepspeed",), "a2a-zigzag": ("deepspeed",),
-          "all_gather": ("ring",)}
+RIVALS = {
+    "p2p": ("ring", "zigzag-ring"),
+    "a2a": ("deepspeed",),
+    "a2a-zigzag": ("deepspeed",),
+    "all_gather": ("ring",),
+}
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -64,7 +68,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
     """(attention of the rank's tokens [s/c, b, n, d] → [s/c, b, n * d], whether they are zigzag)"""
     zigzag = name in ("p2p", "all_gather", "a2a-zigzag", "zigzag-ring")
-    parts = [SequenceSlice(Part(rank, group.size), zigzag=zigzag) for rank in range(group.size)]
+    parts = [
+        SequenceSlice(Part(rank, group.size), zigzag=zigzag)
+        for rank in range(group.size)
+    ]
     positions = tuple(Runs(part.runs(length)) for part in parts)
     if name in ("p2p", "all_gather"):
         shared = SharedKeys(group, Ring() if name == "p2p" else Gather(), positions)
@@ -79,22 +86,31 @@ def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
 
 def ulysses(group: Group, order: torch.Tensor | None) -> Attend:
     """As `models.context_attention.HeadsAttention`."""
+
     def attend(q, k, v):
-        parts = to_heads((q, spread_groups(k, group.size), spread_groups(v, group.size)), group, order)
+        parts = to_heads(
+            (q, spread_groups(k, group.size), spread_groups(v, group.size)),
+            group,
+            order,
+        )
         return exchanged_attention(*parts, ToTokens(group, order))
+
     return attend
 
 
 def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """torch's, of [s, b, n, d] → the same shape."""
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.permute(2, 0, 1, 3)
 
 
 def deepspeed_layer() -> Attend:
     from deepspeed import comm
     from deepspeed.sequence.layer import DistributedAttention
+
     if not comm.is_initialized():
         comm.init_distributed("gloo", verbose=False)
     layer = DistributedAttention(fused, dist.group.WORLD, scatter_idx=2, gather_idx=0)
@@ -116,14 +132,25 @@ class PlainRing(torch.autograd.Function):
         for step in range(len(where)):
             owner = (rank - step) % len(where)
             keys, values = map(PlainRing.heads, block)
-            part, part_sums = PlainRing.FORWARD(queries, keys, values, 0.0, False,
-                                                attn_mask=PlainRing.mask(where, rank, owner, q.dtype))
+            part, part_sums = PlainRing.FORWARD(
+                queries,
+                keys,
+                values,
+                0.0,
+                False,
+                attn_mask=PlainRing.mask(where, rank, owner, q.dtype),
+            )
             part_sums = part_sums.masked_fill(part_sums > 1e30, -math.inf)
             blind = (where[rank][:, None] < where[owner]).all(1)
             part_sums[:, :, blind] = -math.inf
             total = torch.logaddexp(sums, part_sums)
-            weight = lambda x, total=total: torch.exp(x - total).nan_to_num(0.0)[..., None]
-            out, sums = out * weight(sums) + part.float().nan_to_num(0.0) * weight(part_sums), total
+            weight = lambda x, total=total: torch.exp(x - total).nan_to_num(0.0)[
+                ..., None
+            ]
+            out, sums = (
+                out * weight(sums) + part.float().nan_to_num(0.0) * weight(part_sums),
+                total,
+            )
             if step < len(where) - 1:
                 block = PlainRing.passed_on(block, rank, len(where))
         out = out.to(q.dtype)
@@ -136,12 +163,25 @@ class PlainRing(torch.autograd.Function):
         q, k, v, out, sums = ctx.saved_tensors
         where, rank, size = ctx.where, ctx.rank, len(ctx.where)
         queries, dout = PlainRing.heads(q), PlainRing.heads(dout.reshape(q.shape))
-        block, dblock, dq = torch.stack((k, v)), torch.zeros(2, *k.shape), torch.zeros(queries.shape)
+        block, dblock, dq = (
+            torch.stack((k, v)),
+            torch.zeros(2, *k.shape),
+            torch.zeros(queries.shape),
+        )
         for step in range(size):
             owner = (rank - step) % size
             keys, values = map(PlainRing.heads, block)
-            parts = PlainRing.BACKWARD(dout, queries, keys, values, out, sums, 0.0, False,
-                                       attn_mask=PlainRing.mask(where, rank, owner, q.dtype))
+            parts = PlainRing.BACKWARD(
+                dout,
+                queries,
+                keys,
+                values,
+                out,
+                sums,
+                0.0,
+                False,
+                attn_mask=PlainRing.mask(where, rank, owner, q.dtype),
+            )
             dq += parts[0]
             for total, part in zip(dblock, parts[1:], strict=True):
                 total += part.permute(2, 0, 1, 3)
@@ -163,7 +203,10 @@ class PlainRing(torch.autograd.Function):
     @staticmethod
     def passed_on(block: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         coming = torch.empty_like(block)
-        works = dist.isend(block, (rank + 1) % size), dist.irecv(coming, (rank - 1) % size)
+        works = (
+            dist.isend(block, (rank + 1) % size),
+            dist.irecv(coming, (rank - 1) % size),
+        )
         for work in works:
             work.wait()
         return coming
@@ -172,8 +215,10 @@ class PlainRing(torch.autograd.Function):
 def inputs(length: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v, dout of all tokens, [s, 1, heads, d]."""
     draw = torch.Generator().manual_seed(1)
-    return [torch.randn(length, 1, heads, CHANNELS, generator=draw).to(dtype)
-            for heads in (HEADS, groups, groups, HEADS)]
+    return [
+        torch.randn(length, 1, heads, CHANNELS, generator=draw).to(dtype)
+        for heads in (HEADS, groups, groups, HEADS)
+    ]
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -203,15 +248,29 @@ def run_rank(args: argparse.Namespace) -> None:
                     results[name] = sums_of(where, out, gradients)
         check(results, length, dtype)
         if rank == 0:
-            print(json.dumps({"length": length, "seconds": {n: s[1:] for n, s in seconds.items()}}),
-                  flush=True)
+            print(
+                json.dumps(
+                    {
+                        "length": length,
+                        "seconds": {n: s[1:] for n, s in seconds.items()},
+                    }
+                ),
+                flush=True,
+            )
     dist.destroy_process_group()
 
 
-def sums_of(where: torch.Tensor, out: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+def sums_of(
+    where: torch.Tensor, out: torch.Tensor, gradients: list[torch.Tensor]
+) -> torch.Tensor:
     """Numbers of all tokens that are equal for contestants with the same results."""
     weight = torch.sin(0.001 * where.double() + 1)
-    sums = torch.stack([(t.double().flatten(1).square().sum(1) * weight).sum() for t in (out, *gradients)])
+    sums = torch.stack(
+        [
+            (t.double().flatten(1).square().sum(1) * weight).sum()
+            for t in (out, *gradients)
+        ]
+    )
     dist.all_reduce(sums)
     return sums
 
@@ -219,8 +278,12 @@ def sums_of(where: torch.Tensor, out: torch.Tensor, gradients: list[torch.Tensor
 def check(results: dict[str, torch.Tensor], length: int, dtype: torch.dtype) -> None:
     first, right = next(iter(results.items()))
     for name, sums in results.items():
-        if not torch.allclose(sums, right, rtol=1e-4 if dtype == torch.float32 else 2e-2):
-            raise SystemExit(f"{length} tokens: {name} and {first} differ: {sums.tolist()}, {right.tolist()}")
+        if not torch.allclose(
+            sums, right, rtol=1e-4 if dtype == torch.float32 else 2e-2
+        ):
+            raise SystemExit(
+                f"{length} tokens: {name} and {first} differ: {sums.tolist()}, {right.tolist()}"
+            )
 
 
 def start(args: argparse.Namespace) -> None:
@@ -228,12 +291,25 @@ def start(args: argparse.Namespace) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                        "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, "--rank", *sys.argv[1:]],
-                              env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
-                              stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL) for r in range(2)]
+    env = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--rank", *sys.argv[1:]],
+            env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
+            text=True,
+            stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL,
+        )
+        for r in range(2)
+    ]
     for line in ranks[0].stdout:
         if line.startswith('{"length"'):
             show(json.loads(line), args)
@@ -243,21 +319,36 @@ def start(args: argparse.Namespace) -> None:
 
 def show(record: dict, args: argparse.Namespace) -> None:
     seconds = record["seconds"]
-    print(f"\n{record['length']} tokens, {args.dtype}, {args.groups} key-value heads, {args.rounds} rounds; "
-          f"load {os.getloadavg()[0]:.1f}\n\n| | ms, median (quartiles) | best |\n|---|---|---|")
+    print(
+        f"\n{record['length']} tokens, {args.dtype}, {args.groups} key-value heads, {args.rounds} rounds; "
+        f"load {os.getloadavg()[0]:.1f}\n\n| | ms, median (quartiles) | best |\n|---|---|---|"
+    )
     for name, times in seconds.items():
-        print(f"| {name} | {spread([1e3 * t for t in times], '.1f')} | {1e3 * min(times):.1f} |")
-    print("\n| ours, times as fast as | in adjacent calls, median (quartiles) | best calls |\n|---|---|---|")
+        print(
+            f"| {name} | {spread([1e3 * t for t in times], '.1f')} | {1e3 * min(times):.1f} |"
+        )
+    print(
+        "\n| ours, times as fast as | in adjacent calls, median (quartiles) | best calls |\n|---|---|---|"
+    )
     for name, rivals in RIVALS.items():
         for rival in rivals:
             if name in seconds and rival in seconds:
-                ratios = [b / a for a, b in zip(seconds[name], seconds[rival], strict=True)]
-                print(f"| {name} / {rival} | {spread(ratios, '.2f')} "
-                      f"| {min(seconds[rival]) / min(seconds[name]):.2f} |", flush=True)
+                ratios = [
+                    b / a for a, b in zip(seconds[name], seconds[rival], strict=True)
+                ]
+                print(
+                    f"| {name} / {rival} | {spread(ratios, '.2f')} "
+                    f"| {min(seconds[rival]) / min(seconds[name]):.2f} |",
+                    flush=True,
+                )
 
 
 def spread(values: list[float], form: str) -> str:
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    first, _, third = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if values[1:]
+        else values * 3
+    )
     return f"{statistics.median(values):{form}} ({first:{form}}–{third:{form}})"
 
 
@@ -269,8 +360,16 @@ def show_errors(args: argparse.Namespace) -> None:
         right = in_one_process(*(t.double() for t in low))
         for ranks in (1, 2, 4, 8):
             found = in_one_process(*low) if ranks == 1 else of_ranks(*low, ranks)
-            errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, right, strict=True)]
-            print(f"| {length} | {ranks} |", " | ".join(f"{float(e):.2e}" for e in errors), "|", flush=True)
+            errors = [
+                (a.double() - b).norm() / b.norm()
+                for a, b in zip(found, right, strict=True)
+            ]
+            print(
+                f"| {length} | {ranks} |",
+                " | ".join(f"{float(e):.2e}" for e in errors),
+                "|",
+                flush=True,
+            )
 
 
 def in_one_process(q, k, v, dout) -> list[torch.Tensor]:
@@ -283,7 +382,10 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
     """What a ring of so many zigzag ranks computes, one rank after the other."""
     length, scale, seen = q.shape[0], 1 / math.sqrt(CHANNELS), Seen(CAUSAL)
     parts = [SequenceSlice(Part(rank, ranks)) for rank in range(ranks)]
-    runs, where = [Runs(p.runs(length)) for p in parts], [p.index(length) for p in parts]
+    runs, where = (
+        [Runs(p.runs(length)) for p in parts],
+        [p.index(length) for p in parts],
+    )
     out, dq = torch.empty_like(q), torch.empty_like(q)
     totals = [torch.zeros(2, len(i), *k.shape[1:]) for i in where]
     for rank in range(ranks):
@@ -292,8 +394,14 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
         for owner in order:
             partial.add(k[where[owner]], v[where[owner]], runs[owner])
         result = partial.result()
-        gradients = PartialGradients(q[where[rank]], runs[rank], seen, scale, result,
-                                     dout[where[rank]].flatten(2))
+        gradients = PartialGradients(
+            q[where[rank]],
+            runs[rank],
+            seen,
+            scale,
+            result,
+            dout[where[rank]].flatten(2),
+        )
         for owner in order:
             gradients.add(k[where[owner]], v[where[owner]], runs[owner], totals[owner])
         out[where[rank]] = result[0].view_as(q[where[rank]])
@@ -305,14 +413,21 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
-    parser.add_argument("--groups", type=int, default=HEADS, help="key-value heads; must divide 6")
+    parser.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS
+    )
+    parser.add_argument(
+        "--groups", type=int, default=HEADS, help="key-value heads; must divide 6"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--error", action="store_true", help="errors in bf16 in place of times")
+    parser.add_argument(
+        "--error", action="store_true", help="errors in bf16 in place of times"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:

@@ -43,12 +43,23 @@ from megatron_ds.mpu.group import solo
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 WIDTH, FFN, HEADS, VOCABULARY = 4096, 11008, 32, 32000
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": WIDTH,
-          "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-          "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-          "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
-          "torch_dtype": "bfloat16"}
-BLOCK = 16 << 20        # bytes of one system call of `direct`
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": WIDTH,
+    "intermediate_size": FFN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+BLOCK = 16 << 20  # bytes of one system call of `direct`
 COPIES = ("cp", "direct")
 
 
@@ -75,25 +86,48 @@ def entries(layers: int) -> list[TensorEntry]:
     shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
     for i in range(layers):
         at = f"model.layers.{i}."
-        shapes |= {f"{at}self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"}
-        shapes |= {f"{at}mlp.{name}_proj.weight": (FFN, WIDTH) for name in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj.weight": (WIDTH, FFN), f"{at}input_layernorm.weight": (WIDTH,),
-                   f"{at}post_attention_layernorm.weight": (WIDTH,)}
+        shapes |= {
+            f"{at}self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"
+        }
+        shapes |= {
+            f"{at}mlp.{name}_proj.weight": (FFN, WIDTH) for name in ("gate", "up")
+        }
+        shapes |= {
+            f"{at}mlp.down_proj.weight": (WIDTH, FFN),
+            f"{at}input_layernorm.weight": (WIDTH,),
+            f"{at}post_attention_layernorm.weight": (WIDTH,),
+        }
     shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (VOCABULARY, WIDTH)}
     return [TensorEntry(name, shape, torch.bfloat16) for name, shape in shapes.items()]
 
 
 def make_folder(folder: Path, layers: int, shard_bytes: int) -> None:
     """Random weights: slices of one array of random numbers, each from another place."""
-    pool = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    pool = (
+        torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+        .mul_(0.02)
+        .bfloat16()
+    )
     places = random.Random(0)
 
     def values(entry: TensorEntry) -> torch.Tensor:
         numel = torch.Size(entry.shape).numel()
-        return pool.roll(places.randrange(len(pool))).repeat(-(-numel // len(pool)))[:numel].view(entry.shape)
+        return (
+            pool.roll(places.randrange(len(pool)))
+            .repeat(-(-numel // len(pool)))[:numel]
+            .view(entry.shape)
+        )
 
-    write_folder(folder, entries(layers), lambda ordered: map(values, ordered), solo(), shard_bytes)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    write_folder(
+        folder,
+        entries(layers),
+        lambda ordered: map(values, ordered),
+        solo(),
+        shard_bytes,
+    )
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"num_hidden_layers": layers})
+    )
 
 
 def size_of_files(folder: Path) -> int:
@@ -123,8 +157,14 @@ def run(command: list[str], source: Path, target: Path) -> Result:
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-    return Result(time.perf_counter() - start, size_of_files(source), size_of_files(target),
-                  usage.ru_maxrss << 10, usage.ru_utime + usage.ru_stime, usage.ru_minflt)
+    return Result(
+        time.perf_counter() - start,
+        size_of_files(source),
+        size_of_files(target),
+        usage.ru_maxrss << 10,
+        usage.ru_utime + usage.ru_stime,
+        usage.ru_minflt,
+    )
 
 
 def direct(source: Path, target: Path, written: int) -> Result:
@@ -149,20 +189,45 @@ def direct(source: Path, target: Path, written: int) -> Result:
     os.fsync(fd)
     os.close(fd)
     reader.join()
-    return Result(time.perf_counter() - start, sum(path.stat().st_size for path in paths), written, 0,
-                  time.process_time() - before, 0)
+    return Result(
+        time.perf_counter() - start,
+        sum(path.stat().st_size for path in paths),
+        written,
+        0,
+        time.process_time() - before,
+        0,
+    )
 
 
 def contestants(folder: Path) -> Iterator[tuple[str, Result]]:
     """One round. `source` is in the folder; everything else is removed as soon as it is not needed."""
-    source, copy, ours, back = (folder / name for name in ("source", "copy", "ours", "back"))
+    source, copy, ours, back = (
+        folder / name for name in ("source", "copy", "ours", "back")
+    )
     convert = [sys.executable, str(TOOL)]
     written = 2 * size_of_files(source)
-    steps = {"cp": (["cp", "-r", str(source), str(copy)], source, copy),
-             "to ours": ([*convert, "--load", str(source), "--save", str(ours)], source, ours),
-             "back": ([*convert, "--load", str(ours), "--save", str(back)], ours, back),
-             "rewrite": ([*convert, "--load", str(source), "--to", "huggingface", "--save", str(copy)],
-                         source, copy)}
+    steps = {
+        "cp": (["cp", "-r", str(source), str(copy)], source, copy),
+        "to ours": (
+            [*convert, "--load", str(source), "--save", str(ours)],
+            source,
+            ours,
+        ),
+        "back": ([*convert, "--load", str(ours), "--save", str(back)], ours, back),
+        "rewrite": (
+            [
+                *convert,
+                "--load",
+                str(source),
+                "--to",
+                "huggingface",
+                "--save",
+                str(copy),
+            ],
+            source,
+            copy,
+        ),
+    }
     for name, step in steps.items():
         yield name, run(*step)
         shutil.rmtree(copy, ignore_errors=True)
@@ -176,42 +241,63 @@ def contestants(folder: Path) -> Iterator[tuple[str, Result]]:
 # ------------------------------------------------------------------ output
 def table(results: dict[str, list[Result]]) -> str:
     """Medians of the rounds, with the least and the greatest; the share is of `cp` in the same round."""
-    lines = ["| | s | read + written, GB | MB/s | of cp's | CPU s | memory, MiB |", "|---|" + 6 * "---|"]
+    lines = [
+        "| | s | read + written, GB | MB/s | of cp's | CPU s | memory, MiB |",
+        "|---|" + 6 * "---|",
+    ]
     for name, found in results.items():
         shares = [one.speed / cp.speed for one, cp in zip(found, results["cp"])]
-        middle = lambda values, form: (f"{statistics.median(values):{form}} "
-                                       f"({min(values):{form}}–{max(values):{form}})")
-        lines.append(f"| {name} | {middle([one.seconds for one in found], '.1f')} | "
-                     f"{found[0].read / 1e9:.2f} + {found[0].written / 1e9:.2f} | "
-                     f"{middle([one.speed / 1e6 for one in found], '.0f')} | {middle(shares, '.2f')} | "
-                     f"{middle([one.cpu for one in found], '.1f')} | "
-                     f"{'–' if name in COPIES else max(one.memory for one in found) >> 20} |")
+        middle = lambda values, form: (
+            f"{statistics.median(values):{form}} "
+            f"({min(values):{form}}–{max(values):{form}})"
+        )
+        lines.append(
+            f"| {name} | {middle([one.seconds for one in found], '.1f')} | "
+            f"{found[0].read / 1e9:.2f} + {found[0].written / 1e9:.2f} | "
+            f"{middle([one.speed / 1e6 for one in found], '.0f')} | {middle(shares, '.2f')} | "
+            f"{middle([one.cpu for one in found], '.1f')} | "
+            f"{'–' if name in COPIES else max(one.memory for one in found) >> 20} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()),
-                        help="on the disk to measure; needs five times the size of the model")
-    parser.add_argument("--layers", type=int, default=4, help="32 are those of a 7B model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="on the disk to measure; needs five times the size of the model",
+    )
+    parser.add_argument(
+        "--layers", type=int, default=4, help="32 are those of a 7B model"
+    )
     parser.add_argument("--shard-mb", type=int, default=500, help="size of a file")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="a file for all figures, as JSON lines")
+    parser.add_argument(
+        "--output", type=Path, help="a file for all figures, as JSON lines"
+    )
     args = parser.parse_args()
     results: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         # in a process of its own: the memory of this one counts as that of its children until they begin
-        maker = get_context("spawn").Process(target=make_folder,
-                                             args=(folder / "source", args.layers, args.shard_mb * 10**6))
+        maker = get_context("spawn").Process(
+            target=make_folder,
+            args=(folder / "source", args.layers, args.shard_mb * 10**6),
+        )
         maker.start()
         maker.join()
         for _ in range(args.rounds):
             for name, result in contestants(folder):
                 results.setdefault(name, []).append(result)
-                print(f"{name:8} {result.seconds:6.1f} s {result.speed / 1e6:6.0f} MB/s "
-                      f"{result.cpu:6.1f} CPU s {result.faults:8} faults", flush=True)
+                print(
+                    f"{name:8} {result.seconds:6.1f} s {result.speed / 1e6:6.0f} MB/s "
+                    f"{result.cpu:6.1f} CPU s {result.faults:8} faults",
+                    flush=True,
+                )
                 if args.output:
                     with open(args.output, "a") as file:
                         file.write(json.dumps({"name": name, **vars(result)}) + "\n")

@@ -30,7 +30,7 @@ from megatron_ds.ops.adam import AdamRow
 from megatron_ds.ops.cpu import compiled_adam
 from megatron_ds.ops.elementwise_updates import UpdateRow
 
-DIVISOR = 1.001      # near 1: the same gradient is divided in every round
+DIVISOR = 1.001  # near 1: the same gradient is divided in every round
 LOW_BYTES = {"plain": 0, "whole": 2}
 
 Step = Callable[[], None]
@@ -57,29 +57,45 @@ def parameter(numel: int, large_pages: bool) -> torch.nn.Parameter:
 
 
 def our_adam(p: torch.nn.Parameter, work: str, variant: str = "") -> Step:
-    row = AdamRow(p.detach(), p.grad, *(huge_page_zeros(p.numel()) for _ in range(2)), 1, low_of(p, work))
+    row = AdamRow(
+        p.detach(),
+        p.grad,
+        *(huge_page_zeros(p.numel()) for _ in range(2)),
+        1,
+        low_of(p, work),
+    )
     steps = 0
 
     def step() -> None:
         nonlocal steps
         steps += 1
-        compiled_adam.adamw_([row._replace(step=steps)], grad_scale=scale_of(work), variant=variant, **ADAM)
+        compiled_adam.adamw_(
+            [row._replace(step=steps)],
+            grad_scale=scale_of(work),
+            variant=variant,
+            **ADAM,
+        )
 
     return step
 
 
 def our_lion(p: torch.nn.Parameter, work: str, variant: str = "") -> Step:
-    return one_state("lion", p, work, variant, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    return one_state(
+        "lion", p, work, variant, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1
+    )
 
 
 def our_adagrad(p: torch.nn.Parameter, work: str, variant: str = "") -> Step:
     return one_state("adagrad", p, work, variant, **ADAGRAD)
 
 
-def one_state(rule: str, p: torch.nn.Parameter, work: str, variant: str, **numbers: float) -> Step:
+def one_state(
+    rule: str, p: torch.nn.Parameter, work: str, variant: str, **numbers: float
+) -> Step:
     row = UpdateRow(p.detach(), p.grad, huge_page_zeros(p.numel()), low_of(p, work))
-    return lambda: compiled_adam.with_one_state_(rule, [row], grad_scale=scale_of(work), variant=variant,
-                                                 **numbers)
+    return lambda: compiled_adam.with_one_state_(
+        rule, [row], grad_scale=scale_of(work), variant=variant, **numbers
+    )
 
 
 def low_of(p: torch.nn.Parameter, work: str) -> torch.Tensor | None:
@@ -90,7 +106,9 @@ def scale_of(work: str) -> float:
     return 1 / DIVISOR if work == "whole" else 1.0
 
 
-def in_passes(make: Callable[[list], torch.optim.Optimizer], p: torch.nn.Parameter, work: str) -> Step:
+def in_passes(
+    make: Callable[[list], torch.optim.Optimizer], p: torch.nn.Parameter, work: str
+) -> Step:
     """Unscaling, update and cast one after the other, each by the fastest means of torch."""
     optimizer = make([p])
 
@@ -102,9 +120,10 @@ def in_passes(make: Callable[[list], torch.optim.Optimizer], p: torch.nn.Paramet
     return whole if work == "whole" else optimizer.step
 
 
-def scaled_inside(make: Callable[[list], torch.optim.Optimizer], p: torch.nn.Parameter, work: str) -> Step:
-    """Unscaling inside torch's kernel (its `grad_scale`, which also writes the gradient back), then the cast.
-    """
+def scaled_inside(
+    make: Callable[[list], torch.optim.Optimizer], p: torch.nn.Parameter, work: str
+) -> Step:
+    """Unscaling inside torch's kernel (its `grad_scale`, which also writes the gradient back), then the cast."""
     optimizer = make([p])
 
     def whole():
@@ -117,27 +136,45 @@ def scaled_inside(make: Callable[[list], torch.optim.Optimizer], p: torch.nn.Par
 
 def deepspeed_adam(params: list) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     return DeepSpeedCPUAdam(params, adamw_mode=True, **ADAM)
 
 
 def deepspeed_lion(params: list) -> torch.optim.Optimizer:
     from deepspeed.ops.lion import DeepSpeedCPULion
+
     return DeepSpeedCPULion(params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
 
 
 def deepspeed_adagrad(params: list) -> torch.optim.Optimizer:
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
     return DeepSpeedCPUAdagrad(params, **ADAGRAD)
 
 
 ADAM = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 ADAGRAD = dict(lr=1e-2, eps=1e-10, weight_decay=0.1)
 CONTESTS = {
-    "adam": Contest(28, our_adam, {"torch fused": partial(torch.optim.AdamW, fused=True, **ADAM),
-                                   "deepspeed": deepspeed_adam}, "torch fused"),
+    "adam": Contest(
+        28,
+        our_adam,
+        {
+            "torch fused": partial(torch.optim.AdamW, fused=True, **ADAM),
+            "deepspeed": deepspeed_adam,
+        },
+        "torch fused",
+    ),
     "lion": Contest(20, our_lion, {"deepspeed": deepspeed_lion}, "deepspeed"),
-    "adagrad": Contest(20, our_adagrad, {"torch fused": partial(torch.optim.Adagrad, fused=True, **ADAGRAD),
-                                         "deepspeed": deepspeed_adagrad}, "torch fused")}
+    "adagrad": Contest(
+        20,
+        our_adagrad,
+        {
+            "torch fused": partial(torch.optim.Adagrad, fused=True, **ADAGRAD),
+            "deepspeed": deepspeed_adagrad,
+        },
+        "torch fused",
+    ),
+}
 
 
 def contestants(contest: Contest, variants: list[str]) -> dict[str, tuple[bool, Make]]:
@@ -171,11 +208,20 @@ def copy_step(numel: int) -> Step:
     return lambda: target.copy_(source)
 
 
-def measure(contest: Contest, numel: int, threads: int, work: str, rounds: int, variants: list[str]) -> None:
+def measure(
+    contest: Contest,
+    numel: int,
+    threads: int,
+    work: str,
+    rounds: int,
+    variants: list[str],
+) -> None:
     torch.set_num_threads(threads)
     arrays = {large: parameter(numel, large) for large in (True, False)}
-    steps = {name: make(arrays[large], work)
-             for name, (large, make) in contestants(contest, variants).items()}
+    steps = {
+        name: make(arrays[large], work)
+        for name, (large, make) in contestants(contest, variants).items()
+    }
     steps["copy"] = copy_step(numel)
     times = {name: [] for name in steps}
     for step in steps.values():
@@ -186,21 +232,35 @@ def measure(contest: Contest, numel: int, threads: int, work: str, rounds: int, 
     best = {name: [min(column) for column in zip(*t)] for name, t in times.items()}
     for name, (clock, cpu) in best.items():
         width = 8 if name == "copy" else contest.bytes + LOW_BYTES[work]
-        against = [f"{b / x:.2f}" for b, x in zip(best.get(contest.baseline, (clock, cpu)), (clock, cpu))]
-        print(f"{threads} thread{'s' * (threads > 1)} | {work} | {name:17s} | {clock * 1e3:6.1f} ms, "
-              f"{cpu * 1e3:6.1f} CPU | {numel * width / clock / 1e9:5.1f} GB/s, "
-              f"{numel * width / cpu * threads / 1e9:5.1f} by CPU time"
-              + ("" if name == "copy" else f" | {against[0]}x {contest.baseline}, {against[1]}x by CPU "
-                                           "time"), flush=True)
+        against = [
+            f"{b / x:.2f}"
+            for b, x in zip(best.get(contest.baseline, (clock, cpu)), (clock, cpu))
+        ]
+        print(
+            f"{threads} thread{'s' * (threads > 1)} | {work} | {name:17s} | {clock * 1e3:6.1f} ms, "
+            f"{cpu * 1e3:6.1f} CPU | {numel * width / clock / 1e9:5.1f} GB/s, "
+            f"{numel * width / cpu * threads / 1e9:5.1f} by CPU time"
+            + (
+                ""
+                if name == "copy"
+                else f" | {against[0]}x {contest.baseline}, {against[1]}x by CPU time"
+            ),
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizers", nargs="+", choices=list(CONTESTS), default=list(CONTESTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(CONTESTS), default=list(CONTESTS)
+    )
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--work", nargs="+", choices=list(LOW_BYTES), default=list(LOW_BYTES))
+    parser.add_argument(
+        "--work", nargs="+", choices=list(LOW_BYTES), default=list(LOW_BYTES)
+    )
     parser.add_argument("--rounds", type=int, default=11)
     variants = compiled_adam.variants()
     parser.add_argument("--variants", nargs="+", choices=variants, default=variants[:1])
@@ -209,8 +269,14 @@ def main() -> None:
         print(f"{name}:")
         for threads in arguments.threads:
             for work in arguments.work:
-                measure(CONTESTS[name], int(arguments.parameters), threads, work, arguments.rounds,
-                        arguments.variants)
+                measure(
+                    CONTESTS[name],
+                    int(arguments.parameters),
+                    threads,
+                    work,
+                    arguments.rounds,
+                    arguments.variants,
+                )
 
 
 if __name__ == "__main__":

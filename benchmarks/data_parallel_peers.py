@@ -16,16 +16,31 @@ import torch
 import torch.distributed as dist
 from contestants import PlainGPT, Step, adamw_groups, plain_adamw, plain_step
 from torch import nn
-from workloads import BETAS, CLIP, EPS, LEARNING_RATE, NUM_BATCHES, Workload, token_batches
+from workloads import (
+    BETAS,
+    CLIP,
+    EPS,
+    LEARNING_RATE,
+    NUM_BATCHES,
+    Workload,
+    token_batches,
+)
 
 
 def ddp_zero(w: Workload, rank: int, world: int, dtype: str) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = PlainGPT(w)
     net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(adamw_groups(model), torch.optim.AdamW,
-                                        parameters_as_bucket_view=True,
-                                        lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        adamw_groups(model),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPS,
+        fused=True,
+    )
     return plain_step(w, rank, world, net, optimizer, dtype)
 
 
@@ -36,9 +51,15 @@ def fsdp2(w: Workload, rank: int, world: int, dtype: str, stage: int) -> Step:
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16,
-                                  reduce_dtype=torch.float32) if dtype == "bf16" else None
-    options = dict(mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=stage == 3)
+
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if dtype == "bf16"
+        else None
+    )
+    options = dict(
+        mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=stage == 3
+    )
     if policy is not None:
         options["mp_policy"] = policy
     net = PlainGPT(w)
@@ -62,23 +83,36 @@ def fsdp2(w: Workload, rank: int, world: int, dtype: str, stage: int) -> Step:
         yield
 
     # the policy casts
-    return plain_step(w, rank, world, net, optimizer, "fp32", microbatch, keep_gradients=False)
+    return plain_step(
+        w, rank, world, net, optimizer, "fp32", microbatch, keep_gradients=False
+    )
 
 
-def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: bool) -> Step:
+def zero(
+    w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: bool
+) -> Step:
     """DeepSpeed. bf16: weights, gradients and activations of 16 bits, fp32 masters."""
     import deepspeed
+
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))          # it sets its own
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it sets its own
     share = w.global_batch // world
     model = PlainGPT(w)
     numel = sum(p.numel() for p in model.parameters())
     config = {
         "train_micro_batch_size_per_gpu": w.micro_batch,
         "gradient_accumulation_steps": share // w.micro_batch,
-        "gradient_clipping": CLIP, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel,
-                              "overlap_comm": False, "contiguous_gradients": True}}
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": numel,
+            "allgather_bucket_size": numel,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+        },
+    }
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
         model = model.to(torch.bfloat16)
@@ -87,8 +121,12 @@ def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: b
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        total, mine = (torch.zeros(()),
-                       data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch))
+        total, mine = (
+            torch.zeros(()),
+            data[i % NUM_BATCHES][rank * share : (rank + 1) * share].split(
+                w.micro_batch
+            ),
+        )
         for rows in mine:
             loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
             engine.backward(loss)
@@ -104,4 +142,7 @@ def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: b
 def _cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
     """It compiles itself at the first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    return DeepSpeedCPUAdam(adamw_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, adamw_mode=True)
+
+    return DeepSpeedCPUAdam(
+        adamw_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, adamw_mode=True
+    )

@@ -21,18 +21,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-               "GLOO_SOCKET_IFNAME": "lo",
-               "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
-from tests.harness.deepspeed_scripts import GOLDEN, RANKS, all_cases, differences, run_case  # noqa: E402
+from tests.harness.deepspeed_scripts import (  # noqa: E402
+    GOLDEN,
+    RANKS,
+    all_cases,
+    differences,
+    run_case,
+)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write DeepSpeed's numbers into the golden file")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write DeepSpeed's numbers into the golden file",
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--package", help=argparse.SUPPRESS)        # of a rank
+    parser.add_argument("--package", help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.package:
@@ -41,7 +55,9 @@ def main():
     if args.write:
         write(theirs)
     ours = run_job("megatron_ds", args.only)
-    found = [line for name in theirs for line in differences(name, ours[name], theirs[name])]
+    found = [
+        line for name in theirs for line in differences(name, ours[name], theirs[name])
+    ]
     print("\n".join(found) or f"{len(theirs)} cases are equal")
     return 1 if found else 0
 
@@ -49,11 +65,30 @@ def main():
 def run_job(package: str, only: str) -> dict:
     """Name of a case → its records."""
     with tempfile.TemporaryDirectory() as folder:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS),
-                   "LOCAL_WORLD_SIZE": str(RANKS)}
-        command = [sys.executable, __file__, "--package", package, "--folder", folder, "--only", only]
-        ranks = [subprocess.Popen(command, env=os.environ | address | {"RANK": str(r), "LOCAL_RANK": str(r)},
-                                  stdout=sys.stderr) for r in range(RANKS)]
+        address = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+        }
+        command = [
+            sys.executable,
+            __file__,
+            "--package",
+            package,
+            "--folder",
+            folder,
+            "--only",
+            only,
+        ]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=os.environ | address | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=sys.stderr,
+            )
+            for r in range(RANKS)
+        ]
         codes = [rank.wait() for rank in ranks]
         if any(codes):
             sys.exit(f"{package}: exit codes {codes}")
@@ -70,6 +105,7 @@ def run_rank(package: str, folder: str, only: str) -> int:
         if os.environ["RANK"] == "0":
             (Path(folder) / "records.json").write_text(json.dumps(records))
     import torch.distributed as dist
+
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -77,10 +113,15 @@ def run_rank(package: str, folder: str, only: str) -> int:
 
 def write(records: dict) -> None:
     kept = json.loads(GOLDEN.read_text())["cases"] if GOLDEN.exists() else {}
-    about = {"command": "python benchmarks/equal_to_deepspeed.py --write",
-             "versions": {name: version(name) for name in ("deepspeed", "torch", "transformers")} |
-             {"python": platform.python_version()},
-             "ranks": RANKS, "cases": {name: records.get(name, kept.get(name)) for name in all_cases()}}
+    about = {
+        "command": "python benchmarks/equal_to_deepspeed.py --write",
+        "versions": {
+            name: version(name) for name in ("deepspeed", "torch", "transformers")
+        }
+        | {"python": platform.python_version()},
+        "ranks": RANKS,
+        "cases": {name: records.get(name, kept.get(name)) for name in all_cases()},
+    }
     GOLDEN.write_text(json.dumps(about, indent=1) + "\n")
 
 

@@ -23,8 +23,9 @@ WAYS = ("kept", "returned")
 
 def main() -> None:
     """Prints a line for each way."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
@@ -35,16 +36,20 @@ def main() -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     running = {way: subprocess.Popen([*command, way], **pipes) for way in WAYS}
     steps: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    for turn in range(args.rounds + 1):                                 # the first one allocates
+    for turn in range(args.rounds + 1):  # the first one allocates
         for way in WAYS if turn % 2 else reversed(WAYS):
             running[way].stdin.write("\n")
             running[way].stdin.flush()
-            steps[way].append([float(word) for word in running[way].stdout.readline().split()])
+            steps[way].append(
+                [float(word) for word in running[way].stdout.readline().split()]
+            )
     for way in WAYS:
         running[way].communicate()
         cpu, clock, kernel, _ = (min(column[1:]) for column in zip(*steps[way]))
-        print(f"{way:10} {cpu:8.2f} s of a core {clock:8.2f} s {kernel:8.2f} s in the kernel "
-              f"{steps[way][-1][3]:8.0f} MiB")
+        print(
+            f"{way:10} {cpu:8.2f} s of a core {clock:8.2f} s {kernel:8.2f} s in the kernel "
+            f"{steps[way][-1][3]:8.0f} MiB"
+        )
 
 
 def train(args: argparse.Namespace) -> None:
@@ -54,8 +59,11 @@ def train(args: argparse.Namespace) -> None:
     from workloads import WORKLOADS
 
     from megatron_ds.training import distributed
+
     distributed.is_memory_scarce = lambda config: args.way == "returned"
-    w = replace(WORKLOADS["L8K"], layers=2, hidden=512, heads=8, vocab=15000, seq=args.length)
+    w = replace(
+        WORKLOADS["L8K"], layers=2, hidden=512, heads=8, vocab=15000, seq=args.length
+    )
     with ExitStack() as stack:
         level = peak_memory.resident_mib()
         step = contestants.ours(w, 1, "fp32", (), stack)
@@ -64,8 +72,13 @@ def train(args: argparse.Namespace) -> None:
             before, start = os.times(), time.perf_counter()
             step(i)
             now = os.times()
-            print(now.user + now.system - before.user - before.system, time.perf_counter() - start,
-                  now.system - before.system, peak_memory.peak_mib() - level, flush=True)
+            print(
+                now.user + now.system - before.user - before.system,
+                time.perf_counter() - start,
+                now.system - before.system,
+                peak_memory.peak_mib() - level,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -31,11 +31,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["S", "M"])
     parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate in a turn")
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="tokens to generate in a turn"
+    )
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
     set_allocator(keep_freed=True)
@@ -52,32 +55,52 @@ def measure(workload: Workload, args: argparse.Namespace) -> None:
         for name, model in models.items():
             speeds[name].append(tokens_per_second(model, workload, args))
     for name in DTYPES:
-        speeds[name].pop(0)             # memory is allocated, kernels are made
-        median, low, high = statistics.median(speeds[name]), min(speeds[name]), max(speeds[name])
+        speeds[name].pop(0)  # memory is allocated, kernels are made
+        median, low, high = (
+            statistics.median(speeds[name]),
+            min(speeds[name]),
+            max(speeds[name]),
+        )
         print(f"{workload.name} {name}: {median:.0f} tokens/s ({low:.0f}–{high:.0f})")
     ratios = [bf16 / fp32 for fp32, bf16 in zip(*speeds.values(), strict=True)]
-    print(f"{workload.name} bf16 / fp32: {statistics.median(ratios):.2f} "
-          f"({min(ratios):.2f}–{max(ratios):.2f})")
+    print(
+        f"{workload.name} bf16 / fp32: {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f}–{max(ratios):.2f})"
+    )
 
 
 def model_of(workload: Workload, dtype: torch.dtype) -> torch.nn.ModuleList:
     """A whole GPT of that size."""
     w = workload
-    flags = (f"--num-layers {w.layers} --hidden-size {w.hidden} --num-attention-heads {w.heads} "
-             f"--seq-length {w.seq} --max-position-embeddings {w.seq} --vocab-size {w.vocab} "
-             "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data")
+    flags = (
+        f"--num-layers {w.layers} --hidden-size {w.hidden} --num-attention-heads {w.heads} "
+        f"--seq-length {w.seq} --max-position-embeddings {w.seq} --vocab-size {w.vocab} "
+        "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+    )
     config = parse(flags.split())
     mesh = Mesh(Grid(), 0, lambda *_: None, torch.device("cpu"))
-    ctx = ParallelContext(mesh, precision=Precision(dtype), device=mesh.device, seed=config.train.seed)
+    ctx = ParallelContext(
+        mesh, precision=Precision(dtype), device=mesh.device, seed=config.train.seed
+    )
     return build_stage(MODELS[config.model.model](config.model, ctx))
 
 
-def tokens_per_second(model: torch.nn.ModuleList, workload: Workload, args: argparse.Namespace) -> float:
+def tokens_per_second(
+    model: torch.nn.ModuleList, workload: Workload, args: argparse.Namespace
+) -> float:
     """Of one turn, the prompt included."""
     ending = Ending(args.tokens)
     start = time.perf_counter()
-    made = [*generate(model, [*range(1, args.prompt + 1)], ending=ending, sampling=Sampling(0.0), tp=solo(),
-                      vocab_size=workload.vocab)]
+    made = [
+        *generate(
+            model,
+            [*range(1, args.prompt + 1)],
+            ending=ending,
+            sampling=Sampling(0.0),
+            tp=solo(),
+            vocab_size=workload.vocab,
+        )
+    ]
     return len(made) / (time.perf_counter() - start)
 
 

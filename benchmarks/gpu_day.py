@@ -25,7 +25,7 @@ from typing import IO
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 30                      # of the output of a part that are kept
+LINES = 30  # of the output of a part that are kept
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,53 @@ class Part:
 
 
 PARTS = (
-    Part("tests", "PYTHON -m pytest -q -p no:cacheprovider tests/gpu tests/kernels", 150),
-    Part("memcheck", "compute-sanitizer --tool memcheck --error-exitcode 9 PYTHON benchmarks/kernels.py "
-                     "--rehearse --no-compile", 45, tool="compute-sanitizer"),
-    Part("racecheck", "compute-sanitizer --tool racecheck --error-exitcode 9 PYTHON benchmarks/kernels.py "
-                      "--rehearse --no-compile", 45, tool="compute-sanitizer"),
+    Part(
+        "tests", "PYTHON -m pytest -q -p no:cacheprovider tests/gpu tests/kernels", 150
+    ),
+    Part(
+        "memcheck",
+        "compute-sanitizer --tool memcheck --error-exitcode 9 PYTHON benchmarks/kernels.py "
+        "--rehearse --no-compile",
+        45,
+        tool="compute-sanitizer",
+    ),
+    Part(
+        "racecheck",
+        "compute-sanitizer --tool racecheck --error-exitcode 9 PYTHON benchmarks/kernels.py "
+        "--rehearse --no-compile",
+        45,
+        tool="compute-sanitizer",
+    ),
     Part("training", "PYTHON benchmarks/gpu_train.py --json FILE", 150, figures=True),
-    Part("training-torch-kernels", "PYTHON benchmarks/gpu_train.py --only gpt-1.3b --steps 8 --json FILE -- "
-                                   "--kernels torch", 50, figures=True),
-    Part("kernels", "PYTHON benchmarks/kernels.py --budget 120 --json FILE", 150, figures=True))
+    Part(
+        "training-torch-kernels",
+        "PYTHON benchmarks/gpu_train.py --only gpt-1.3b --steps 8 --json FILE -- "
+        "--kernels torch",
+        50,
+        figures=True,
+    ),
+    Part(
+        "kernels",
+        "PYTHON benchmarks/kernels.py --budget 120 --json FILE",
+        150,
+        figures=True,
+    ),
+)
 REHEARSED = (
     Part("tests", "PYTHON -m pytest -q -p no:cacheprovider tests/gpu", 120),
-    Part("training", "PYTHON benchmarks/gpu_train.py --rehearse --steps 2 --json FILE", 120, figures=True),
-    Part("kernels", "PYTHON benchmarks/kernels.py --rehearse --no-compile --budget 100 --json FILE",
-         120, figures=True))
+    Part(
+        "training",
+        "PYTHON benchmarks/gpu_train.py --rehearse --steps 2 --json FILE",
+        120,
+        figures=True,
+    ),
+    Part(
+        "kernels",
+        "PYTHON benchmarks/kernels.py --rehearse --no-compile --budget 100 --json FILE",
+        120,
+        figures=True,
+    ),
+)
 
 
 def run(part: Part, folder: Path) -> dict:
@@ -61,14 +94,20 @@ def run(part: Part, folder: Path) -> dict:
     if part.tool and not shutil.which(part.tool):
         return {"skipped": f"{part.tool} is not installed"}
     file = folder / f"{part.name}.json"
-    words = [sys.executable if word == "PYTHON" else str(file) if word == "FILE" else word
-             for word in part.command.split()]
+    words = [
+        sys.executable if word == "PYTHON" else str(file) if word == "FILE" else word
+        for word in part.command.split()
+    ]
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
         code = exit_code(words, part.seconds, output)
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
-    entry = {"code": code, "seconds": round(time.monotonic() - start, 1), "output": lines[-LINES:]}
+    entry = {
+        "code": code,
+        "seconds": round(time.monotonic() - start, 1),
+        "output": lines[-LINES:],
+    }
     if part.figures and file.exists():
         entry["figures"] = json.loads(file.read_text())
     return entry
@@ -77,13 +116,14 @@ def run(part: Part, folder: Path) -> dict:
 def exit_code(words: list[str], seconds: int, output: IO[bytes]) -> int | str:
     """Run a command with all that it starts, for at most so long. Its output goes to a file: a pipe would be
     waited for until the compilers that torch.compile has started close it, too."""
-    process = subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return f"stopped after {seconds} s"
-    finally:                                                    # also after Ctrl-C
+    finally:  # also after Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -94,9 +134,14 @@ def machine() -> dict:
     found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": "CPU"}
     if torch.cuda.is_available():
         of = torch.cuda.get_device_properties(0)
-        found |= {"device": of.name, "memory_gib": of.total_memory / 2**30,
-                  "processors": of.multi_processor_count}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        found |= {
+            "device": of.name,
+            "memory_gib": of.total_memory / 2**30,
+            "processors": of.multi_processor_count,
+        }
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     return found | {"commit": commit.stdout.strip()}
 
 
@@ -105,10 +150,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "gpu-results.json")
     parser.add_argument("--only", nargs="*", default=[], help="names of parts")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, any machine")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny sizes, any machine"
+    )
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():
-        raise SystemExit("no GPU: torch.cuda.is_available() is False. --rehearse runs tiny sizes on the CPU.")
+        raise SystemExit(
+            "no GPU: torch.cuda.is_available() is False. --rehearse runs tiny sizes on the CPU."
+        )
     results = {"machine": machine(), "parts": {}}
     with tempfile.TemporaryDirectory() as folder:
         for part in REHEARSED if args.rehearse else PARTS:
@@ -116,9 +165,15 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             results["parts"][part.name] = entry = run(part, Path(folder))
             args.output.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{part.name}: {entry.get('skipped') or entry['code']}, {entry.get('seconds', 0)} s",
-                  flush=True)
-            print(*(f"    {line}" for line in entry.get("output", [])[-8:]), sep="\n", flush=True)
+            print(
+                f"{part.name}: {entry.get('skipped') or entry['code']}, {entry.get('seconds', 0)} s",
+                flush=True,
+            )
+            print(
+                *(f"    {line}" for line in entry.get("output", [])[-8:]),
+                sep="\n",
+                flush=True,
+            )
     print(f"results: {args.output}")
     return int(any(entry.get("code", 0) != 0 for entry in results["parts"].values()))
 

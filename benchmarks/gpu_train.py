@@ -35,28 +35,43 @@ from megatron_ds.training.prepared_kernels import prepare_kernels
 from megatron_ds.training.step import train_step
 from tools.layout_comparison import open_loader, random_samples
 
-GPT = ("--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
-       "--vocab-size 50304 --micro-batch-size 8 --global-batch-size 8 --bf16 --hidden-dropout 0 "
-       "--attention-dropout 0")
-LLAMA = ("--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
-         "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-         "--untie-embeddings-and-output-weights --vocab-size 32000 --micro-batch-size 2 "
-         "--global-batch-size 2 --bf16 --hidden-dropout 0 --attention-dropout 0")
-SMALL = ("--hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 131 --micro-batch-size 2 "
-         "--global-batch-size 2 --max-position-embeddings 32 --bf16 --hidden-dropout 0 --attention-dropout 0")
+GPT = (
+    "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--vocab-size 50304 --micro-batch-size 8 --global-batch-size 8 --bf16 --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
+LLAMA = (
+    "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --vocab-size 32000 --micro-batch-size 2 "
+    "--global-batch-size 2 --bf16 --hidden-dropout 0 --attention-dropout 0"
+)
+SMALL = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 131 --micro-batch-size 2 "
+    "--global-batch-size 2 --max-position-embeddings 32 --bf16 --hidden-dropout 0 --attention-dropout 0"
+)
 # Name → flags, numbers of layers to try.
-MODELS = {"gpt-1.3b": (GPT, (24,)),
-          "gpt-1.3b-dropout": (GPT.replace("dropout 0", "dropout 0.1").replace("size 8", "size 4"), (24,)),
-          "llama-7b-shape": (LLAMA, (32, 24, 16, 8, 4))}
+MODELS = {
+    "gpt-1.3b": (GPT, (24,)),
+    "gpt-1.3b-dropout": (
+        GPT.replace("dropout 0", "dropout 0.1").replace("size 8", "size 4"),
+        (24,),
+    ),
+    "llama-7b-shape": (LLAMA, (32, 24, 16, 8, 4)),
+}
 ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu"
-REHEARSED = {"gpt-tiny": (SMALL, (2,)),
-             "llama-tiny": (f"{SMALL} {ROPE}", (2,))}
+REHEARSED = {"gpt-tiny": (SMALL, (2,)), "llama-tiny": (f"{SMALL} {ROPE}", (2,))}
 COMMON = "--mock-data --lr 1e-4 --train-iters 1000 --lr-warmup-iters 10 --num-workers 1 --eval-iters 0"
-FILLED = 0.94            # of the free memory that a plan may need
+FILLED = 0.94  # of the free memory that a plan may need
 
 
-def fitting(name: str, flags: str, layers: tuple[int, ...], device: torch.device,
-            more: list[str]) -> tuple[RunConfig, int, int]:
+def fitting(
+    name: str,
+    flags: str,
+    layers: tuple[int, ...],
+    device: torch.device,
+    more: list[str],
+) -> tuple[RunConfig, int, int]:
     """(the configuration with most layers whose plan fits, the planned bytes, the layers)."""
     free = free_memory(device)
     for count in layers:
@@ -65,11 +80,15 @@ def fitting(name: str, flags: str, layers: tuple[int, ...], device: torch.device
         planned = plan_world(config, device=device.type).worst.peak
         if planned <= free * FILLED:
             return config, planned, count
-    raise MemoryError(f"{name}: {layers[-1]} layers need {planned / 2**30:.1f} GiB by plan, and "
-                      f"{free / 2**30:.1f} are free")
+    raise MemoryError(
+        f"{name}: {layers[-1]} layers need {planned / 2**30:.1f} GiB by plan, and "
+        f"{free / 2**30:.1f} are free"
+    )
 
 
-def measure(name: str, flags: str, layers: tuple[int, ...], args: argparse.Namespace) -> dict:
+def measure(
+    name: str, flags: str, layers: tuple[int, ...], args: argparse.Namespace
+) -> dict:
     """Train and measure one model."""
     device = torch.device(args.device)
     config, planned, count = fitting(name, flags, layers, device, args.more)
@@ -88,25 +107,36 @@ def measure(name: str, flags: str, layers: tuple[int, ...], args: argparse.Names
             if gpu:
                 torch.cuda.synchronize(device)
             start = time.perf_counter()
-            outcome = train_step(engine, batch, progress, learning_rate=1e-4, weight_decay=0.1)
+            outcome = train_step(
+                engine, batch, progress, learning_rate=1e-4, weight_decay=0.1
+            )
             launched.append(time.perf_counter() - start)
             if gpu:
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
             progress = progress.after(size, size * length, skipped=outcome.skipped)
             losses.append(outcome.loss)
-    measured = statistics.median(seconds[len(seconds) // 3:])
+    measured = statistics.median(seconds[len(seconds) // 3 :])
     flops = model_flops(config.model, size, length, config.padded_vocab_size) / measured
     parameters = sum(p.numel() for p in engine.parameters)
     result = {
-        "model": name, "layers": count, "kernels": prepared, "parameters": parameters, "step_s": measured,
+        "model": name,
+        "layers": count,
+        "kernels": prepared,
+        "parameters": parameters,
+        "step_s": measured,
         "first_step_s": seconds[0],
-        "launched_s": statistics.median(launched[len(launched) // 3:]),
-        "tokens_per_s": size * length / measured, "tflops": flops / 1e12,
-        "mfu": utilization(flops, peak_flops(device, torch.bfloat16)), "losses": [losses[0], losses[-1]],
+        "launched_s": statistics.median(launched[len(launched) // 3 :]),
+        "tokens_per_s": size * length / measured,
+        "tflops": flops / 1e12,
+        "mfu": utilization(flops, peak_flops(device, torch.bfloat16)),
+        "losses": [losses[0], losses[-1]],
         "planned_gib": planned / 2**30,
-        "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30 if gpu else None,
-        "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if gpu else None}
+        "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30
+        if gpu
+        else None,
+        "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if gpu else None,
+    }
     del engine
     if gpu:
         torch.cuda.empty_cache()
@@ -116,11 +146,18 @@ def measure(name: str, flags: str, layers: tuple[int, ...], args: argparse.Names
 def text_of(result: dict) -> str:
     """A line for the terminal."""
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
-    memory = "" if result["allocated_gib"] is None else (
-        f" against {result['allocated_gib']:.1f} allocated, {result['reserved_gib']:.1f} reserved")
-    return (f"{result['model']} of {result['layers']} layers, {result['parameters'] / 1e9:.2f} B parameters: "
-            f"{result['step_s'] * 1e3:.1f} ms a step, {result['tokens_per_s']:,.0f} tokens/s, "
-            f"{result['tflops']:.1f} TFLOP/s{mfu}; plan {result['planned_gib']:.2f} GiB{memory}")
+    memory = (
+        ""
+        if result["allocated_gib"] is None
+        else (
+            f" against {result['allocated_gib']:.1f} allocated, {result['reserved_gib']:.1f} reserved"
+        )
+    )
+    return (
+        f"{result['model']} of {result['layers']} layers, {result['parameters'] / 1e9:.2f} B parameters: "
+        f"{result['step_s'] * 1e3:.1f} ms a step, {result['tokens_per_s']:,.0f} tokens/s, "
+        f"{result['tflops']:.1f} TFLOP/s{mfu}; plan {result['planned_gib']:.2f} GiB{memory}"
+    )
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -128,20 +165,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda:0" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", default=[], help="names of models")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models: does everything run?")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny models: does everything run?"
+    )
     parser.add_argument("--json", type=Path, help="write the results to a file")
     args = parser.parse_args(argv[:cut])
-    args.more = argv[cut + 1:]
+    args.more = argv[cut + 1 :]
     return args
 
 
 if __name__ == "__main__":
     options = parse_arguments()
     found = []
-    for model, (its_flags, its_layers) in (REHEARSED if options.rehearse else MODELS).items():
+    for model, (its_flags, its_layers) in (
+        REHEARSED if options.rehearse else MODELS
+    ).items():
         if options.only and model not in options.only:
             continue
         try:

@@ -32,8 +32,12 @@ def sample_index(items, seq_length):
     lengths = np.maximum(1, lengths * (500 / lengths.mean())).astype(np.int32)
     order = rng.permutation(len(lengths)).astype(np.int32)
     tokens = int(lengths.sum(dtype=np.int64))
-    return (lambda peer: peer.build_sample_idx_int32(lengths, order, seq_length, 1, tokens, True, 1),
-            lambda: index_maps.build_sample_index(lengths, order, seq_length, tokens))
+    return (
+        lambda peer: peer.build_sample_idx_int32(
+            lengths, order, seq_length, 1, tokens, True, 1
+        ),
+        lambda: index_maps.build_sample_index(lengths, order, seq_length, tokens),
+    )
 
 
 def document_shuffle(items):
@@ -46,6 +50,7 @@ def document_shuffle(items):
         array = np.arange(items, dtype=np.int32)
         np.random.RandomState(1234).shuffle(array)
         return array
+
     return numpys, ours
 
 
@@ -57,16 +62,22 @@ def weighted(size, count):
         which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
         peer.build_blending_indices(which, sample, shares, count, size, False)
         return which, sample
+
     return theirs, lambda: blend.build_blend_index(shares, size)
 
 
 def exhaustive(size, count):
-    sizes = np.random.default_rng(1).multinomial(size, np.full(count, 1 / count)).astype(np.int64)
+    sizes = (
+        np.random.default_rng(1)
+        .multinomial(size, np.full(count, 1 / count))
+        .astype(np.int64)
+    )
 
     def theirs(peer):
         which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
         peer.build_exhaustive_blending_indices(which, sample, sizes, count)
         return which, sample
+
     return theirs, lambda: blend.build_exhaustive_index(sizes)
 
 
@@ -74,10 +85,21 @@ def sentences(items, longest):
     rng = np.random.default_rng(2)
     bounds = np.r_[0, np.cumsum(rng.integers(2, 30, items * 645 // 10_000))]
     sizes = np.maximum(2, rng.lognormal(3.0, 0.6, int(bounds[-1]))).astype(np.int32)
-    return (lambda peer: peer.build_mapping(bounds, sizes, 1, 2**62, longest, 0.1, 1234, False, 2),
-            lambda: bert_maps.build_mapping(bounds, sizes, num_epochs=1, max_num_samples=2**62,
-                                            max_seq_length=longest,
-                                            short_seq_prob=0.1, seed=1234, min_num_sent=2))
+    return (
+        lambda peer: peer.build_mapping(
+            bounds, sizes, 1, 2**62, longest, 0.1, 1234, False, 2
+        ),
+        lambda: bert_maps.build_mapping(
+            bounds,
+            sizes,
+            num_epochs=1,
+            max_num_samples=2**62,
+            max_seq_length=longest,
+            short_seq_prob=0.1,
+            seed=1234,
+            min_num_sent=2,
+        ),
+    )
 
 
 # name: (maker of both contestants, its arguments besides the number of items, rounds)
@@ -97,15 +119,22 @@ CASES = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--memory-of", help="one contestant: what a child process measures")
+    parser.add_argument(
+        "--memory-of", help="one contestant: what a child process measures"
+    )
     options = parser.parse_args()
     import megatron.core.datasets.helpers_cpp as peer
+
     assert index_maps.extension(), "our builder is not compiled"
     if options.memory_of:
         make, details, _ = CASES[options.only]
         run(make(ITEMS // 1000, *details), options.memory_of, peer)
-        return print(json.dumps(memory_of(make(ITEMS, *details), options.memory_of, peer)))
-    print("| case | theirs, s: median (least–most) | ours, s | faster | memory, MiB: theirs | ours |")
+        return print(
+            json.dumps(memory_of(make(ITEMS, *details), options.memory_of, peer))
+        )
+    print(
+        "| case | theirs, s: median (least–most) | ours, s | faster | memory, MiB: theirs | ours |"
+    )
     print("|---|---|---|---|---|---|")
     for name, (make, details, rounds) in CASES.items():
         if options.only in name:
@@ -123,7 +152,10 @@ def row(name, case, rounds, peer):
             assert build is ours or (expected := result) is not None
     assert same(expected, result), f"{name}: results differ"
     a, b = (f"{statistics.median(t):.3f} ({min(t):.3f}–{max(t):.3f})" for t in times)
-    memory = [statistics.median(measured_apart(name, who) for _ in range(3)) for who in ("theirs", "ours")]
+    memory = [
+        statistics.median(measured_apart(name, who) for _ in range(3))
+        for who in ("theirs", "ours")
+    ]
     ratio = statistics.median(times[0]) / statistics.median(times[1])
     return f"| {name} | {a} | {b} | {ratio:.1f}× | {memory[0]:.1f} | {memory[1]:.1f} |"
 
@@ -131,13 +163,18 @@ def row(name, case, rounds, peer):
 def same(one, two):
     if isinstance(one, tuple):
         return all(map(same, one, two))
-    return one.dtype == two.dtype and one.shape == two.shape and np.array_equal(one, two)
+    return (
+        one.dtype == two.dtype and one.shape == two.shape and np.array_equal(one, two)
+    )
 
 
 def measured_apart(name, who):
     command = [sys.executable, __file__, "--only", name, "--memory-of", who]
-    return json.loads(subprocess.run(command, check=True, capture_output=True,
-                                     text=True).stdout.splitlines()[-1])
+    return json.loads(
+        subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()[-1]
+    )
 
 
 def run(case, who, peer):
@@ -147,7 +184,9 @@ def run(case, who, peer):
 
 def memory_of(case, who, peer):
     """MiB above what the inputs take, at the highest point of building."""
-    Path("/proc/self/clear_refs").write_text("5")           # the highest size so far counts from here
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the highest size so far counts from here
     before = resident("VmRSS")
     result = run(case, who, peer)
     return (resident("VmHWM") - before) / 1024 if result is not None else None

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 WARM_UP, CACHE_BYTES = 5, 1 << 28
-SECONDS = 1.5               # of the repetitions of slow calls, such as dropout in torch's operations
+SECONDS = 1.5  # of the repetitions of slow calls, such as dropout in torch's operations
 
 
 class Clock:
@@ -76,20 +76,32 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
-def traffic(function: Callable, arguments: tuple, written: Sequence[int]) -> tuple[int, int]:
+def traffic(
+    function: Callable, arguments: tuple, written: Sequence[int]
+) -> tuple[int, int]:
     """Bytes of one forward and its backward; written: numbers of the tensors that it changes."""
     given, kept = tensors_of(arguments), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or t, lambda t: t
+    ):
         results = tensors_of(function(*arguments))
     unchanged = {t.data_ptr() for i, t in enumerate(given) if i not in written}
-    made = [t for t in (*results, *(given[i] for i in written), *kept) if t.data_ptr() not in unchanged]
+    made = [
+        t
+        for t in (*results, *(given[i] for i in written), *kept)
+        if t.data_ptr() not in unchanged
+    ]
     forward = distinct_bytes(given) + distinct_bytes(made)
-    trained, differentiable = ([t for t in ts if t.requires_grad] for ts in (given, results))
+    trained, differentiable = (
+        [t for t in ts if t.requires_grad] for ts in (given, results)
+    )
     if not trained or not differentiable:
         return forward, 0
     gradients = [torch.ones_like(t) for t in differentiable]
     found = torch.autograd.grad(differentiable, trained, gradients, allow_unused=True)
-    return forward, distinct_bytes([*gradients, *kept]) + distinct_bytes(t for t in found if t is not None)
+    return forward, distinct_bytes([*gradients, *kept]) + distinct_bytes(
+        t for t in found if t is not None
+    )
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from benchmarks.kernel_clock import tensors_of
 from megatron_ds.ops.kernel_table import Operation, selected
 
-TINY = (8, 64)             # rows, width
+TINY = (8, 64)  # rows, width
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def heads_apart(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
     """Arguments of Liger's rotary embedding: the last head of x [s, b, n, d] as keys, the others as queries
     [b, n, s, d] in memory [b, s, n, d], which it overwrites. It rotates whole heads, also where the example
     rotates a part of each: the bytes are the same."""
-    queries, keys = (leaf(t.transpose(0, 1)).transpose(1, 2)
-                     for t in x.split((x.shape[2] - 1, 1), dim=2))
+    queries, keys = (
+        leaf(t.transpose(0, 1)).transpose(1, 2)
+        for t in x.split((x.shape[2] - 1, 1), dim=2)
+    )
     tables = x.new_ones(2, 1, len(x), x.shape[-1])
     return queries, keys, *tables
 
@@ -75,23 +77,44 @@ def whole_loss(logits: torch.Tensor, labels: torch.Tensor, *others: Any) -> tupl
     """Arguments of Liger's cross entropy. Its forward computes the loss and writes the gradient over the
     logits: as much as our two operations together. Labels of other ranks are ignored."""
     valid = (labels >= 0) & (labels < logits.shape[1])
-    return leaf(logits), torch.where(valid, labels, -100), None, None, -100, None, "sum", 0.1
+    return (
+        leaf(logits),
+        torch.where(valid, labels, -100),
+        None,
+        None,
+        -100,
+        None,
+        "sum",
+        0.1,
+    )
 
 
 LIGER = {
     "rms_norm": Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
     "layer_norm": Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction"),
     "swiglu": Liger("liger_kernel.ops.swiglu", "LigerSiLUMulFunction", halves),
-    "apply_rotary": Liger("liger_kernel.ops.rope", "LigerRopeFunction", heads_apart,
-                          lambda result: result[:2]),
-    "cross_entropy_gradient_": Liger("liger_kernel.transformers.functional", "liger_cross_entropy",
-                                     whole_loss, lambda loss: loss.detach())}       # backward: none is left
+    "apply_rotary": Liger(
+        "liger_kernel.ops.rope",
+        "LigerRopeFunction",
+        heads_apart,
+        lambda result: result[:2],
+    ),
+    "cross_entropy_gradient_": Liger(
+        "liger_kernel.transformers.functional",
+        "liger_cross_entropy",
+        whole_loss,
+        lambda loss: loss.detach(),
+    ),
+}  # backward: none is left
 
 
 def has_own(operation: Operation, device: torch.device) -> bool:
     """Whether a type of device has implementations of ours, before they are checked."""
-    return any(entry.devices is None or device.type in entry.devices
-               for entry in operation.implementations if entry.name != "torch")
+    return any(
+        entry.devices is None or device.type in entry.devices
+        for entry in operation.implementations
+        if entry.name != "torch"
+    )
 
 
 def names_of(operation: Operation, device: torch.device) -> Iterator[str]:
@@ -141,4 +164,6 @@ def written(operation: Operation, dtype: torch.dtype) -> list[int]:
     before = [t._version for t in given]
     with selected("torch"):
         operation.in_torch(*example)
-    return [i for i, (t, version) in enumerate(zip(given, before)) if t._version != version]
+    return [
+        i for i, (t, version) in enumerate(zip(given, before)) if t._version != version
+    ]

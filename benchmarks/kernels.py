@@ -41,7 +41,7 @@ from megatron_ds.ops.kernel_table import OPERATIONS, Operation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPEATS, COPY_BYTES = 30, 1 << 30
-MOST_ON_CPU = 1 << 29                                    # numbers of a size; larger ones are for GPUs
+MOST_ON_CPU = 1 << 29  # numbers of a size; larger ones are for GPUs
 COMPILED, NOT_RUN = "torch.compile", "not run"
 
 
@@ -54,9 +54,16 @@ class Goal:
     us: float = float("inf")
 
 
-GOALS = {"residual_norm": Goal(90, 75), "masked_softmax": Goal(90), "cross_entropy_facts": Goal(90),
-         "cross_entropy_gradient_": Goal(90), "adamw": Goal()}
-GOALS_OF_SIZES = {("adamw", "bf16", 317_383, 4096): Goal(us=10_300)}      # 1.3 billion parameters
+GOALS = {
+    "residual_norm": Goal(90, 75),
+    "masked_softmax": Goal(90),
+    "cross_entropy_facts": Goal(90),
+    "cross_entropy_gradient_": Goal(90),
+    "adamw": Goal(),
+}
+GOALS_OF_SIZES = {
+    ("adamw", "bf16", 317_383, 4096): Goal(us=10_300)
+}  # 1.3 billion parameters
 
 
 @dataclass
@@ -82,7 +89,9 @@ class Row:
     @property
     def name(self) -> str:
         """With one blank between the parts."""
-        return f"{self.operation} {self.dtype} {self.rows}×{self.width} {self.contestant}"
+        return (
+            f"{self.operation} {self.dtype} {self.rows}×{self.width} {self.contestant}"
+        )
 
 
 # --------------------------------------------------------------------------------------- which rows
@@ -100,23 +109,42 @@ def planned_rows(args: argparse.Namespace) -> list[Row]:
     """In the order in which they are measured; none has run."""
     device = torch.device(args.device)
     cases = sorted(_cases(args, device), key=lambda case: case[0])
-    rows = [Row(operation.name, *where, name, why=NOT_RUN)
-            for _, operation, where in cases for name in names_of(operation, device)]
+    rows = [
+        Row(operation.name, *where, name, why=NOT_RUN)
+        for _, operation, where in cases
+        for name in names_of(operation, device)
+    ]
     if not args.no_compile:
-        rows += [Row(operation.name, *where, COMPILED, why=NOT_RUN) for _, operation, where in cases]
+        rows += [
+            Row(operation.name, *where, COMPILED, why=NOT_RUN)
+            for _, operation, where in cases
+        ]
     return rows
 
 
-def _cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[tuple, Operation, tuple]]:
+def _cases(
+    args: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[tuple, Operation, tuple]]:
     """(what it is sorted by, the operation, (dtype, rows, width))"""
     for name, operation in load_operations().items():
-        if operation.make_example is None or args.only and not any(word in name for word in args.only):
+        if (
+            operation.make_example is None
+            or args.only
+            and not any(word in name for word in args.only)
+        ):
             continue
-        for number, at in enumerate([TINY] if args.rehearse else operation.benchmark_sizes):
+        for number, at in enumerate(
+            [TINY] if args.rehearse else operation.benchmark_sizes
+        ):
             if device.type == "cpu" and at[0] * at[1] > MOST_ON_CPU:
                 continue
             for dtype in args.dtypes:
-                order = (name not in GOALS, not has_own(operation, device), args.dtypes.index(dtype), number)
+                order = (
+                    name not in GOALS,
+                    not has_own(operation, device),
+                    args.dtypes.index(dtype),
+                    number,
+                )
                 yield order, operation, (dtype, *at)
 
 
@@ -133,7 +161,13 @@ class Copies:
         return 100 * nbytes / max(us, 1e-3) * 1e6 / self.bandwidth
 
 
-def measure(row: Row, function: Callable, arguments: tuple, moved: tuple[int, int], copies: Copies) -> None:
+def measure(
+    row: Row,
+    function: Callable,
+    arguments: tuple,
+    moved: tuple[int, int],
+    copies: Copies,
+) -> None:
     """Fill in the row's times. moved: bytes of forward and backward."""
     trained = [x for x in tensors_of(arguments) if x.requires_grad]
     kept: dict[str, list[torch.Tensor]] = {}
@@ -143,12 +177,14 @@ def measure(row: Row, function: Callable, arguments: tuple, moved: tuple[int, in
 
     def backward() -> None:
         out = [t for t in kept.pop("out") if t.requires_grad]
-        torch.autograd.grad(out, trained, [g.clone() for g in gradients], allow_unused=True)
+        torch.autograd.grad(
+            out, trained, [g.clone() for g in gradients], allow_unused=True
+        )
 
     forward()
     gradients = [torch.ones_like(t) for t in kept["out"] if t.requires_grad]
     if trained and gradients:
-        backward()                                      # torch.compile compiles it in its first call
+        backward()  # torch.compile compiles it in its first call
         # The copies of the gradients are for kernels that overwrite them; their time is taken off.
         row.forward_us, both = copies.clock.microseconds(forward, backward)
         [cloned] = copies.clock.microseconds(lambda: [g.clone() for g in gradients])
@@ -159,7 +195,9 @@ def measure(row: Row, function: Callable, arguments: tuple, moved: tuple[int, in
     row.forward_percent = copies.percent(moved[0], row.forward_us)
 
 
-def measure_case(rows: list[Row], copies: Copies, deadline: float, done: Callable[[Row], None]) -> None:
+def measure_case(
+    rows: list[Row], copies: Copies, deadline: float, done: Callable[[Row], None]
+) -> None:
     """All contestants of one example. done: called after each."""
     operation, first = OPERATIONS[rows[0].operation], rows[0]
     dtype, made = DTYPES[first.dtype], []
@@ -168,8 +206,13 @@ def measure_case(rows: list[Row], copies: Copies, deadline: float, done: Callabl
             return
         try:
             if not made:
-                example = operation.make_example(first.rows, first.width, dtype, copies.clock.device)
-                made = [example, _traffic(operation, dtype, example, copies.clock.device)]
+                example = operation.make_example(
+                    first.rows, first.width, dtype, copies.clock.device
+                )
+                made = [
+                    example,
+                    _traffic(operation, dtype, example, copies.clock.device),
+                ]
             entrant = contestant(operation, row.contestant, dtype)
             measure(row, entrant.function, entrant.arguments(made[0]), made[1], copies)
             row.why = ""
@@ -177,23 +220,35 @@ def measure_case(rows: list[Row], copies: Copies, deadline: float, done: Callabl
             text = str(error).splitlines() or [""]
             row.why = f"{type(error).__name__}: {text[0][:160]}".removesuffix(": ")
         done(row)
-    torch.compiler.reset()                              # compiled code keeps examples
+    torch.compiler.reset()  # compiled code keeps examples
 
 
-def _traffic(operation: Operation, dtype: torch.dtype, example: tuple, device: torch.device
-             ) -> tuple[int, int]:
-    entrant = contestant(operation, "ours" if has_own(operation, device) else "torch", dtype)
-    return traffic(entrant.function, entrant.arguments(example), written(operation, dtype))
+def _traffic(
+    operation: Operation, dtype: torch.dtype, example: tuple, device: torch.device
+) -> tuple[int, int]:
+    entrant = contestant(
+        operation, "ours" if has_own(operation, device) else "torch", dtype
+    )
+    return traffic(
+        entrant.function, entrant.arguments(example), written(operation, dtype)
+    )
 
 
 def run(args: argparse.Namespace) -> dict:
     """All rows, and what they were measured on. Written to args.json after each row."""
     start, device = time.monotonic(), torch.device(args.device)
     clock = Clock(device, args.repeats)
-    rows, copies = planned_rows(args), Copies(clock, copy_bandwidth(clock, args.copy_bytes))
+    rows, copies = (
+        planned_rows(args),
+        Copies(clock, copy_bandwidth(clock, args.copy_bytes)),
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    head = {"device": name, "torch": torch.__version__, "version": megatron_ds.__version__,
-            "copy_gb_per_s": copies.bandwidth / 1e9}
+    head = {
+        "device": name,
+        "torch": torch.__version__,
+        "version": megatron_ds.__version__,
+        "copy_gb_per_s": copies.bandwidth / 1e9,
+    }
     results = lambda: head | {"rows": [asdict(row) for row in rows]}
 
     def done(row: Row) -> None:
@@ -201,7 +256,9 @@ def run(args: argparse.Namespace) -> dict:
         write(results(), args.json)
 
     write(results(), args.json)
-    for _, of_case in itertools.groupby(rows, key=lambda row: (row.case, row.contestant == COMPILED)):
+    for _, of_case in itertools.groupby(
+        rows, key=lambda row: (row.case, row.contestant == COMPILED)
+    ):
         measure_case(list(of_case), copies, start + args.budget, done)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -232,8 +289,12 @@ def summary(rows: list[Row], has_goals: bool) -> list[str]:
     failed = [row.name for row in rows if row.why not in ("", NOT_RUN)]
     left = [row.name for row in rows if row.why == NOT_RUN]
     lines = [*goal_lines(rows)] if has_goals else []
-    lines += [f"failed, {len(failed)} of {len(rows)} rows: {'; '.join(failed)}"] * bool(failed)
-    lines += [f"not run within the budget, {len(left)} of {len(rows)} rows: {'; '.join(left)}"] * bool(left)
+    lines += [f"failed, {len(failed)} of {len(rows)} rows: {'; '.join(failed)}"] * bool(
+        failed
+    )
+    lines += [
+        f"not run within the budget, {len(left)} of {len(rows)} rows: {'; '.join(left)}"
+    ] * bool(left)
     return lines or [f"all {len(rows)} rows were measured"]
 
 
@@ -246,27 +307,52 @@ def goal_lines(rows: list[Row]) -> Iterator[str]:
         if row.why:
             yield f"goal of {row.name}: {row.why}"
             continue
-        pairs = ((row.forward_percent, goal.forward, "forward"), (row.backward_percent, goal.backward,
-                                                                 "backward"))
-        parts = [f"{half} {got:.1f} % of {least:.0f}" for got, least, half in pairs if least]
-        parts += [f"{row.forward_us:.0f} µs of {goal.us:.0f}"] if goal.us < float("inf") else []
-        is_met = all(got >= least for got, least, _ in pairs if least) and row.forward_us <= goal.us
+        pairs = (
+            (row.forward_percent, goal.forward, "forward"),
+            (row.backward_percent, goal.backward, "backward"),
+        )
+        parts = [
+            f"{half} {got:.1f} % of {least:.0f}" for got, least, half in pairs if least
+        ]
+        parts += (
+            [f"{row.forward_us:.0f} µs of {goal.us:.0f}"]
+            if goal.us < float("inf")
+            else []
+        )
+        is_met = (
+            all(got >= least for got, least, _ in pairs if least)
+            and row.forward_us <= goal.us
+        )
         yield f"goal of {row.name}: {'met' if is_met else 'missed'}, {', '.join(parts)}"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
-    parser.add_argument("--only", nargs="*", default=[], help="words of names of operations")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words of names of operations"
+    )
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--rehearse", action="store_true", help="one tiny size: does every row run?")
-    parser.add_argument("--budget", type=float, default=float("inf"),
-                        help="seconds after which no other row begins; the rest is named as not run")
-    parser.add_argument("--json", type=Path, help="the file of results, written after each row")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out torch.compile"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="one tiny size: does every row run?"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no other row begins; the rest is named as not run",
+    )
+    parser.add_argument(
+        "--json", type=Path, help="the file of results, written after each row"
+    )
     args = parser.parse_args(argv)
     if args.rehearse:
         args.repeats, args.copy_bytes = 2, 1 << 20

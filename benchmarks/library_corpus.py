@@ -22,20 +22,46 @@ def make_corpus(folder: Path) -> None:
     with corpus.open("w") as lines:
         for path in sorted(library.rglob("*.py")):
             text = path.read_text(errors="ignore")
-            if len(text) > 200 and not {"site-packages", "test", "tests"} & set(path.parts):
+            if len(text) > 200 and not {"site-packages", "test", "tests"} & set(
+                path.parts
+            ):
                 lines.write(json.dumps({"text": text}) + "\n")
     tokenizer = folder / "tokenizer"
-    for tool, *flags in (("train_tokenizer.py", "--input", corpus, "--vocab-size", "2048", "--output",
-                          tokenizer),
-                         ("preprocess_data.py", "--input", corpus, "--output-prefix", folder / "corpus",
-                          "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer,
-                          "--append-eod", "--workers", "1")):
-        subprocess.run([sys.executable, str(HERE / "tools" / tool), *map(str, flags)], check=True)
+    for tool, *flags in (
+        (
+            "train_tokenizer.py",
+            "--input",
+            corpus,
+            "--vocab-size",
+            "2048",
+            "--output",
+            tokenizer,
+        ),
+        (
+            "preprocess_data.py",
+            "--input",
+            corpus,
+            "--output-prefix",
+            folder / "corpus",
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            tokenizer,
+            "--append-eod",
+            "--workers",
+            "1",
+        ),
+    ):
+        subprocess.run(
+            [sys.executable, str(HERE / "tools" / tool), *map(str, flags)], check=True
+        )
 
 
 def losses(path: Path) -> list[tuple[int, float]]:
     """[(step, validation loss)] of a run."""
-    return [(r["step"], r["loss"]) for r in read_metrics(path) if r["kind"] == "validation"]
+    return [
+        (r["step"], r["loss"]) for r in read_metrics(path) if r["kind"] == "validation"
+    ]
 
 
 def is_finished(path: Path, steps: int) -> bool:

@@ -26,9 +26,12 @@ VOCAB, SEED, BATCH = 50257, 1234, 16
 
 def write_corpus(prefix: Path, documents: int) -> None:
     from megatron_ds.data.text.indexed import IndexedWriter
+
     draw = np.random.default_rng(3)
     with IndexedWriter(prefix, np.uint16) as writer:
-        for length in np.maximum(1, draw.lognormal(5.7, 1.0, documents)).astype(np.int64):
+        for length in np.maximum(1, draw.lognormal(5.7, 1.0, documents)).astype(
+            np.int64
+        ):
             writer.add_document(draw.integers(0, VOCAB, length))
 
 
@@ -37,27 +40,49 @@ def ours(prefix: str, seq_length: int, samples: int, cache: str):
     from megatron_ds.data.loading.loader import Loader
     from megatron_ds.data.samples.gpt_data import GPTCollator, open_gpt_dataset
     from megatron_ds.data.text.indexed import IndexedDataset
+
     corpus = IndexedDataset(prefix)
-    dataset = open_gpt_dataset(corpus, range(len(corpus)), title="GPTDataset-train", seq_length=seq_length,
-                               num_samples=samples, seed=SEED, cache=cache)
+    dataset = open_gpt_dataset(
+        corpus,
+        range(len(corpus)),
+        title="GPTDataset-train",
+        seq_length=seq_length,
+        num_samples=samples,
+        seed=SEED,
+        cache=cache,
+    )
     loader = Loader(dataset, GPTCollator(seq_length, VOCAB), micro_batch_size=BATCH)
     return dataset, lambda first: loader.batch(first, BATCH)
 
 
 def megatron(prefix: str, seq_length: int, samples: int, cache: str):
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from torch.utils.data import default_collate
 
     class Tokenizer:
         eod, pad, vocab_size, unique_identifiers = 0, -1, VOCAB, {"name": "none"}
 
-    config = GPTDatasetConfig(random_seed=SEED, sequence_length=seq_length, blend=([prefix], None),
-                              split="100,0,0",
-                              tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False,
-                              eod_mask_loss=False, create_attention_mask=False, path_to_cache=cache)
-    dataset = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
-    return dataset, lambda first: default_collate([dataset[i] for i in range(first, first + BATCH)])
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=seq_length,
+        blend=([prefix], None),
+        split="100,0,0",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=cache,
+    )
+    dataset = BlendedMegatronDatasetBuilder(
+        GPTDataset, [samples, 0, 0], lambda: True, config
+    ).build()[0]
+    return dataset, lambda first: default_collate(
+        [dataset[i] for i in range(first, first + BATCH)]
+    )
 
 
 def tokens_of(batch):
@@ -67,13 +92,16 @@ def tokens_of(batch):
 def serve(contestant: str, prefix: str, cache: str, samples: int) -> None:
     """Answers each line "what seq_length" with the seconds of one pass over all samples, and a checksum."""
     import torch
+
     torch.set_num_threads(1)
     made = {}
     print("ready", flush=True)
     for line in sys.stdin:
         what, seq_length = line.split()
         if seq_length not in made:
-            made[seq_length] = globals()[contestant](prefix, int(seq_length), samples, cache)
+            made[seq_length] = globals()[contestant](
+                prefix, int(seq_length), samples, cache
+            )
         dataset, batch = made[seq_length]
         begin = time.perf_counter()
         if what == "batch":
@@ -83,13 +111,17 @@ def serve(contestant: str, prefix: str, cache: str, samples: int) -> None:
             for i in range(samples):
                 dataset[i]
         seconds = time.perf_counter() - begin
-        check = [int(tokens_of(batch(first)).sum()) for first in range(0, samples - BATCH, samples // 7)]
+        check = [
+            int(tokens_of(batch(first)).sum())
+            for first in range(0, samples - BATCH, samples // 7)
+        ]
         print(json.dumps([seconds, check]), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer-python", help="a Python with megatron-core")
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048, 512, 256])
     parser.add_argument("--documents", type=int, default=100_000)
@@ -102,12 +134,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
         write_corpus(prefix, args.documents)
-        pythons = {"ours": sys.executable} | ({"megatron": args.peer_python} if args.peer_python else {})
-        children = {name: subprocess.Popen(
-            [python, __file__, "--samples", str(args.samples), "--serve", name, str(prefix),
-             f"{folder}/{name}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            for name, python in pythons.items()}
+        pythons = {"ours": sys.executable} | (
+            {"megatron": args.peer_python} if args.peer_python else {}
+        )
+        children = {
+            name: subprocess.Popen(
+                [
+                    python,
+                    __file__,
+                    "--samples",
+                    str(args.samples),
+                    "--serve",
+                    name,
+                    str(prefix),
+                    f"{folder}/{name}",
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for name, python in pythons.items()
+        }
         try:
             for name, child in children.items():
                 while "ready" not in child.stdout.readline():
@@ -123,7 +171,7 @@ def main() -> None:
 def ask(child: subprocess.Popen, request: str) -> tuple[float, list[int]]:
     child.stdin.write(request + "\n")
     child.stdin.flush()
-    while not (line := child.stdout.readline()).startswith("["):         # the peer talks
+    while not (line := child.stdout.readline()).startswith("["):  # the peer talks
         assert line or child.poll() is None, "a contestant died"
     return json.loads(line)
 
@@ -132,19 +180,27 @@ def report(children: dict, what: str, seq_length: int, args) -> None:
     rows = {name: [] for name in children}
     # builds, and warms the file
     checks = [ask(child, f"{what} {seq_length}")[1] for child in children.values()]
-    assert all(check == checks[0] for check in checks), "the contestants read other tokens"
+    assert all(check == checks[0] for check in checks), (
+        "the contestants read other tokens"
+    )
     for _ in range(args.rounds):
         for name, child in children.items():
             rows[name].append(ask(child, f"{what} {seq_length}")[0])
     for name, seconds in rows.items():
         rates = sorted(args.samples / s for s in seconds)
         batch = statistics.median(seconds) / args.samples * BATCH * 1e3
-        print(f"{seq_length:6d}  {what:6s}  {name:9s}  {statistics.median(rates):9.0f} samples/s "
-              f"({rates[0]:.0f}–{rates[-1]:.0f})  {batch:.3f} ms a batch of {BATCH}")
+        print(
+            f"{seq_length:6d}  {what:6s}  {name:9s}  {statistics.median(rates):9.0f} samples/s "
+            f"({rates[0]:.0f}–{rates[-1]:.0f})  {batch:.3f} ms a batch of {BATCH}"
+        )
     if len(rows) > 1:
-        ratios = sorted(theirs / mine for mine, theirs in zip(rows["ours"], rows["megatron"]))
-        print(f"{seq_length:6d}  {what:6s}  ratio      {statistics.median(ratios):.2f} "
-              f"({ratios[0]:.2f}–{ratios[-1]:.2f})")
+        ratios = sorted(
+            theirs / mine for mine, theirs in zip(rows["ours"], rows["megatron"])
+        )
+        print(
+            f"{seq_length:6d}  {what:6s}  ratio      {statistics.median(ratios):.2f} "
+            f"({ratios[0]:.2f}–{ratios[-1]:.2f})"
+        )
 
 
 if __name__ == "__main__":

@@ -31,29 +31,42 @@ from megatron_ds.planning.longest_sequence import (  # noqa: E402
     without_length,
 )
 
-RUN = ("--position-embedding-type rope --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --mock-data "
-       "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --log-interval 1").split()
+RUN = (
+    "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --mock-data "
+    "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --log-interval 1"
+).split()
 GPT = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --vocab-size 15000".split()
 SHORT = "--num-layers 1 --seq-length 256 --train-iters 1".split()
 UNIT = 1024
-TWO_LENGTHS = ("--train-iters 2 --curriculum-type seqlen_truncate --curriculum-schedule fixed_discrete "
-               f"--curriculum-until-steps 1 --curriculum-lengths {UNIT}").split()
+TWO_LENGTHS = (
+    "--train-iters 2 --curriculum-type seqlen_truncate --curriculum-schedule fixed_discrete "
+    f"--curriculum-until-steps 1 --curriculum-lengths {UNIT}"
+).split()
 RECOMPUTED = ["--recompute-granularity", "full"]
 TILED = [*RECOMPUTED, "--tiled-mlp", "--tiled-logits"]
-LAYOUTS: dict[str, tuple[int, list[str]]] = {          # name -> ranks, flags
-    "plain": (1, []), "recomputed": (1, RECOMPUTED), "tiled": (1, TILED),
-    "cp2": (2, [*TILED, "--context-parallel-size", "2"])}
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # name -> ranks, flags
+    "plain": (1, []),
+    "recomputed": (1, RECOMPUTED),
+    "tiled": (1, TILED),
+    "cp2": (2, [*TILED, "--context-parallel-size", "2"]),
+}
 
 
 def main() -> None:
     """Prints a line for each layout."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, help="tokens; without it the longest in --memory")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--length", type=int, help="tokens; without it the longest in --memory"
+    )
     parser.add_argument("--memory", default="4GiB", help="of a rank")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--without-scores", action="store_true",
-                        help="attention computes no scores: the same memory, less time")
+    parser.add_argument(
+        "--without-scores",
+        action="store_true",
+        help="attention computes no scores: the same memory, less time",
+    )
     args, more = parser.parse_known_args()
     print("layout        tokens   libraries     plan  together  measured   off       s")
     for name in args.only:
@@ -61,24 +74,37 @@ def main() -> None:
         short, _ = run(ranks, [*flags, *SHORT], args.without_scores)
         libraries = short - planner(ranks, [*flags, *SHORT])(256)
         plan = planner(ranks, flags)
-        length = args.length or longest_in(plan, bytes_of(args.memory) - libraries, ranks, flags)
+        length = args.length or longest_in(
+            plan, bytes_of(args.memory) - libraries, ranks, flags
+        )
         peak = plan(length)
-        measured, seconds = run(ranks, [*flags, "--seq-length", str(length), *TWO_LENGTHS, str(length)],
-                                args.without_scores)
+        measured, seconds = run(
+            ranks,
+            [*flags, "--seq-length", str(length), *TWO_LENGTHS, str(length)],
+            args.without_scores,
+        )
         mib = [count / 2**20 for count in (libraries, peak, libraries + peak, measured)]
-        print(f"{name:12}{length:8,} " + "".join(f"{count:10,.0f}" for count in mib)
-              + f"{measured / (libraries + peak) - 1:8.1%}{seconds:8.0f}", flush=True)
+        print(
+            f"{name:12}{length:8,} "
+            + "".join(f"{count:10,.0f}" for count in mib)
+            + f"{measured / (libraries + peak) - 1:8.1%}{seconds:8.0f}",
+            flush=True,
+        )
 
 
 def config_of(ranks: int, flags: list[str], length: int):
     """The configuration of a dry run."""
-    return parse([*RUN, *flags, "--train-iters", "1", "--dry-run", "--seq-length", str(length)],
-                 world_size=ranks)
+    return parse(
+        [*RUN, *flags, "--train-iters", "1", "--dry-run", "--seq-length", str(length)],
+        world_size=ranks,
+    )
 
 
 def planner(ranks: int, flags: list[str]):
     """The function length → planned peak."""
-    return peak_by_plan(lambda length: config_of(ranks, without_length(flags), length), "cpu")
+    return peak_by_plan(
+        lambda length: config_of(ranks, without_length(flags), length), "cpu"
+    )
 
 
 def longest_in(plan, memory: int, ranks: int, flags: list[str]) -> int:
@@ -91,11 +117,21 @@ def longest_in(plan, memory: int, ranks: int, flags: list[str]) -> int:
 
 def run(ranks: int, flags: list[str], without_scores: bool) -> tuple[int, float]:
     """(most resident bytes of a process, seconds) of a run."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = [str(ROOT / "benchmarks/without_scores.py")] * without_scores + [str(ROOT / "pretrain_gpt.py")]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    script = [str(ROOT / "benchmarks/without_scores.py")] * without_scores + [
+        str(ROOT / "pretrain_gpt.py")
+    ]
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *launcher * (ranks > 1), *script, *RUN, *flags],
-                               stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, *launcher * (ranks > 1), *script, *RUN, *flags],
+        stdout=subprocess.DEVNULL,
+    )
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"the run failed: {' '.join(flags)}")

@@ -21,9 +21,21 @@ from library_corpus import HERE, is_finished, losses, make_corpus
 
 WIDTH = 352
 EXPERTS = "8 experts, top 2"
-KINDS = {"dense": ["--ffn-hidden-size", str(WIDTH)],
-         EXPERTS: ["--ffn-hidden-size", str(WIDTH), "--num-experts", "8", "--moe-router-topk", "2",
-                   "--moe-ffn-hidden-size", str(WIDTH // 2), "--moe-aux-loss-coeff", "0.01"]}
+KINDS = {
+    "dense": ["--ffn-hidden-size", str(WIDTH)],
+    EXPERTS: [
+        "--ffn-hidden-size",
+        str(WIDTH),
+        "--num-experts",
+        "8",
+        "--moe-router-topk",
+        "2",
+        "--moe-ffn-hidden-size",
+        str(WIDTH // 2),
+        "--moe-aux-loss-coeff",
+        "0.01",
+    ],
+}
 
 
 def job(args: argparse.Namespace, seed: int, metrics: Path) -> list[str]:
@@ -36,9 +48,17 @@ def job(args: argparse.Namespace, seed: int, metrics: Path) -> list[str]:
         --seed {seed} --split 95,5,0 --tokenizer-type HuggingFaceTokenizer
         --eval-interval {args.steps // 10} --eval-iters 10 --log-interval {args.steps // 10}
         --no-progress-bar""".split()
-    return [sys.executable, str(HERE / "pretrain_gpt.py"), *flags, "--metrics-jsonl", str(metrics),
-            "--data-path", str(args.data / "corpus_text_document"),
-            "--tokenizer-model", str(args.data / "tokenizer")]
+    return [
+        sys.executable,
+        str(HERE / "pretrain_gpt.py"),
+        *flags,
+        "--metrics-jsonl",
+        str(metrics),
+        "--data-path",
+        str(args.data / "corpus_text_document"),
+        "--tokenizer-model",
+        str(args.data / "tokenizer"),
+    ]
 
 
 def run(args: argparse.Namespace) -> dict[tuple[str, int], list[tuple[int, float]]]:
@@ -46,10 +66,18 @@ def run(args: argparse.Namespace) -> dict[tuple[str, int], list[tuple[int, float
     args.output.mkdir(parents=True, exist_ok=True)
     curves = {}
     for seed in args.seeds:
-        files = {kind: args.output / f"{kind.split()[0]}_{seed}.jsonl" for kind in KINDS}
-        started = [subprocess.Popen([*job(args, seed, path), *KINDS[kind]], stdout=subprocess.DEVNULL,
-                                    env=os.environ | {"OMP_NUM_THREADS": "1"})
-                   for kind, path in files.items() if not is_finished(path, args.steps)]
+        files = {
+            kind: args.output / f"{kind.split()[0]}_{seed}.jsonl" for kind in KINDS
+        }
+        started = [
+            subprocess.Popen(
+                [*job(args, seed, path), *KINDS[kind]],
+                stdout=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for kind, path in files.items()
+            if not is_finished(path, args.steps)
+        ]
         if codes := [process.wait() for process in started if process.wait()]:
             raise SystemExit(f"a run ended with {codes}")
         curves |= {(kind, seed): losses(path) for kind, path in files.items()}
@@ -58,18 +86,28 @@ def run(args: argparse.Namespace) -> dict[tuple[str, int], list[tuple[int, float
 
 def draw(curves, output: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for color, seed in enumerate(sorted({seed for _, seed in curves})):
         dense = dict(curves["dense", seed])
         points = [(step, loss - dense[step]) for step, loss in curves[EXPERTS, seed]]
-        axes.plot(*zip(*points), color=f"C{color}", marker="o", markersize=4,
-                  label=f"seed {seed}: {points[-1][1]:+.3f} at the end")
+        axes.plot(
+            *zip(*points),
+            color=f"C{color}",
+            marker="o",
+            markersize=4,
+            label=f"seed {seed}: {points[-1][1]:+.3f} at the end",
+        )
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss of experts − loss of dense (nats)",
-             title="8 experts, top 2, beside a dense GPT of 4 layers of 128 channels, equal active FLOPs;\n"
-                   "validation loss on the source of Python's standard library")
+    axes.set(
+        xlabel="step",
+        ylabel="loss of experts − loss of dense (nats)",
+        title="8 experts, top 2, beside a dense GPT of 4 layers of 128 channels, equal active FLOPs;\n"
+        "validation loss on the source of Python's standard library",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -78,17 +116,27 @@ def draw(curves, output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with corpus and tokenizer")
-    parser.add_argument("--output", type=Path, required=True, help="folder for metrics and the picture")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with corpus and tokenizer"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for metrics and the picture"
+    )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
     args = parser.parse_args()
     make_corpus(args.data)
     curves = run(args)
-    print("| | " + " | ".join(f"{step}" for step, _ in next(iter(curves.values()))) + " |")
+    print(
+        "| | " + " | ".join(f"{step}" for step, _ in next(iter(curves.values()))) + " |"
+    )
     for (kind, seed), points in curves.items():
-        print(f"| {kind}, seed {seed} | " + " | ".join(f"{loss:.3f}" for _, loss in points) + " |")
+        print(
+            f"| {kind}, seed {seed} | "
+            + " | ".join(f"{loss:.3f}" for _, loss in points)
+            + " |"
+        )
     draw(curves, args.output / "equal_flops.svg")
 
 

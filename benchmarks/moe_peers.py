@@ -54,10 +54,12 @@ class Shape:
     vocab: int = 8192
 
 
-SHAPES = {"tiny": Shape(hidden=128, ffn=256, experts=8, k=2, batch=2, seq=128, vocab=1024),
-          "S": Shape(hidden=256, ffn=512, experts=8, k=2, batch=4, seq=256),
-          "M": Shape(hidden=512, ffn=1792, experts=8, k=2, batch=2, seq=512),
-          "fine": Shape(hidden=256, ffn=128, experts=64, k=8, batch=4, seq=256)}
+SHAPES = {
+    "tiny": Shape(hidden=128, ffn=256, experts=8, k=2, batch=2, seq=128, vocab=1024),
+    "S": Shape(hidden=256, ffn=512, experts=8, k=2, batch=4, seq=256),
+    "M": Shape(hidden=512, ffn=1792, experts=8, k=2, batch=2, seq=512),
+    "fine": Shape(hidden=256, ffn=128, experts=64, k=8, batch=4, seq=256),
+}
 
 
 @dataclass
@@ -71,7 +73,9 @@ class Contestant:
     parameters: list[torch.nn.Parameter]
     first_expert: Callable[[], torch.Tensor] | None = None
 
-    def step(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        self, x: torch.Tensor, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         for parameter in self.parameters:
             parameter.grad = None
         x = x.detach().requires_grad_()
@@ -82,10 +86,18 @@ class Contestant:
 
 def values_of(shape: Shape) -> dict[str, torch.Tensor]:
     """Router [E, h], gate and up [E, 2 f, h], down [E, h, f]."""
-    draw, e, h, f = torch.Generator().manual_seed(1), shape.experts, shape.hidden, shape.ffn
+    draw, e, h, f = (
+        torch.Generator().manual_seed(1),
+        shape.experts,
+        shape.hidden,
+        shape.ffn,
+    )
     normal = lambda *size, std: torch.randn(*size, generator=draw) * std
-    return {"router": normal(e, h, std=0.2), "up": normal(e, 2 * f, h, std=h**-0.5),
-            "down": normal(e, h, f, std=f**-0.5)}
+    return {
+        "router": normal(e, h, std=0.2),
+        "up": normal(e, 2 * f, h, std=h**-0.5),
+        "down": normal(e, h, f, std=f**-0.5),
+    }
 
 
 def fill(pairs) -> None:
@@ -97,12 +109,27 @@ def fill(pairs) -> None:
 # ----------------------------------------------------------------------------------------------------- ours
 def our_config(shape: Shape, **changes):
     from megatron_ds.config.options.model_options import ModelConfig
-    return ModelConfig(**dict(
-        num_layers=4, hidden_size=shape.hidden, num_attention_heads=8, seq_length=shape.seq,
-        vocab_size=shape.vocab, ffn_hidden_size=shape.ffn, activation="swiglu", add_bias_linear=False,
-        normalization="RMSNorm", position_embedding_type="rope", untie_embeddings_and_output_weights=True,
-        hidden_dropout=0.0, attention_dropout=0.0, num_experts=(shape.experts,),
-        moe_router_topk=shape.k) | changes)
+
+    return ModelConfig(
+        **dict(
+            num_layers=4,
+            hidden_size=shape.hidden,
+            num_attention_heads=8,
+            seq_length=shape.seq,
+            vocab_size=shape.vocab,
+            ffn_hidden_size=shape.ffn,
+            activation="swiglu",
+            add_bias_linear=False,
+            normalization="RMSNorm",
+            position_embedding_type="rope",
+            untie_embeddings_and_output_weights=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            num_experts=(shape.experts,),
+            moe_router_topk=shape.k,
+        )
+        | changes
+    )
 
 
 def our_context(rank: int, ranks: int):
@@ -110,36 +137,65 @@ def our_context(rank: int, ranks: int):
     from megatron_ds.mpu.grid import Grid
     from megatron_ds.mpu.launch import connect_torch
     from megatron_ds.mpu.mesh import Mesh
+
     cpu = torch.device("cpu")
-    mesh = Mesh(Grid(dp=ranks, ep=ranks), rank, connect_torch, cpu) if ranks > 1 else None
+    mesh = (
+        Mesh(Grid(dp=ranks, ep=ranks), rank, connect_torch, cpu) if ranks > 1 else None
+    )
     return ParallelContext(mesh, precision=Precision(torch.float32), device=cpu)
 
 
 def our_batch(shape: Shape, ids: torch.Tensor | None = None):
     from megatron_ds.batch.batch import Batch
     from megatron_ds.batch.ledger import DISCARDING
+
     b, s = shape.batch, shape.seq
     ids = torch.zeros(b, s, dtype=torch.int64) if ids is None else ids
-    return Batch(ids, ids.roll(-1, 1), torch.ones(b, s), torch.arange(s).expand(b, s),
-                 sample_ids=tuple(range(b)), ledger=DISCARDING)
+    return Batch(
+        ids,
+        ids.roll(-1, 1),
+        torch.ones(b, s),
+        torch.arange(s).expand(b, s),
+        sample_ids=tuple(range(b)),
+        ledger=DISCARDING,
+    )
 
 
 def ours(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from megatron_ds.moe.mixture import MixtureOfExperts
-    layer = MixtureOfExperts(our_config(shape), shape.experts, "decoder.layers.0.mlp",
-                             our_context(rank, ranks), output_std=0.02)
+
+    layer = MixtureOfExperts(
+        our_config(shape),
+        shape.experts,
+        "decoder.layers.0.mlp",
+        our_context(rank, ranks),
+        output_std=0.02,
+    )
     values, local = values_of(shape), shape.experts // ranks
     mine = slice(rank * local, (rank + 1) * local)
     one, two = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
-    fill([(layer.router.weight, values["router"]), (one, values["up"][mine]), (two, values["down"][mine])])
+    fill(
+        [
+            (layer.router.weight, values["router"]),
+            (one, values["up"][mine]),
+            (two, values["down"][mine]),
+        ]
+    )
     batch = our_batch(shape)
-    return Contestant(lambda x: layer(x, batch), list(layer.parameters()), lambda: two.grad[0])
+    return Contestant(
+        lambda x: layer(x, batch), list(layer.parameters()), lambda: two.grad[0]
+    )
 
 
 def dense(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from megatron_ds.models.block import MLP
-    layer = MLP(our_config(shape, ffn_hidden_size=shape.k * shape.ffn, num_experts=None), "mlp",
-                our_context(0, 1), output_std=0.02)
+
+    layer = MLP(
+        our_config(shape, ffn_hidden_size=shape.k * shape.ffn, num_experts=None),
+        "mlp",
+        our_context(0, 1),
+        output_std=0.02,
+    )
     batch = our_batch(shape)
     return Contestant(lambda x: layer(x, batch), list(layer.parameters()))
 
@@ -147,11 +203,22 @@ def dense(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
 # --------------------------------------------------------------------------------------------- transformers
 def hf_config(shape: Shape, kind: str):
     from transformers import MixtralConfig
+
     config = MixtralConfig(
-        hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=shape.vocab, num_local_experts=shape.experts,
-        num_experts_per_tok=shape.k, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        rms_norm_eps=1e-5, max_position_embeddings=shape.seq, router_jitter_noise=0.0, use_cache=False)
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=shape.vocab,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.k,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        max_position_embeddings=shape.seq,
+        router_jitter_noise=0.0,
+        use_cache=False,
+    )
     config._experts_implementation = kind
     config._attn_implementation = "sdpa"
     return config
@@ -159,10 +226,16 @@ def hf_config(shape: Shape, kind: str):
 
 def hf(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
     layer, values = MixtralSparseMoeBlock(hf_config(shape, kind)), values_of(shape)
     down = layer.experts.down_proj
-    fill([(layer.gate.weight, values["router"]), (layer.experts.gate_up_proj, values["up"]),
-          (down, values["down"])])
+    fill(
+        [
+            (layer.gate.weight, values["router"]),
+            (layer.experts.gate_up_proj, values["up"]),
+            (down, values["down"]),
+        ]
+    )
     return Contestant(layer, list(layer.parameters()), lambda: down.grad[0])
 
 
@@ -174,16 +247,24 @@ def without_cuda() -> None:
     """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    torch.cuda.current_device = lambda: "cpu"                                       # where buffers lie
-    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)  # copies are synchronous
+    torch.cuda.current_device = lambda: "cpu"  # where buffers lie
+    stream = SimpleNamespace(
+        synchronize=lambda: None, wait_stream=lambda _: None
+    )  # copies are synchronous
     stream.record_event = lambda: stream
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: stream
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     # On a GPU counts become arrays of the host here; gloo takes no tensors for them either.
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
-        t.numpy() if as_numpy and isinstance(t, torch.Tensor) else t)
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()      # there is no dropout
+    token_dispatcher.maybe_move_tensor_to_cpu = (
+        lambda t, as_numpy=False, record_stream=False: (
+            t.numpy() if as_numpy and isinstance(t, torch.Tensor) else t
+        )
+    )
+    CudaRNGStatesTracker.fork = lambda self, name="": (
+        contextlib.nullcontext()
+    )  # there is no dropout
 
 
 def mcore(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
@@ -191,97 +272,165 @@ def mcore(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     without_cuda()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     config = TransformerConfig(
-        num_layers=4, hidden_size=shape.hidden, num_attention_heads=8, ffn_hidden_size=shape.ffn,
-        moe_ffn_hidden_size=shape.ffn, num_moe_experts=shape.experts, moe_router_topk=shape.k,
-        expert_model_parallel_size=ranks, moe_token_dispatcher_type=kind, moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none", gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, use_cpu_initialization=True, perform_initialization=False,
-        bias_activation_fusion=False, gradient_accumulation_fusion=False, params_dtype=torch.float32)
-    spec = get_moe_module_spec(use_te=False, num_experts=shape.experts, moe_grouped_gemm=False)
+        num_layers=4,
+        hidden_size=shape.hidden,
+        num_attention_heads=8,
+        ffn_hidden_size=shape.ffn,
+        moe_ffn_hidden_size=shape.ffn,
+        num_moe_experts=shape.experts,
+        moe_router_topk=shape.k,
+        expert_model_parallel_size=ranks,
+        moe_token_dispatcher_type=kind,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.float32,
+    )
+    spec = get_moe_module_spec(
+        use_te=False, num_experts=shape.experts, moe_grouped_gemm=False
+    )
     layer, values = MoELayer(config, spec.submodules), values_of(shape)
     layer.set_layer_number(1)
     experts = layer.experts.local_experts
     mine = range(rank * len(experts), (rank + 1) * len(experts))
-    fill([(layer.router.weight, values["router"]),
-          *((m.linear_fc1.weight, values["up"][e]) for m, e in zip(experts, mine)),
-          *((m.linear_fc2.weight, values["down"][e]) for m, e in zip(experts, mine))])
-    return Contestant(lambda x: layer(x)[0], list(layer.parameters()),
-                      lambda: experts[0].linear_fc2.weight.grad)
+    fill(
+        [
+            (layer.router.weight, values["router"]),
+            *((m.linear_fc1.weight, values["up"][e]) for m, e in zip(experts, mine)),
+            *((m.linear_fc2.weight, values["down"][e]) for m, e in zip(experts, mine)),
+        ]
+    )
+    return Contestant(
+        lambda x: layer(x)[0],
+        list(layer.parameters()),
+        lambda: experts[0].linear_fc2.weight.grad,
+    )
 
 
 # ------------------------------------------------------------------------------------------- a whole Mixtral
 def tokens_of(shape: Shape) -> torch.Tensor:
-    return torch.randint(shape.vocab, (shape.batch, shape.seq), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        shape.vocab,
+        (shape.batch, shape.seq),
+        generator=torch.Generator().manual_seed(2),
+    )
 
 
 def hf_model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from transformers import MixtralForCausalLM
+
     torch.manual_seed(0)
     model, ids = MixtralForCausalLM(hf_config(shape, kind)).train(), tokens_of(shape)
-    assert model.config._experts_implementation == kind, "transformers has chosen another implementation"
+    assert model.config._experts_implementation == kind, (
+        "transformers has chosen another implementation"
+    )
     target = ids.roll(-1, 1).flatten()
 
     def forward(x):
         return F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), target)
 
-    return Contestant(forward, list(model.parameters()),
-                      lambda: model.model.layers[0].mlp.experts.down_proj.grad[0])
+    return Contestant(
+        forward,
+        list(model.parameters()),
+        lambda: model.model.layers[0].mlp.experts.down_proj.grad[0],
+    )
 
 
 def model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from transformers import MixtralForCausalLM
 
     from megatron_ds.models import MODELS, build_stage, run_layers
+
     torch.manual_seed(0)
-    theirs, config, ctx = MixtralForCausalLM(hf_config(shape, "eager")), our_config(shape), our_context(0, 1)
-    modules, batch = build_stage(MODELS["gpt"](config, ctx)), our_batch(shape, tokens_of(shape))
+    theirs, config, ctx = (
+        MixtralForCausalLM(hf_config(shape, "eager")),
+        our_config(shape),
+        our_context(0, 1),
+    )
+    modules, batch = (
+        build_stage(MODELS["gpt"](config, ctx)),
+        our_batch(shape, tokens_of(shape)),
+    )
     state = theirs.state_dict()
-    fill((p, mixtral_value(p.spec.name, state, config.num_attention_heads)) for p in modules.parameters())
+    fill(
+        (p, mixtral_value(p.spec.name, state, config.num_attention_heads))
+        for p in modules.parameters()
+    )
     architecture = MODELS["gpt"]
 
     def forward(x):
         output = run_layers(modules, None, batch)
-        return architecture.loss(output, batch, tp=ctx.tp, vocab_size=config.vocab_size,
-                                 per_token=False).objective
+        return architecture.loss(
+            output, batch, tp=ctx.tp, vocab_size=config.vocab_size, per_token=False
+        ).objective
 
     name = "decoder.layers.0.mlp.experts.linear_fc2.weight"
-    down, = (p for p in modules.parameters() if p.spec.name == name)
+    (down,) = (p for p in modules.parameters() if p.spec.name == name)
     return Contestant(forward, list(modules.parameters()), lambda: down.grad[0])
 
 
-def mixtral_value(name: str, state: dict[str, torch.Tensor], heads: int) -> torch.Tensor:
+def mixtral_value(
+    name: str, state: dict[str, torch.Tensor], heads: int
+) -> torch.Tensor:
     """The value of our parameter `name` in the state of a MixtralForCausalLM."""
-    outer = {"embedding.word_embeddings.weight": "model.embed_tokens.weight",
-             "decoder.final_layernorm.weight": "model.norm.weight", "output_layer.weight": "lm_head.weight"}
+    outer = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
     if name in outer:
         return state[outer[name]]
     _, _, layer, leaf = name.split(".", 3)
     at = f"model.layers.{layer}."
-    if leaf == "self_attention.linear_qkv.weight":                      # by head: query, key, value
-        parts = [state[f"{at}self_attn.{x}_proj.weight"].unflatten(0, (heads, -1)) for x in "qkv"]
+    if leaf == "self_attention.linear_qkv.weight":  # by head: query, key, value
+        parts = [
+            state[f"{at}self_attn.{x}_proj.weight"].unflatten(0, (heads, -1))
+            for x in "qkv"
+        ]
         return torch.stack(parts, 1).flatten(0, 2)
-    inner = {"input_layernorm.weight": "input_layernorm.weight",
-             "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-             "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-             "mlp.router.weight": "mlp.gate.weight",
-             "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
-             "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj"}
+    inner = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+        "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
+    }
     return state[at + inner[leaf]]
 
 
-CONTESTANTS = {"ours": ours, "dense": dense, "hf": hf, "mcore": mcore, "model": model, "hf-model": hf_model}
+CONTESTANTS = {
+    "ours": ours,
+    "dense": dense,
+    "hf": hf,
+    "mcore": mcore,
+    "model": model,
+    "hf-model": hf_model,
+}
 
 
 # ---------------------------------------------------------------------------------------------- measurement
 def check(name: str, found: tuple, wanted: tuple) -> str:
     """Raises AssertionError where results differ by more than rounding, relative to the largest value."""
-    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted)
-              if a is not None and b is not None]
-    assert max(errors) < TOLERANCE, f"{name} differs from the first contestant: {errors}"
+    errors = [
+        ((a - b).abs().max() / b.abs().max()).item()
+        for a, b in zip(found, wanted)
+        if a is not None and b is not None
+    ]
+    assert max(errors) < TOLERANCE, (
+        f"{name} differs from the first contestant: {errors}"
+    )
     return f"{max(errors):.1e}"
 
 
@@ -289,19 +438,33 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(args.threads)
     if args.allocator == "ours":
         from megatron_ds.host.allocator import set_allocator
+
         assert set_allocator(keep_freed=True).is_ours
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks
+    )
     shape = SHAPES[args.shape]
-    made = {name: CONTESTANTS[name.partition(":")[0]](shape, rank, args.ranks, name.partition(":")[2])
-            for name in args.contestants}
+    made = {
+        name: CONTESTANTS[name.partition(":")[0]](
+            shape, rank, args.ranks, name.partition(":")[2]
+        )
+        for name in args.contestants
+    }
     draw = torch.Generator().manual_seed(10 + rank)
-    x, dy = (torch.randn(shape.seq, shape.batch, shape.hidden, generator=draw) for _ in range(2))
+    x, dy = (
+        torch.randn(shape.seq, shape.batch, shape.hidden, generator=draw)
+        for _ in range(2)
+    )
     differences, first = {}, None
     for name, contestant in made.items():
         y, dx = contestant.step(x, dy)
-        gradient = contestant.first_expert() if contestant.first_expert and rank == 0 else None
+        gradient = (
+            contestant.first_expert() if contestant.first_expert and rank == 0 else None
+        )
         first = first or (y, dx, gradient)
-        differences[name] = "" if name == "dense" else check(name, (y, dx, gradient), first)
+        differences[name] = (
+            "" if name == "dense" else check(name, (y, dx, gradient), first)
+        )
     times = {name: [] for name in made}
     for _ in range(args.steps):
         for name, contestant in made.items():
@@ -313,7 +476,9 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
     dist.destroy_process_group()
 
 
-def measured(contestant: Contestant, x: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
+def measured(
+    contestant: Contestant, x: torch.Tensor, dy: torch.Tensor
+) -> tuple[float, float]:
     """(milliseconds of the step, milliseconds of processor time of all ranks)."""
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
@@ -323,14 +488,21 @@ def measured(contestant: Contestant, x: torch.Tensor, dy: torch.Tensor) -> tuple
     return 1e3 * (time.perf_counter() - start), 1e3 * own.item()
 
 
-def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]],
-           differences: dict[str, str]) -> None:
+def report(
+    args: argparse.Namespace,
+    times: dict[str, list[tuple[float, float]]],
+    differences: dict[str, str],
+) -> None:
     first = next(iter(times))
-    print(f"{args.shape}: {SHAPES[args.shape]}\ntorch {torch.__version__}, {args.ranks} rank(s) of "
-          f"{args.threads} thread(s), {args.steps} steps, allocator: {args.allocator}, "
-          f"load of the machine {os.getloadavg()[0]:.1f}")
-    print(f"| | ms, median (quartiles) | {first}, times as fast | processor ms | {first}, times as fast "
-          "| largest relative difference |\n|---|---|---|---|---|---|")
+    print(
+        f"{args.shape}: {SHAPES[args.shape]}\ntorch {torch.__version__}, {args.ranks} rank(s) of "
+        f"{args.threads} thread(s), {args.steps} steps, allocator: {args.allocator}, "
+        f"load of the machine {os.getloadavg()[0]:.1f}"
+    )
+    print(
+        f"| | ms, median (quartiles) | {first}, times as fast | processor ms | {first}, times as fast "
+        "| largest relative difference |\n|---|---|---|---|---|---|"
+    )
     for name, values in times.items():
         columns = []
         for own, base in zip(zip(*values), zip(*times[first])):
@@ -345,28 +517,46 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 def profile(contestant: Contestant, x: torch.Tensor, dy: torch.Tensor) -> None:
     from torch.profiler import ProfilerActivity
+
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(10):
             contestant.step(x, dy)
-    print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25,
-                                        max_name_column_width=40))
+    print(
+        recorded.key_averages().table(
+            sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contestants", nargs="+", default=["ours", "dense", "hf:grouped_mm", "hf:eager"])
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        default=["ours", "dense", "hf:grouped_mm", "hf:eager"],
+    )
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of each rank; default: 2 together")
-    parser.add_argument("--steps", type=int, default=30, help="measured steps of each contestant")
-    parser.add_argument("--allocator", choices=("default", "ours"), default="default",
-                        help="ours: all contestants use the settings of glibc that our training has")
-    parser.add_argument("--profile", action="store_true", help="print a profile of the first contestant")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="measured steps of each contestant"
+    )
+    parser.add_argument(
+        "--allocator",
+        choices=("default", "ours"),
+        default="default",
+        help="ours: all contestants use the settings of glibc that our training has",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print a profile of the first contestant"
+    )
     args = parser.parse_args()
     args.threads = args.threads or max(1, 2 // args.ranks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (args, f"{folder}/store"), nprocs=args.ranks)
+        torch.multiprocessing.spawn(
+            run_rank, (args, f"{folder}/store"), nprocs=args.ranks
+        )
 
 
 if __name__ == "__main__":

@@ -40,16 +40,30 @@ class Entrant:
 
 ENTRANTS = {
     "Adam": Entrant("--optimizer adam --adam-beta2 0.95", (2e-3, 4e-3, 8e-3)),
-    "LAMB": Entrant("--optimizer lamb --adam-beta2 0.95 --lamb-min-coeff 0 --lamb-form paper",
-                    (5e-3, 1e-2, 2e-2)),
-    "Lion": Entrant("--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --weight-decay 0.5",
-                    (5e-4, 1e-3, 2e-3)),
-    "Muon": Entrant("--optimizer muon --adam-beta2 0.95 --muon-momentum 0.95 --muon-use-nesterov "
-                    "--muon-scale-mode match_rms_adamw", (2e-3, 4e-3, 8e-3)),
-    "1-bit Adam": Entrant("--optimizer onebit_adam --adam-beta2 0.999 --freeze-step {warmup}",
-                          (2e-3, 4e-3), ranks=2),
-    "0/1 Adam": Entrant("--optimizer zero_one_adam --adam-beta2 0.999 --var-freeze-step {warmup}",
-                        (2e-3, 4e-3), ranks=2)}
+    "LAMB": Entrant(
+        "--optimizer lamb --adam-beta2 0.95 --lamb-min-coeff 0 --lamb-form paper",
+        (5e-3, 1e-2, 2e-2),
+    ),
+    "Lion": Entrant(
+        "--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --weight-decay 0.5",
+        (5e-4, 1e-3, 2e-3),
+    ),
+    "Muon": Entrant(
+        "--optimizer muon --adam-beta2 0.95 --muon-momentum 0.95 --muon-use-nesterov "
+        "--muon-scale-mode match_rms_adamw",
+        (2e-3, 4e-3, 8e-3),
+    ),
+    "1-bit Adam": Entrant(
+        "--optimizer onebit_adam --adam-beta2 0.999 --freeze-step {warmup}",
+        (2e-3, 4e-3),
+        ranks=2,
+    ),
+    "0/1 Adam": Entrant(
+        "--optimizer zero_one_adam --adam-beta2 0.999 --var-freeze-step {warmup}",
+        (2e-3, 4e-3),
+        ranks=2,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,10 @@ class Trial:
 
     def path(self, output: Path) -> Path:
         """Of its metrics."""
-        return output / f"{self.name.replace('/', '-').replace(' ', '_')}_{self.rate:g}_{self.seed}.jsonl"
+        return (
+            output
+            / f"{self.name.replace('/', '-').replace(' ', '_')}_{self.rate:g}_{self.seed}.jsonl"
+        )
 
 
 def command(args: argparse.Namespace, trial: Trial) -> list[str]:
@@ -77,11 +94,25 @@ def command(args: argparse.Namespace, trial: Trial) -> list[str]:
         --tokenizer-type HuggingFaceTokenizer --eval-interval {args.steps // 20} --eval-iters 20
         --log-interval {args.steps // 20} --no-progress-bar
         {entrant.flags.format(warmup=args.steps // 5)}""".split()
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entrant.ranks)]
-    return [sys.executable, *(start if entrant.ranks > 1 else ()), str(HERE / "pretrain_gpt.py"), *flags,
-            "--metrics-jsonl", str(trial.path(args.output)),
-            "--data-path", str(args.data / "corpus_text_document"),
-            "--tokenizer-model", str(args.data / "tokenizer")]
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(entrant.ranks),
+    ]
+    return [
+        sys.executable,
+        *(start if entrant.ranks > 1 else ()),
+        str(HERE / "pretrain_gpt.py"),
+        *flags,
+        "--metrics-jsonl",
+        str(trial.path(args.output)),
+        "--data-path",
+        str(args.data / "corpus_text_document"),
+        "--tokenizer-model",
+        str(args.data / "tokenizer"),
+    ]
 
 
 def run_all(args: argparse.Namespace, trials: Iterable[Trial]) -> None:
@@ -94,10 +125,16 @@ def run(args: argparse.Namespace, trial: Trial) -> None:
     path = trial.path(args.output)
     if not is_finished(path, args.steps):
         path.unlink(missing_ok=True)
-        done = subprocess.run(command(args, trial), capture_output=True, text=True,
-                              env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        done = subprocess.run(
+            command(args, trial),
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
         if done.returncode:
-            raise SystemExit(f"{trial} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            raise SystemExit(
+                f"{trial} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
 
 
 def final(args: argparse.Namespace, trial: Trial) -> float:
@@ -105,7 +142,9 @@ def final(args: argparse.Namespace, trial: Trial) -> float:
 
 
 def mean_curve(curves: list[Curve]) -> Curve:
-    return [(points[0][0], fmean(loss for _, loss in points)) for points in zip(*curves)]
+    return [
+        (points[0][0], fmean(loss for _, loss in points)) for points in zip(*curves)
+    ]
 
 
 def steps_to(loss: float, curve: Curve) -> float | None:
@@ -118,14 +157,24 @@ def steps_to(loss: float, curve: Curve) -> float | None:
 
 def draw(curves: dict[str, Curve], output: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, points in curves.items():
-        axes.plot(*zip(*points), marker="o", markersize=3, label=f"{name}: {points[-1][1]:.3f}")
-    axes.set(xlabel="step", ylabel="validation loss (nats per token)",
-             title="GPT of 1.1 M parameters on the source of Python's standard library,\n"
-                   "equal tokens, mean of seeds")
+        axes.plot(
+            *zip(*points),
+            marker="o",
+            markersize=3,
+            label=f"{name}: {points[-1][1]:.3f}",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="validation loss (nats per token)",
+        title="GPT of 1.1 M parameters on the source of Python's standard library,\n"
+        "equal tokens, mean of seeds",
+    )
     axes.set_ylim(top=min(points[0][1] for points in curves.values()))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -134,34 +183,55 @@ def draw(curves: dict[str, Curve], output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with corpus and tokenizer")
-    parser.add_argument("--output", type=Path, required=True, help="folder for metrics and the picture")
-    parser.add_argument("--optimizers", nargs="+", choices=list(ENTRANTS), default=list(ENTRANTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with corpus and tokenizer"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for metrics and the picture"
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(ENTRANTS), default=list(ENTRANTS)
+    )
     parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1])
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     args = parser.parse_args()
     make_corpus(args.data)
     args.output.mkdir(parents=True, exist_ok=True)
-    tried = {name: [Trial(name, rate, args.seeds[0]) for rate in ENTRANTS[name].rates]
-             for name in args.optimizers}
+    tried = {
+        name: [Trial(name, rate, args.seeds[0]) for rate in ENTRANTS[name].rates]
+        for name in args.optimizers
+    }
     run_all(args, (trial for trials in tried.values() for trial in trials))
-    best = {name: min(trials, key=partial(final, args)).rate for name, trials in tried.items()}
-    repeated = {name: [Trial(name, best[name], seed) for seed in args.seeds] for name in args.optimizers}
+    best = {
+        name: min(trials, key=partial(final, args)).rate
+        for name, trials in tried.items()
+    }
+    repeated = {
+        name: [Trial(name, best[name], seed) for seed in args.seeds]
+        for name in args.optimizers
+    }
     run_all(args, (trial for trials in repeated.values() for trial in trials))
-    curves = {name: mean_curve([losses(trial.path(args.output)) for trial in trials])
-              for name, trials in repeated.items()}
+    curves = {
+        name: mean_curve([losses(trial.path(args.output)) for trial in trials])
+        for name, trials in repeated.items()
+    }
     goal = curves["Adam"][-1][1] if "Adam" in curves else None
-    print("| optimizer | rates: loss | best | loss, mean of seeds (least to most) | steps to Adam's |")
+    print(
+        "| optimizer | rates: loss | best | loss, mean of seeds (least to most) | steps to Adam's |"
+    )
     print("|---|---|---|---|---|")
     for name, trials in repeated.items():
         found = sorted(final(args, trial) for trial in trials)
         reached = steps_to(goal, curves[name]) if goal else None
-        print(f"| {name} | {', '.join(f'{t.rate:g}: {final(args, t):.3f}' for t in tried[name])} | "
-              f"{best[name]:g} | {fmean(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}) | "
-              f"{'not reached' if reached is None else f'{reached:.0f}'} |")
+        print(
+            f"| {name} | {', '.join(f'{t.rate:g}: {final(args, t):.3f}' for t in tried[name])} | "
+            f"{best[name]:g} | {fmean(found):.3f} ({found[0]:.3f} to {found[-1]:.3f}) | "
+            f"{'not reached' if reached is None else f'{reached:.0f}'} |"
+        )
     draw(curves, args.output / "optimizers.svg")
 
 

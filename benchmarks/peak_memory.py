@@ -11,7 +11,9 @@ def resident_mib() -> float:
     status = Path("/proc/self/status")
     if not status.exists():
         return peak_mib()
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+    line = next(
+        line for line in status.read_text().splitlines() if line.startswith("VmRSS:")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -22,11 +24,10 @@ def peak_mib() -> float:
 
 
 def forget_peak() -> None:
-    """Start the peak anew, after giving back what is free: building a model leaves arrays behind. Linux only.
-    """
+    """Start the peak anew, after giving back what is free: building a model leaves arrays behind. Linux only."""
     if sys.platform.startswith("linux"):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
-            pass        # not allowed everywhere: the peak then includes the building
+            pass  # not allowed everywhere: the peak then includes the building

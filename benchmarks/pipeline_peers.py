@@ -19,10 +19,19 @@ from contestants import PlainGPT, Step, plain_adamw
 from torch import nn
 from workloads import CLIP, NUM_BATCHES, Workload, token_batches
 
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-             "interleaved-zb": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 # rank → its stages
-PLACES = {"interleaved": ((0, 2), (1, 3)), "interleaved-zb": ((0, 2), (1, 3)), "zbv": ((0, 3), (1, 2))}
+PLACES = {
+    "interleaved": ((0, 2), (1, 3)),
+    "interleaved-zb": ((0, 2), (1, 3)),
+    "zbv": ((0, 3), (1, 2)),
+}
 
 
 class Part(nn.Module):
@@ -38,12 +47,14 @@ class Part(nn.Module):
             self.wte, self.wpe = whole.wte, whole.wpe
         if self.is_last:
             self.lnf = whole.lnf
-            self.head = nn.Linear(whole.wte.embedding_dim, whole.wte.num_embeddings, bias=False)
+            self.head = nn.Linear(
+                whole.wte.embedding_dim, whole.wte.num_embeddings, bias=False
+            )
             self.head.weight = nn.Parameter(whole.wte.weight.detach().clone())
 
     def forward(self, x):
         if self.is_first:
-            x = self.wte(x) + self.wpe.weight[:x.shape[1]]
+            x = self.wte(x) + self.wpe.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.lnf(x)) if self.is_last else x
@@ -51,13 +62,16 @@ class Part(nn.Module):
 
 def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step:
     from torch.distributed.pipelining import PipelineStage, schedules
+
     mine = PLACES.get(schedule, ((0,), (1,)))[rank]
     num_stages = 2 * len(mine)
     counts = [int(n) for n in cut.split("+")] if cut else _even(w.layers, num_stages)
     if len(counts) != num_stages or sum(counts) != w.layers:
-        raise SystemExit(f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here and the model "
-                         f"{w.layers} blocks. Name {num_stages} numbers with that sum, as in "
-                         f"{'+'.join(map(str, _even(w.layers, num_stages)))}.")
+        raise SystemExit(
+            f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here and the model "
+            f"{w.layers} blocks. Name {num_stages} numbers with that sum, as in "
+            f"{'+'.join(map(str, _even(w.layers, num_stages)))}."
+        )
     bounds = [sum(counts[:s]) for s in range(num_stages + 1)]
     weights = torch.bfloat16 if dtype == "bf16" else torch.float32
     whole, m = PlainGPT(w).to(weights), w.micro_batch
@@ -65,14 +79,22 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     hidden = torch.zeros(m, w.seq, w.hidden, dtype=weights, requires_grad=True)
     tokens = torch.zeros(m, w.seq, dtype=torch.long)
     logits = torch.zeros(m, w.seq, w.vocab, dtype=weights, requires_grad=True)
-    stages = [PipelineStage(part, s, num_stages, torch.device("cpu"),
-                            input_args=(tokens if part.is_first else hidden,),
-                            output_args=(logits if part.is_last else hidden,)) for s,
-                            part in zip(mine, parts)]
+    stages = [
+        PipelineStage(
+            part,
+            s,
+            num_stages,
+            torch.device("cpu"),
+            input_args=(tokens if part.is_first else hidden,),
+            output_args=(logits if part.is_last else hidden,),
+        )
+        for s, part in zip(mine, parts)
+    ]
     num_microbatches = w.global_batch // m
     loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
-    run = getattr(schedules, SCHEDULES[schedule])(stages if schedule in PLACES else stages[0],
-                                                  num_microbatches, loss_fn=loss)
+    run = getattr(schedules, SCHEDULES[schedule])(
+        stages if schedule in PLACES else stages[0], num_microbatches, loss_fn=loss
+    )
     everything = nn.ModuleList(parts)
     optimizer, data = plain_adamw(everything), torch.from_numpy(token_batches(w))
     first = next((part.wte.weight for part in parts if part.is_first), None)
@@ -82,7 +104,14 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     def step(i: int) -> float:
         rows, losses = data[i % NUM_BATCHES], []
         inputs = () if first is None else (rows[:, :-1].contiguous(),)
-        run.step(*inputs, **({} if last is None else dict(target=rows[:, 1:].contiguous(), losses=losses)))
+        run.step(
+            *inputs,
+            **(
+                {}
+                if last is None
+                else dict(target=rows[:, 1:].contiguous(), losses=losses)
+            ),
+        )
         _sum_tied(first, last)
         _clip(counted, everything)
         optimizer.step()
@@ -100,7 +129,7 @@ def _even(layers: int, stages: int) -> list[int]:
 
 
 def _sum_tied(first: torch.Tensor | None, last: torch.Tensor | None) -> None:
-    if first is not None and last is not None:          # on one rank
+    if first is not None and last is not None:  # on one rank
         first.grad += last.grad
         last.grad.copy_(first.grad)
     elif first is not None or last is not None:
@@ -108,7 +137,9 @@ def _sum_tied(first: torch.Tensor | None, last: torch.Tensor | None) -> None:
 
 
 def _clip(counted: list[torch.Tensor], everything: nn.Module) -> None:
-    square = torch.stack([norm.square() for norm in torch._foreach_norm([p.grad for p in counted])]).sum()
+    square = torch.stack(
+        [norm.square() for norm in torch._foreach_norm([p.grad for p in counted])]
+    ).sum()
     dist.all_reduce(square)
     factor = (CLIP / (square.sqrt() + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([p.grad for p in everything.parameters()], factor)
@@ -120,35 +151,49 @@ class _Embed(nn.Module):
         self.wte, self.wpe = wte, wpe
 
     def forward(self, tokens):
-        return self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+        return self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
 
 
 def dspp(w: Workload, dtype: str, method: str) -> Step:
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))          # it sets its own
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it sets its own
     whole = PlainGPT(w)
-    tied = lambda **way: TiedLayerSpec("embed", _Embed, whole.wte, whole.wpe, tied_weight_attr=["wte.weight"],
-                                       **way)
+    tied = lambda **way: TiedLayerSpec(
+        "embed", _Embed, whole.wte, whole.wpe, tied_weight_attr=["wte.weight"], **way
+    )
     head = lambda module, x: F.linear(x, module.wte.weight)
     layers = [tied(), *whole.blocks, whole.lnf, tied(forward_fn=head)]
     loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, activation_checkpoint_interval=0,
-                         partition_method=method)
-    config = {"train_micro_batch_size_per_gpu": w.micro_batch,
-              "gradient_accumulation_steps": w.global_batch // w.micro_batch, "gradient_clipping": CLIP,
-              "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
-              "zero_optimization": {"stage": 0}}
+    net = PipelineModule(
+        layers=layers,
+        num_stages=2,
+        loss_fn=loss,
+        activation_checkpoint_interval=0,
+        partition_method=method,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": w.micro_batch,
+        "gradient_accumulation_steps": w.global_batch // w.micro_batch,
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 0},
+    }
     if dtype == "bf16":
         config["bf16"], net = {"enabled": True}, net.to(torch.bfloat16)
-    engine, *_ = deepspeed.initialize(model=net, optimizer=plain_adamw(net), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=plain_adamw(net), config=config
+    )
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        pairs = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-                 for rows in data[i % NUM_BATCHES].split(w.micro_batch)]
+        pairs = [
+            (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+            for rows in data[i % NUM_BATCHES].split(w.micro_batch)
+        ]
         return float(engine.train_batch(data_iter=iter(pairs)))
 
     return step
-

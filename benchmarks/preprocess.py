@@ -40,8 +40,10 @@ class Peer:
     @classmethod
     def start(cls, folder: str) -> None:
         from megatron.core.tokenizers import MegatronTokenizer
-        cls.encoder = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"},
-                                                        use_fast=True)
+
+        cls.encoder = MegatronTokenizer.from_pretrained(
+            folder, metadata_path={"library": "huggingface"}, use_fast=True
+        )
 
     @classmethod
     def encode(cls, line: str) -> tuple[list[int], list[int]]:
@@ -56,9 +58,15 @@ class Peer:
 def run_peer(text: str, folder: str, output: str) -> None:
     import numpy as np
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     Peer.start(folder)
-    builder = IndexedDatasetBuilder(f"{output}.bin", dtype=DType.optimal_dtype(Peer.encoder.vocab_size))
-    with open(text, encoding="utf-8") as lines, multiprocessing.Pool(1, Peer.start, (folder,)) as pool:
+    builder = IndexedDatasetBuilder(
+        f"{output}.bin", dtype=DType.optimal_dtype(Peer.encoder.vocab_size)
+    )
+    with (
+        open(text, encoding="utf-8") as lines,
+        multiprocessing.Pool(1, Peer.start, (folder,)) as pool,
+    ):
         pool.apply(Peer.encode, ('{"text": "The worker is there."}',))
         start = time.perf_counter()
         for ids, lengths in pool.imap(Peer.encode, lines, 32):
@@ -72,14 +80,21 @@ def run_peer(text: str, folder: str, output: str) -> None:
 def write_corpus(path: Path, megabytes: float) -> None:
     sys.path.insert(0, str(ROOT / "tools"))
     import build_corpus as own
-    standard, installed = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
-    prose = {own.prose(text) for text in own.help_topics()} | {own.prose(text)
-                                                               for text in own.docstrings(standard)}
+
+    standard, installed = (
+        Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")
+    )
+    prose = {own.prose(text) for text in own.help_topics()} | {
+        own.prose(text) for text in own.docstrings(standard)
+    }
     own.LEFT_OUT = own.LEFT_OUT - {"site-packages", "dist-packages"}
     prose = (prose | {own.prose(text) for text in own.docstrings(installed)}) - {""}
     by_hash = lambda text: hashlib.sha256(text.encode()).digest()
     texts, size = list(prose), sum(len(text.encode()) for text in prose)
-    print(f"{len(texts):,} documents of documentation, {size / 1e6:.1f} MB; then sources", flush=True)
+    print(
+        f"{len(texts):,} documents of documentation, {size / 1e6:.1f} MB; then sources",
+        flush=True,
+    )
     files = sorted(p for root in (standard, installed) for p in root.rglob("*.py"))
     for file in sorted(files, key=lambda p: hashlib.sha256(p.name.encode()).digest()):
         if size > megabytes * 1e6:
@@ -90,23 +105,41 @@ def write_corpus(path: Path, megabytes: float) -> None:
         except (UnicodeDecodeError, OSError):
             continue
     with open(path, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in sorted(set(texts),
-                                                                                        key=by_hash))
+        f.writelines(
+            json.dumps({"text": t}, ensure_ascii=False) + "\n"
+            for t in sorted(set(texts), key=by_hash)
+        )
 
 
 def prepare(folder: Path, megabytes: float, part: int) -> None:
-    """corpus.jsonl, its first lines as part.jsonl, and tokenizer/ with what transformers wants to see in it.
-    """
+    """corpus.jsonl, its first lines as part.jsonl, and tokenizer/ with what transformers wants to see in it."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
     if not corpus.exists():
         write_corpus(corpus, megabytes)
     if not tokenizer.exists():
-        subprocess.run([sys.executable, ROOT / "tools/train_tokenizer.py", "--input", corpus, "--vocab-size",
-                        "32768",
-                        "--output", tokenizer], check=True, env=environment())
-        (tokenizer / "tokenizer_config.json").write_text(json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}))
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "tools/train_tokenizer.py",
+                "--input",
+                corpus,
+                "--vocab-size",
+                "32768",
+                "--output",
+                tokenizer,
+            ],
+            check=True,
+            env=environment(),
+        )
+        (tokenizer / "tokenizer_config.json").write_text(
+            json.dumps(
+                {
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "eos_token": "<|endoftext|>",
+                }
+            )
+        )
     with open(corpus, "rb") as source, open(folder / "part.jsonl", "wb") as target:
         target.writelines(line for _, line in zip(range(part), source))
 
@@ -114,62 +147,120 @@ def prepare(folder: Path, megabytes: float, part: int) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # the race
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def command(name: str, folder: Path, peer_python: str | None) -> list[str]:
     """ours, ours/BACKEND, ours/part or peer; the last two on part.jsonl."""
     if name == "peer":
-        return [peer_python, __file__, "--run-peer",
-                *(str(folder / end) for end in ("part.jsonl", "tokenizer", "peer"))]
+        return [
+            peer_python,
+            __file__,
+            "--run-peer",
+            *(str(folder / end) for end in ("part.jsonl", "tokenizer", "peer")),
+        ]
     what = name.partition("/")[2]
     text = "part" if what == "part" else "corpus"
-    return [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", str(folder / f"{text}.jsonl"),
-            "--append-eod",
-            "--output-prefix", str(folder / name.replace("/", "_")), "--tokenizer-type",
-            "HuggingFaceTokenizer",
-            "--tokenizer-model", str(folder / "tokenizer"), "--log-interval", "100000000",
-            "--tokenizer-backend", what if what not in ("", "part") else "auto"]
+    return [
+        sys.executable,
+        str(ROOT / "tools/preprocess_data.py"),
+        "--input",
+        str(folder / f"{text}.jsonl"),
+        "--append-eod",
+        "--output-prefix",
+        str(folder / name.replace("/", "_")),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(folder / "tokenizer"),
+        "--log-interval",
+        "100000000",
+        "--tokenizer-backend",
+        what if what not in ("", "part") else "auto",
+    ]
 
 
 def race(args: argparse.Namespace) -> None:
     folder = Path(args.folder)
     prepare(folder, args.megabytes, args.peer_documents)
-    sizes = {text: (folder / f"{text}.jsonl").stat().st_size for text in ("corpus", "part")}
-    names = ["ours", *(f"ours/{backend}" for backend in args.backends)] + (["ours/part", "peer"]
-                                                                           if args.peer_python else [])
+    sizes = {
+        text: (folder / f"{text}.jsonl").stat().st_size for text in ("corpus", "part")
+    }
+    names = ["ours", *(f"ours/{backend}" for backend in args.backends)] + (
+        ["ours/part", "peer"] if args.peer_python else []
+    )
     seconds = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
             start = time.perf_counter()
-            done = subprocess.run(["taskset", "-c", str(args.core), *command(name, folder, args.peer_python)],
-                                  check=True,
-                                  env=environment(), stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [
+                    "taskset",
+                    "-c",
+                    str(args.core),
+                    *command(name, folder, args.peer_python),
+                ],
+                check=True,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             whole = time.perf_counter() - start
-            seconds[name].append(float(done.stdout.split()[-1]) if name == "peer" else whole)
+            seconds[name].append(
+                float(done.stdout.split()[-1]) if name == "peer" else whole
+            )
     for name, times in seconds.items():
         size = sizes["part" if name in ("ours/part", "peer") else "corpus"] / 1e6
         low, middle, high = min(times), statistics.median(times), max(times)
-        print(f"{name:20} {size:6.1f} MB  {middle:8.2f} s ({low:.2f} to {high:.2f})  {size / middle:7.2f} "
-              "MB/s on one core")
+        print(
+            f"{name:20} {size:6.1f} MB  {middle:8.2f} s ({low:.2f} to {high:.2f})  {size / middle:7.2f} "
+            "MB/s on one core"
+        )
     if args.peer_python:
-        ratio = [(sizes["corpus"] / ours) / (sizes["part"] / peer) for ours,
-                 peer in zip(seconds["ours"], seconds["peer"])]
-        print(f"ours over the peer, round by round: {', '.join(f'{r:.1f}' for r in ratio)}")
+        ratio = [
+            (sizes["corpus"] / ours) / (sizes["part"] / peer)
+            for ours, peer in zip(seconds["ours"], seconds["peer"])
+        ]
+        print(
+            f"ours over the peer, round by round: {', '.join(f'{r:.1f}' for r in ratio)}"
+        )
         for end in ("bin", "idx"):
-            mine, theirs = (folder / f"ours_part_text_document.{end}", folder / f"peer.{end}")
-            print(f".{end}: {'the same bytes' if mine.read_bytes() == theirs.read_bytes() else 'DIFFERENT'}")
+            mine, theirs = (
+                folder / f"ours_part_text_document.{end}",
+                folder / f"peer.{end}",
+            )
+            print(
+                f".{end}: {'the same bytes' if mine.read_bytes() == theirs.read_bytes() else 'DIFFERENT'}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="preprocess_benchmark", help="for text, tokenizer and output")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        default="preprocess_benchmark",
+        help="for text, tokenizer and output",
+    )
     parser.add_argument("--megabytes", type=float, default=60, help="of text")
-    parser.add_argument("--peer-python", help="interpreter with megatron-core and transformers")
-    parser.add_argument("--peer-documents", type=int, default=6000, help="how many documents the peer gets")
-    parser.add_argument("--backends", nargs="*", default=[], help="backends to try beside auto")
+    parser.add_argument(
+        "--peer-python", help="interpreter with megatron-core and transformers"
+    )
+    parser.add_argument(
+        "--peer-documents",
+        type=int,
+        default=6000,
+        help="how many documents the peer gets",
+    )
+    parser.add_argument(
+        "--backends", nargs="*", default=[], help="backends to try beside auto"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--run-peer", nargs=3, help=argparse.SUPPRESS)

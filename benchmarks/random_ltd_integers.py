@@ -15,32 +15,58 @@ from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDSche
 from megatron_ds.progress.difficulty import Rise, TokenDrop
 
 
-def upstream_of(least: int, most: int, steps: int, multiple: int, blocks: int, dropping: int,
-                batch: int) -> RandomLTDScheduler:
-    return RandomLTDScheduler({
-        "total_layer_num": blocks, "random_ltd_layer_num": dropping, "global_batch_size": batch,
-        "layer_token_lr_schedule": {"enabled": False},
-        "random_ltd_schedule": {"min_value": least, "max_value": most, "schedule_type": "fixed_linear",
-                                "schedule_config": {"require_steps": steps, "seq_per_step": multiple}}})
+def upstream_of(
+    least: int,
+    most: int,
+    steps: int,
+    multiple: int,
+    blocks: int,
+    dropping: int,
+    batch: int,
+) -> RandomLTDScheduler:
+    return RandomLTDScheduler(
+        {
+            "total_layer_num": blocks,
+            "random_ltd_layer_num": dropping,
+            "global_batch_size": batch,
+            "layer_token_lr_schedule": {"enabled": False},
+            "random_ltd_schedule": {
+                "min_value": least,
+                "max_value": most,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {"require_steps": steps, "seq_per_step": multiple},
+            },
+        }
+    )
 
 
 def compare(draw: random.Random) -> tuple[int, int]:
     """(numbers compared, numbers that differ) of one random schedule."""
-    least, steps, multiple = (draw.randint(1, 512), draw.randint(1, 300),
-                              draw.choice((1, 7, 8, 16, 64, draw.randint(1, 200))))
+    least, steps, multiple = (
+        draw.randint(1, 512),
+        draw.randint(1, 300),
+        draw.choice((1, 7, 8, 16, 64, draw.randint(1, 200))),
+    )
     most = least + draw.choice((0, 1, draw.randint(0, 100), draw.randint(0, 8192)))
     blocks, batch = draw.randint(1, 96), draw.randint(1, 2048)
     dropping = draw.randint(1, blocks)
-    drop = TokenDrop(tuple(range(dropping)), blocks, Rise(least, most, steps, multiple, lowest=0))
+    drop = TokenDrop(
+        tuple(range(dropping)), blocks, Rise(least, most, steps, multiple, lowest=0)
+    )
     upstream = upstream_of(least, most, steps, multiple, blocks, dropping, batch)
     compared = differ = consumed = 0
     for step in range(steps + draw.randint(1, 100)):
         upstream.update_seq(step)
         consumed += batch * drop.layer_tokens(step, most)
         state = upstream.state_dict()
-        compared, differ = compared + 2, differ + (drop.kept_at(step) != upstream.get_current_seq())
+        compared, differ = (
+            compared + 2,
+            differ + (drop.kept_at(step) != upstream.get_current_seq()),
+        )
         differ += consumed != state["consumed_layer_tokens"]
-    total = upstream_of(least, most, steps, multiple, blocks, dropping, batch).get_total_layer_tokens(steps)
+    total = upstream_of(
+        least, most, steps, multiple, blocks, dropping, batch
+    ).get_total_layer_tokens(steps)
     ours = batch * sum(drop.layer_tokens(step, most) for step in range(steps))
     return compared + 1, differ + (ours != total)
 

@@ -39,10 +39,14 @@ JOB = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1
     --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 1 --eval-interval 3 --save run
     --distributed-timeout-minutes 2 """
-MODEL = ("--num-layers {} --hidden-size {} --num-attention-heads {} --seq-length {} --micro-batch-size {} "
-         "--global-batch-size {}")
+MODEL = (
+    "--num-layers {} --hidden-size {} --num-attention-heads {} --seq-length {} --micro-batch-size {} "
+    "--global-batch-size {}"
+)
 # Words of the tables below that stand for flags. So do tp2, pp2, zero2, and the names of schedules.
-SHORT = {line.split()[0]: line.split(None, 1)[1] for line in f"""
+SHORT = {
+    line.split()[0]: line.split(None, 1)[1]
+    for line in f"""
 mock       --mock-data --vocab-size 131
 steps      --train-iters 5 --lr-warmup-iters 2
 llama      --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
@@ -72,10 +76,14 @@ laptop     {MODEL.format(4, 64, 4, 32, 2, 32)}
 175b       {MODEL.format(96, 12288, 96, 2048, 1, 1536)}
 530b       {MODEL.format(105, 20480, 128, 2048, 1, 1920)}
 1t         {MODEL.format(128, 25600, 160, 2048, 1, 3072)}
-""".strip().splitlines()}
-PATTERNS = {r"^tp(\d+)$": r"--tensor-model-parallel-size \1",
-            r"^pp(\d+)$": r"--pipeline-model-parallel-size \1",
-            r"^zero(\d)$": r"--zero-stage \1", r"^(gpipe|interleaved|zb-\w+)$": r"--pipeline-schedule \1"}
+""".strip().splitlines()
+}
+PATTERNS = {
+    r"^tp(\d+)$": r"--tensor-model-parallel-size \1",
+    r"^pp(\d+)$": r"--pipeline-model-parallel-size \1",
+    r"^zero(\d)$": r"--zero-stage \1",
+    r"^(gpipe|interleaved|zb-\w+)$": r"--pipeline-schedule \1",
+}
 # Name, ranks, flags. BERT is trained where the name begins with bert; torchrun starts the ranks likewise.
 TRAINING = """
 alone-dropout-label-smoothing 1 mock steps dropout --label-smoothing 0.1 --clip-grad 0.3
@@ -141,8 +149,19 @@ tools/preprocess_data.py --input text.jsonl --output-prefix bert --split-sentenc
     --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
 """
 WORDS = "the a reader writer reads writes rereads rewrote slowly gladly sentence of and with pages".split()
-TIMING = {"run", "start", "time", "step_seconds", "tokens_per_second", "tflops_per_rank", "mfu",
-          "eta_seconds", "memory_gib", "data_seconds", "eval_seconds"}
+TIMING = {
+    "run",
+    "start",
+    "time",
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_per_rank",
+    "mfu",
+    "eta_seconds",
+    "memory_gib",
+    "data_seconds",
+    "eval_seconds",
+}
 ABSENT = "absent"
 
 
@@ -153,7 +172,9 @@ def rows(table: str) -> dict[str, tuple[int, str]]:
 
 
 def chosen_of(cases: dict, only: list[str]) -> dict:
-    return {name: case for name, case in cases.items() if any(part in name for part in only)}
+    return {
+        name: case for name, case in cases.items() if any(part in name for part in only)
+    }
 
 
 def flags_of(words: str) -> str:
@@ -171,30 +192,61 @@ class Tree:
         python = self.root / ".venv/bin/python"
         self.python = str(python) if python.exists() else sys.executable
         foreign = ("SLURM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(foreign)} | {
-            "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "100"}
+        self.env = {
+            k: v for k, v in os.environ.items() if not k.startswith(foreign)
+        } | {
+            "PYTHONPATH": str(self.root),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+            "COLUMNS": "100",
+        }
         run = partial(subprocess.run, cwd=self.root, capture_output=True, text=True)
         git = lambda *words: run(["git", *words]).stdout.strip()
-        self.commit = git("rev-parse", "HEAD") + (" with changes" if git("diff", "HEAD") else "")
+        self.commit = git("rev-parse", "HEAD") + (
+            " with changes" if git("diff", "HEAD") else ""
+        )
 
-    def run(self, folder: Path, command: str, ranks: int = 1, torchrun: bool = False) -> str:
+    def run(
+        self, folder: Path, command: str, ranks: int = 1, torchrun: bool = False
+    ) -> str:
         """What rank 0 prints. Raises RuntimeError with the end of the output if a rank fails."""
         script, *flags = command.replace("TREE", str(self.root)).split()
-        launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}" if torchrun else ""
+        launcher = (
+            f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
+            if torchrun
+            else ""
+        )
         command_line = [self.python, *launcher.split(), str(self.root / script), *flags]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": probe.getsockname()[1]}
+            world = {
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": probe.getsockname()[1],
+            }
         folder.mkdir(parents=True, exist_ok=True)
-        logs, processes = [folder / f"log.{rank}" for rank in range(1 if torchrun else ranks)], []
+        logs, processes = (
+            [folder / f"log.{rank}" for rank in range(1 if torchrun else ranks)],
+            [],
+        )
         try:
             for rank, path in enumerate(logs):
-                launch = world | {"RANK": rank, "LOCAL_RANK": rank} if len(logs) > 1 else {}
+                launch = (
+                    world | {"RANK": rank, "LOCAL_RANK": rank} if len(logs) > 1 else {}
+                )
                 env = self.env | {name: str(value) for name, value in launch.items()}
-                processes.append(subprocess.Popen(command_line, cwd=folder, env=env, stdout=path.open("w"),
-                                                  stderr=subprocess.STDOUT))
+                processes.append(
+                    subprocess.Popen(
+                        command_line,
+                        cwd=folder,
+                        env=env,
+                        stdout=path.open("w"),
+                        stderr=subprocess.STDOUT,
+                    )
+                )
             codes = [process.wait(timeout=300) for process in processes]
         finally:
             for process in processes:
@@ -209,8 +261,13 @@ class Tree:
         if not self.made:
             folder, draw = self.work / "corpus", random.Random(0)
             folder.mkdir(parents=True)
-            sentence = lambda: " ".join(draw.choices(WORDS, k=draw.randint(3, 12))).capitalize() + "."
-            texts = [" ".join(sentence() for _ in range(draw.randint(1, 8))) for _ in range(120)]
+            sentence = lambda: (
+                " ".join(draw.choices(WORDS, k=draw.randint(3, 12))).capitalize() + "."
+            )
+            texts = [
+                " ".join(sentence() for _ in range(draw.randint(1, 8)))
+                for _ in range(120)
+            ]
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
             (folder / "text.jsonl").write_text(lines)
             # Not trained: the training of word pieces breaks ties in another order each time.
@@ -220,9 +277,14 @@ class Tree:
             for command in CORPUS.strip().splitlines():
                 self.run(folder, command)
             # Not the .json beside a corpus: it holds the path of its tokenizer.
-            files = sorted([*folder.glob("*.bin"), *folder.glob("*.idx"), *folder.glob("bpe/*")])
+            files = sorted(
+                [*folder.glob("*.bin"), *folder.glob("*.idx"), *folder.glob("bpe/*")]
+            )
             digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-            self.made = {str(file.relative_to(folder)): digest for file, digest in zip(files, digests)}
+            self.made = {
+                str(file.relative_to(folder)): digest
+                for file, digest in zip(files, digests)
+            }
         return self.made
 
     def train(self, name: str, ranks: int, words: str) -> dict:
@@ -230,30 +292,54 @@ class Tree:
         if {"corpus", "sentences"} & set(words.split()):
             self.corpus()
         folder, kind = self.work / name, "bert" if name.startswith("bert") else "gpt"
-        self.run(folder, f"pretrain_{kind}.py {JOB} {flags_of(words)}", ranks, name.startswith("torchrun"))
+        self.run(
+            folder,
+            f"pretrain_{kind}.py {JOB} {flags_of(words)}",
+            ranks,
+            name.startswith("torchrun"),
+        )
         lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-        records = [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
-        self.run(folder, "tools/checkpoint_to_safetensors.py --load run --output weights")
+        records = [
+            {k: v for k, v in json.loads(line).items() if k not in TIMING}
+            for line in lines
+        ]
+        self.run(
+            folder, "tools/checkpoint_to_safetensors.py --load run --output weights"
+        )
         weights, digest = {}, hashlib.sha256()
         for file in (folder / "weights").glob("*.safetensors"):
             weights |= load_file(file)
         for key, value in sorted(weights.items()):
-            digest.update(f"{key} {value.shape} {value.dtype} ".encode() + value.tobytes())
-        return {"records": records, "tensors": len(weights), "weights": digest.hexdigest()}
+            digest.update(
+                f"{key} {value.shape} {value.dtype} ".encode() + value.tobytes()
+            )
+        return {
+            "records": records,
+            "tensors": len(weights),
+            "weights": digest.hexdigest(),
+        }
 
     def plan(self, name: str, ranks: int, words: str) -> list[str]:
         command = f"pretrain_gpt.py {flags_of(words)} --world-size {ranks}"
-        return self.run(self.work / f"plan-{name}", command).replace(str(self.root), "TREE").splitlines()
+        return (
+            self.run(self.work / f"plan-{name}", command)
+            .replace(str(self.root), "TREE")
+            .splitlines()
+        )
 
 
 def first_difference(a, b, place: str = "") -> str | None:
     """The first place where two values differ, and both of them there."""
     if type(a) is type(b) and isinstance(a, dict | list):
         a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (a, b))
-        found = (first_difference(a.get(key, ABSENT), b.get(key, ABSENT), f"{place}[{key}]")
-                 for key in {**a, **b})
+        found = (
+            first_difference(a.get(key, ABSENT), b.get(key, ABSENT), f"{place}[{key}]")
+            for key in {**a, **b}
+        )
         return next((difference for difference in found if difference), None)
-    return None if repr(a) == repr(b) else f"{place}: {repr(a)[:300]} and {repr(b)[:300]}"
+    return (
+        None if repr(a) == repr(b) else f"{place}: {repr(a)[:300]} and {repr(b)[:300]}"
+    )
 
 
 def attempt(name: str, make) -> object:
@@ -270,20 +356,38 @@ def attempt(name: str, make) -> object:
 
 def record(args, work: Path) -> bool:
     tree, start, made = Tree(args.first, work), time.monotonic(), {}
-    runs = {name: partial(tree.train, name, *row) for name, row in rows(TRAINING).items()}
-    plans = {f"plan-{name}": partial(tree.plan, name, *row) for name, row in rows(PLANS).items()}
-    described = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
-    processor = re.findall(r"^(?:model name|flags).*", described, re.MULTILINE)[:2] or described
+    runs = {
+        name: partial(tree.train, name, *row) for name, row in rows(TRAINING).items()
+    }
+    plans = {
+        f"plan-{name}": partial(tree.plan, name, *row)
+        for name, row in rows(PLANS).items()
+    }
+    described = (
+        Path("/proc/cpuinfo").read_text()
+        if Path("/proc/cpuinfo").exists()
+        else platform.processor()
+    )
+    processor = (
+        re.findall(r"^(?:model name|flags).*", described, re.MULTILINE)[:2] or described
+    )
     recording = {"commit": tree.commit, "processor": processor, "cases": {}}
-    for threads, cases in ((1, {"corpus": tree.corpus} | runs), (2, plans)):      # a plan is one process
+    for threads, cases in (
+        (1, {"corpus": tree.corpus} | runs),
+        (2, plans),
+    ):  # a plan is one process
         chosen = chosen_of(cases, args.only)
         with ThreadPoolExecutor(threads) as pool:
             for name, value in zip(chosen, pool.map(attempt, chosen, chosen.values())):
                 made[name] = value
-                recording["cases"] = {key: x for key, x in made.items() if x is not None}
+                recording["cases"] = {
+                    key: x for key, x in made.items() if x is not None
+                }
                 Path(args.second).write_text(json.dumps(recording, indent=1))
     good = recording["cases"]
-    print(f"{len(good)} of {len(made)} cases of {tree.commit} in {time.monotonic() - start:.0f} s")
+    print(
+        f"{len(good)} of {len(made)} cases of {tree.commit} in {time.monotonic() - start:.0f} s"
+    )
     return 0 < len(good) == len(made)
 
 
@@ -292,7 +396,10 @@ def compare(args, _: Path) -> bool:
     if a["processor"] != b["processor"]:
         print("The processors of the two recordings differ, and may round differently.")
     names = chosen_of({**a["cases"], **b["cases"]}, args.only)
-    pairs = {name: (a["cases"].get(name, ABSENT), b["cases"].get(name, ABSENT)) for name in names}
+    pairs = {
+        name: (a["cases"].get(name, ABSENT), b["cases"].get(name, ABSENT))
+        for name in names
+    }
     found = {name: first_difference(*pair) for name, pair in pairs.items()}
     print("\n".join(f"{name}: {found[name] or 'equal'}" for name in names))
     equal = list(found.values()).count(None)
@@ -307,28 +414,51 @@ def checkpoints(args, work: Path) -> bool:
         job, layout, other, tolerance = text.split("|")
         old.train(f"{name}/saved", ranks, f"{job} {layout} --exit-interval 3")
         results = []
-        for tree, place, flags in ((old, "same", layout), (new, "same", layout), (new, "other", other)):
-            shutil.copytree(old.work / name / "saved/run", tree.work / name / place / "run")
-            results.append(tree.train(f"{name}/{place}", ranks, f"{job} {flags} --load run"))
+        for tree, place, flags in (
+            (old, "same", layout),
+            (new, "same", layout),
+            (new, "other", other),
+        ):
+            shutil.copytree(
+                old.work / name / "saved/run", tree.work / name / place / "run"
+            )
+            results.append(
+                tree.train(f"{name}/{place}", ranks, f"{job} {flags} --load run")
+            )
         if difference := first_difference(*results[:2]):
             raise ValueError(f"same layout: {difference}")
         for a, b in zip(results[0]["records"], results[2]["records"], strict=True):
             if not math.isclose(a["loss"], b["loss"], rel_tol=float(tolerance)):
-                raise ValueError(f"another layout, step {a['step']}: losses {a['loss']} and {b['loss']}")
+                raise ValueError(
+                    f"another layout, step {a['step']}: losses {a['loss']} and {b['loss']}"
+                )
         return f"equal; losses of another layout within {tolerance.strip()}"
 
     cases = chosen_of(rows(CHECKPOINTS), args.only)
-    return all([attempt(name, partial(check, name, *row)) for name, row in cases.items()])
+    return all(
+        [attempt(name, partial(check, name, *row)) for name, row in cases.items()]
+    )
 
 
 def main() -> int:
     modes = {"record": record, "compare": compare, "checkpoints": checkpoints}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("mode", choices=modes)
-    parser.add_argument("first", help="record and checkpoints: a tree. compare: a recording")
-    parser.add_argument("second", help="checkpoints: another tree. record and compare: a recording")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME",
-                        help="only cases whose names contain one of these")
+    parser.add_argument(
+        "first", help="record and checkpoints: a tree. compare: a recording"
+    )
+    parser.add_argument(
+        "second", help="checkpoints: another tree. record and compare: a recording"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="NAME",
+        help="only cases whose names contain one of these",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         return 0 if modes[args.mode](args, Path(work)) else 1

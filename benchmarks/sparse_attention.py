@@ -31,16 +31,30 @@ from megatron_ds.ops.sparse_layouts import block_layout
 
 # Name in the table → options without their prefix, for blocks of 16 tokens.
 LAYOUTS = {
-    "fixed, 64 local, 16 global": dict(mode="fixed", num_local_blocks=64, num_global_blocks=16),
-    "fixed, 16 local, 2 global": dict(mode="fixed", num_local_blocks=16, num_global_blocks=2),
-    "bigbird, 65 sliding, 1 random": dict(mode="bigbird", num_sliding_window_blocks=65, num_random_blocks=1),
+    "fixed, 64 local, 16 global": dict(
+        mode="fixed", num_local_blocks=64, num_global_blocks=16
+    ),
+    "fixed, 16 local, 2 global": dict(
+        mode="fixed", num_local_blocks=16, num_global_blocks=2
+    ),
+    "bigbird, 65 sliding, 1 random": dict(
+        mode="bigbird", num_sliding_window_blocks=65, num_random_blocks=1
+    ),
     "bslongformer, 65 sliding": dict(mode="bslongformer", num_sliding_window_blocks=65),
     "local, 129 sliding": dict(mode="local", num_sliding_window_blocks=129),
     "local, 33 sliding": dict(mode="local", num_sliding_window_blocks=33),
-    "fixed, 4 local, 1 global": dict(mode="fixed", num_local_blocks=4, num_global_blocks=1),
-    "variable, 64 local, 2 random": dict(mode="variable", local_window_blocks=(64,), num_random_blocks=2),
-    "bigbird, 9 sliding, 16 random": dict(mode="bigbird", num_sliding_window_blocks=9, num_random_blocks=16),
-    "bigbird, 3 sliding, 1 random": dict(mode="bigbird", num_sliding_window_blocks=3, num_random_blocks=1),
+    "fixed, 4 local, 1 global": dict(
+        mode="fixed", num_local_blocks=4, num_global_blocks=1
+    ),
+    "variable, 64 local, 2 random": dict(
+        mode="variable", local_window_blocks=(64,), num_random_blocks=2
+    ),
+    "bigbird, 9 sliding, 16 random": dict(
+        mode="bigbird", num_sliding_window_blocks=9, num_random_blocks=16
+    ),
+    "bigbird, 3 sliding, 1 random": dict(
+        mode="bigbird", num_sliding_window_blocks=3, num_random_blocks=1
+    ),
 }
 PLAIN = "without a layout"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,10 +62,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def options(mode: str, block: int, **more: int | tuple[int, ...]) -> SparseOptions:
     """The options of a layout."""
-    return SparseOptions(mode, block, **{f"sparse_{name}": value for name, value in more.items()})
+    return SparseOptions(
+        mode, block, **{f"sparse_{name}": value for name, value in more.items()}
+    )
 
 
-def scaled(value: str | int | tuple[int, ...], block: int) -> str | int | tuple[int, ...]:
+def scaled(
+    value: str | int | tuple[int, ...], block: int
+) -> str | int | tuple[int, ...]:
     """A number of blocks of 16 tokens, in blocks of other sizes; at least one. A mode stays."""
     if isinstance(value, tuple):
         return tuple(scaled(count, block) for count in value)
@@ -60,8 +78,9 @@ def scaled(value: str | int | tuple[int, ...], block: int) -> str | int | tuple[
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--channels", type=int, default=64)
@@ -80,14 +99,20 @@ def measure(args: argparse.Namespace, block: int) -> None:
     causal, s = not args.bidirectional, args.tokens
     draw = torch.Generator().manual_seed(0)
     shape = s, 1, args.heads, args.channels
-    tensors = [torch.randn(shape, generator=draw).to(DTYPES[args.dtype]).requires_grad_() for _ in range(3)]
+    tensors = [
+        torch.randn(shape, generator=draw).to(DTYPES[args.dtype]).requires_grad_()
+        for _ in range(3)
+    ]
     patterns = {"dense": pattern_of(options("dense", block), s, args.heads, causal)}
     for name, more in LAYOUTS.items():
         chosen = {key: scaled(value, block) for key, value in more.items()}
-        patterns[name] = pattern_of(options(block=block, **chosen), s, args.heads, causal)
+        patterns[name] = pattern_of(
+            options(block=block, **chosen), s, args.heads, causal
+        )
     turns: dict[str, Callable[[], torch.Tensor]] = {
         name: lambda pattern=pattern: attention(*tensors, pattern=pattern)
-        for name, pattern in (patterns | {PLAIN: AttentionPattern(causal)}).items()}
+        for name, pattern in (patterns | {PLAIN: AttentionPattern(causal)}).items()
+    }
     dout = torch.ones(s, 1, args.heads * args.channels, dtype=DTYPES[args.dtype])
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(args.repeats):
@@ -95,23 +120,33 @@ def measure(args: argparse.Namespace, block: int) -> None:
             times[name].append(seconds(turn, tensors, dout))
     best = {name: min(of_turns) for name, of_turns in times.items()}
     whole = min(best["dense"], best[PLAIN])
-    print(f"{s} tokens, {args.dtype}, blocks of {block}, {args.heads} heads of {args.channels}, "
-          f"{'causal' if causal else 'bidirectional'}, {torch.get_num_threads()} threads; {PLAIN} "
-          f"{best[PLAIN]:.3f} s, median {statistics.median(times[PLAIN]):.3f} s")
-    print(f"{'layout':<32}{'density':>9}{'seconds':>9}{'median':>9}{'of all':>9}{'of ideal':>10}")
+    print(
+        f"{s} tokens, {args.dtype}, blocks of {block}, {args.heads} heads of {args.channels}, "
+        f"{'causal' if causal else 'bidirectional'}, {torch.get_num_threads()} threads; {PLAIN} "
+        f"{best[PLAIN]:.3f} s, median {statistics.median(times[PLAIN]):.3f} s"
+    )
+    print(
+        f"{'layout':<32}{'density':>9}{'seconds':>9}{'median':>9}{'of all':>9}{'of ideal':>10}"
+    )
     for name, pattern in patterns.items():
         density = pattern.pairs(s) / patterns["dense"].pairs(s)
         share = best[name] / whole
-        print(f"{name:<32}{density:9.3f}{best[name]:9.3f}{statistics.median(times[name]):9.3f}{share:9.3f}"
-              f"{density / share:10.2f}")
+        print(
+            f"{name:<32}{density:9.3f}{best[name]:9.3f}{statistics.median(times[name]):9.3f}{share:9.3f}"
+            f"{density / share:10.2f}"
+        )
 
 
-def pattern_of(chosen: SparseOptions, s: int, heads: int, causal: bool) -> AttentionPattern:
+def pattern_of(
+    chosen: SparseOptions, s: int, heads: int, causal: bool
+) -> AttentionPattern:
     """The pattern of a layout."""
     return AttentionPattern(causal, layout=block_layout(chosen, s, heads, causal, 1))
 
 
-def seconds(turn: Callable[[], torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor) -> float:
+def seconds(
+    turn: Callable[[], torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor
+) -> float:
     """CPU time of one forward and backward."""
     start = time.process_time()
     torch.autograd.grad(turn(), tensors, dout)

@@ -32,8 +32,13 @@ from workloads import (
 def adamw(parameters) -> torch.optim.Optimizer:
     """Fused AdamW; split and whole tensors go to separate groups, which DTensor needs."""
     key = lambda p: (p.dim() >= 2, type(p.data) is torch.Tensor)
-    groups = [dict(params=[p for p in parameters if key(p) == k], weight_decay=WEIGHT_DECAY if k[0] else 0.0)
-              for k in {key(p) for p in parameters}]
+    groups = [
+        dict(
+            params=[p for p in parameters if key(p) == k],
+            weight_decay=WEIGHT_DECAY if k[0] else 0.0,
+        )
+        for k in {key(p) for p in parameters}
+    ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
 
 
@@ -53,12 +58,19 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.head_dim = heads // tp, h // heads
         self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)      # rows of qkv: per head q, k, v
+        self.qkv, self.proj = (
+            nn.Linear(h, 3 * h),
+            nn.Linear(h, h),
+        )  # rows of qkv: per head q, k, v
         self.fc1, self.fc2 = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
     def forward(self, x):
         b, s, _ = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        q, k, v = (
+            self.qkv(self.ln1(x))
+            .view(b, s, self.heads, 3, self.head_dim)
+            .permute(3, 0, 2, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, s, -1))
         return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
@@ -67,12 +79,20 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, w: Workload, tp: int):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(w.vocab, w.hidden), nn.Embedding(w.seq, w.hidden)
-        self.blocks = nn.ModuleList(Block(w.hidden, w.heads, tp) for _ in range(w.layers))
-        self.lnf, self.head = nn.LayerNorm(w.hidden), nn.Linear(w.hidden, w.vocab, bias=False)
+        self.wte, self.wpe = (
+            nn.Embedding(w.vocab, w.hidden),
+            nn.Embedding(w.seq, w.hidden),
+        )
+        self.blocks = nn.ModuleList(
+            Block(w.hidden, w.heads, tp) for _ in range(w.layers)
+        )
+        self.lnf, self.head = (
+            nn.LayerNorm(w.hidden),
+            nn.Linear(w.hidden, w.vocab, bias=False),
+        )
 
     def forward(self, tokens):
-        x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.lnf(x))
@@ -101,21 +121,38 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
         loss_parallel,
         parallelize_module,
     )
+
     model, values = GPT(w, world), initial_weights(w)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(logical_value(_our_name(name), values, w)))
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
-        parallelize_module(block, mesh, {"qkv": ColwiseParallel(), "proj": RowwiseParallel(),
-                                         "fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
-    parallelize_module(model, mesh, {"wte": RowwiseParallel(input_layouts=Replicate()),
-                                     "head": ColwiseParallel(use_local_output=False)})
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "qkv": ColwiseParallel(),
+                "proj": RowwiseParallel(),
+                "fc1": ColwiseParallel(),
+                "fc2": RowwiseParallel(),
+            },
+        )
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "wte": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(use_local_output=False),
+        },
+    )
     model.head.weight = model.wte.weight
     parameters = list(dict.fromkeys(model.parameters()))
     optimizer, data = adamw(parameters), torch.from_numpy(token_batches(w))
     local = lambda t: t.to_local() if isinstance(t, DTensor) else t
-    is_split = lambda p: isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)
+    is_split = lambda p: (
+        isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)
+    )
 
     def step(i: int) -> float:
         total, rows = 0.0, data[i % NUM_BATCHES].split(w.micro_batch)
@@ -123,7 +160,9 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
             with loss_parallel():
                 with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
                     logits = model(part[:, :-1]).flatten(0, 1)
-                loss = F.cross_entropy(logits.float(), part[:, 1:].reshape(-1)) / len(rows)
+                loss = F.cross_entropy(logits.float(), part[:, 1:].reshape(-1)) / len(
+                    rows
+                )
                 loss.backward()
             total += (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
         clip_([(local(p.grad), is_split(p)) for p in parameters])
@@ -138,8 +177,11 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
 # megatron-core
 def _without_cuda() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
     torch.cuda.current_device = lambda: "cpu"  # where a scratch buffer lies
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()     # there is no dropout
+    CudaRNGStatesTracker.fork = lambda self, name="": (
+        contextlib.nullcontext()
+    )  # there is no dropout
 
 
 def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
@@ -148,20 +190,42 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     _without_cuda()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     config = TransformerConfig(
-        num_layers=w.layers, hidden_size=w.hidden, num_attention_heads=w.heads, ffn_hidden_size=4 * w.hidden,
-        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=world,
+        num_layers=w.layers,
+        hidden_size=w.hidden,
+        num_attention_heads=w.heads,
+        ffn_hidden_size=4 * w.hidden,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        tensor_model_parallel_size=world,
         hidden_dropout=0.0,
-        attention_dropout=0.0, layernorm_epsilon=1e-5, activation_func=partial(F.gelu, approximate="tanh"),
-        bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, bf16=dtype == "bf16",
-        params_dtype=torch.float32)
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=w.vocab, max_sequence_length=w.seq,
-                     position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True)
+        attention_dropout=0.0,
+        layernorm_epsilon=1e-5,
+        activation_func=partial(F.gelu, approximate="tanh"),
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        bf16=dtype == "bf16",
+        params_dtype=torch.float32,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=w.vocab,
+        max_sequence_length=w.seq,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=True,
+    )
     parameters, split = _load_mcore(model, w, rank, world)
-    masters = parameters if dtype == "fp32" else [nn.Parameter(p.detach().clone()) for p in parameters]
+    masters = (
+        parameters
+        if dtype == "fp32"
+        else [nn.Parameter(p.detach().clone()) for p in parameters]
+    )
     if dtype == "bf16":
         model.bfloat16()
     optimizer, data = adamw(masters), torch.from_numpy(token_batches(w))
@@ -171,12 +235,16 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
     def step(i: int) -> float:
         total, rows = 0.0, data[i % NUM_BATCHES].split(w.micro_batch)
         for part in rows:
-            loss = model(part[:, :-1].contiguous(), positions, mask,
-                         labels=part[:, 1:].contiguous()).mean() / len(rows)
+            loss = model(
+                part[:, :-1].contiguous(),
+                positions,
+                mask,
+                labels=part[:, 1:].contiguous(),
+            ).mean() / len(rows)
             loss.backward()
             total += loss.item()
         for p, master in zip(parameters, masters):
-            master.grad = p.grad.float()                   # itself in fp32
+            master.grad = p.grad.float()  # itself in fp32
         clip_([(master.grad, s) for master, s in zip(masters, split)])
         optimizer.step()
         with torch.no_grad():
@@ -188,15 +256,21 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
     return step
 
 
-def _load_mcore(model: nn.Module, w: Workload, rank: int, world: int) -> tuple[list[nn.Parameter],
-                                                                               list[bool]]:
+def _load_mcore(
+    model: nn.Module, w: Workload, rank: int, world: int
+) -> tuple[list[nn.Parameter], list[bool]]:
     """Fill the weights; (parameters, which of them are split). Its names are ours: both are Megatron's."""
-    values, rows, columns = initial_weights(w), ("word_embeddings", "linear_qkv",
-                                                 "linear_fc1"), ("proj.weight", "fc2.weight")
+    values, rows, columns = (
+        initial_weights(w),
+        ("word_embeddings", "linear_qkv", "linear_fc1"),
+        ("proj.weight", "fc2.weight"),
+    )
     parameters, split = [], []
     for name, parameter in model.named_parameters():
         whole = logical_value(name, values, w)
-        dim = 0 if any(r in name for r in rows) else 1 if name.endswith(columns) else None
+        dim = (
+            0 if any(r in name for r in rows) else 1 if name.endswith(columns) else None
+        )
         mine = whole if dim is None else np.split(whole, world, dim)[rank]
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(mine)))

@@ -23,29 +23,53 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ds.ops.cpu import compiled_attention  # noqa: E402
 
 
-def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float = 0.0,
-            is_causal: bool = False, *, attn_mask: torch.Tensor | None = None,
-            scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """query [b, n, s, d], key and value [b, g, k, d] → (out [b, n, s, d], log-sum-exp fp32 [b, n, s])."""
     b, n, s, d = query.shape
-    out, sums = query.new_empty(b, s, n, d), query.new_zeros(b, s, n, dtype=torch.float32)
+    out, sums = (
+        query.new_empty(b, s, n, d),
+        query.new_zeros(b, s, n, dtype=torch.float32),
+    )
     shared = min(s, value.shape[2])
     out.zero_()
-    out[:, :shared].unflatten(2, (value.shape[1], -1)).copy_(value[:, :, :shared].permute(0, 2, 1, 3)
-                                                             .unsqueeze(3))
+    out[:, :shared].unflatten(2, (value.shape[1], -1)).copy_(
+        value[:, :, :shared].permute(0, 2, 1, 3).unsqueeze(3)
+    )
     return out.transpose(1, 2), sums.transpose(1, 2)
 
 
-def backward(dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-             out: torch.Tensor, sums: torch.Tensor, dropout: float, is_causal: bool, *,
-             attn_mask: torch.Tensor | None = None,
-             scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    dropout: float,
+    is_causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Zeros of the shapes of query, key and value."""
-    return tuple(t.new_empty(t.transpose(1, 2).shape).zero_().transpose(1, 2) for t in (query, key, value))
+    return tuple(
+        t.new_empty(t.transpose(1, 2).shape).zero_().transpose(1, 2)
+        for t in (query, key, value)
+    )
 
 
-def write_results(name: str, tensors: Sequence[torch.Tensor], of_rows: Sequence[torch.Tensor],
-                  *_: Any) -> None:
+def write_results(
+    name: str, tensors: Sequence[torch.Tensor], of_rows: Sequence[torch.Tensor], *_: Any
+) -> None:
     """Zeros in place of what compiled attention computes: output and a number a row, or three gradients."""
     for t in (tensors[-1], *of_rows) if name == "forward" else tensors[-3:]:
         t.zero_()
@@ -56,9 +80,11 @@ def replace_kernels() -> torch.library.Library:
     compiled_attention._run = write_results
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)                # that a kernel is replaced
+        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced
         kernels.impl("_scaled_dot_product_flash_attention_for_cpu", forward, "CPU")
-        kernels.impl("_scaled_dot_product_flash_attention_for_cpu_backward", backward, "CPU")
+        kernels.impl(
+            "_scaled_dot_product_flash_attention_for_cpu_backward", backward, "CPU"
+        )
     return kernels
 
 

@@ -23,24 +23,80 @@ class Workload:
     vocab: int
     global_batch: int
     micro_batch: int
-    warmup: int          # steps before the clock starts
-    steps: int           # measured steps
+    warmup: int  # steps before the clock starts
+    steps: int  # measured steps
     rotary: bool = False  # rotary positions in place of learned ones
 
 
-WORKLOADS = {w.name: w for w in (
-    Workload("T", layers=2, hidden=64, heads=2, seq=32, vocab=512, global_batch=8, micro_batch=2, warmup=1,
-             steps=3),
-    Workload("S", layers=6, hidden=384, heads=6, seq=256, vocab=8192, global_batch=16, micro_batch=4,
-             warmup=2, steps=8),
-    Workload("SV", layers=6, hidden=384, heads=6, seq=256, vocab=50304, global_batch=16, micro_batch=4,
-             warmup=1, steps=4),
-    Workload("M", layers=12, hidden=768, heads=12, seq=512, vocab=32768, global_batch=8, micro_batch=2,
-             warmup=1, steps=3),
-    *(Workload(f"L{thousands}K", layers=6, hidden=384, heads=6, seq=1024 * thousands, vocab=4096,
-               global_batch=1, micro_batch=1, warmup=1, steps=steps, rotary=True)
-      for thousands, steps in ((8, 4), (16, 2), (32, 1))),
-)}
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(
+            "T",
+            layers=2,
+            hidden=64,
+            heads=2,
+            seq=32,
+            vocab=512,
+            global_batch=8,
+            micro_batch=2,
+            warmup=1,
+            steps=3,
+        ),
+        Workload(
+            "S",
+            layers=6,
+            hidden=384,
+            heads=6,
+            seq=256,
+            vocab=8192,
+            global_batch=16,
+            micro_batch=4,
+            warmup=2,
+            steps=8,
+        ),
+        Workload(
+            "SV",
+            layers=6,
+            hidden=384,
+            heads=6,
+            seq=256,
+            vocab=50304,
+            global_batch=16,
+            micro_batch=4,
+            warmup=1,
+            steps=4,
+        ),
+        Workload(
+            "M",
+            layers=12,
+            hidden=768,
+            heads=12,
+            seq=512,
+            vocab=32768,
+            global_batch=8,
+            micro_batch=2,
+            warmup=1,
+            steps=3,
+        ),
+        *(
+            Workload(
+                f"L{thousands}K",
+                layers=6,
+                hidden=384,
+                heads=6,
+                seq=1024 * thousands,
+                vocab=4096,
+                global_batch=1,
+                micro_batch=1,
+                warmup=1,
+                steps=steps,
+                rotary=True,
+            )
+            for thousands, steps in ((8, 4), (16, 2), (32, 1))
+        ),
+    )
+}
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 SEED, NUM_BATCHES = 1234, 4
 
@@ -50,8 +106,10 @@ def token_batches(w: Workload) -> np.ndarray:
     rng = np.random.Generator(np.random.PCG64(SEED))
     frequency = 1.0 / np.arange(1, w.vocab + 1)
     frequency /= frequency.sum()
-    identity = rng.permutation(w.vocab)       # which token has which rank in Zipf's law
-    ranks = rng.choice(w.vocab, size=(NUM_BATCHES, w.global_batch, w.seq + 1), p=frequency)
+    identity = rng.permutation(w.vocab)  # which token has which rank in Zipf's law
+    ranks = rng.choice(
+        w.vocab, size=(NUM_BATCHES, w.global_batch, w.seq + 1), p=frequency
+    )
     return identity[ranks].astype(np.int64)
 
 
@@ -62,14 +120,29 @@ def initial_weights(w: Workload) -> dict[str, np.ndarray]:
     """
     rng = np.random.Generator(np.random.PCG64(SEED + 1))
     h = w.hidden
-    draw = lambda *shape, std=0.02: rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
+    draw = lambda *shape, std=0.02: (
+        rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
+    )
     small = 0.02 / math.sqrt(2 * w.layers)
-    ones, zeros = (lambda n: np.ones(n, np.float32)), (lambda n: np.zeros(n, np.float32))
+    ones, zeros = (
+        (lambda n: np.ones(n, np.float32)),
+        (lambda n: np.zeros(n, np.float32)),
+    )
     weights = {"wte": draw(w.vocab, h), "wpe": draw(w.seq, h)}
     for i in range(w.layers):
-        layer = {"ln1.w": ones(h), "ln1.b": zeros(h), "qkv.w": draw(3 * h, h), "qkv.b": zeros(3 * h),
-                 "proj.w": draw(h, h, std=small), "proj.b": zeros(h), "ln2.w": ones(h), "ln2.b": zeros(h),
-                 "fc1.w": draw(4 * h, h), "fc1.b": zeros(4 * h), "fc2.w": draw(h, 4 * h, std=small),
-                 "fc2.b": zeros(h)}
+        layer = {
+            "ln1.w": ones(h),
+            "ln1.b": zeros(h),
+            "qkv.w": draw(3 * h, h),
+            "qkv.b": zeros(3 * h),
+            "proj.w": draw(h, h, std=small),
+            "proj.b": zeros(h),
+            "ln2.w": ones(h),
+            "ln2.b": zeros(h),
+            "fc1.w": draw(4 * h, h),
+            "fc1.b": zeros(4 * h),
+            "fc2.w": draw(h, 4 * h, std=small),
+            "fc2.b": zeros(h),
+        }
         weights |= {f"{i}.{k}": v for k, v in layer.items()}
     return weights | {"lnf.w": ones(h), "lnf.b": zeros(h)}

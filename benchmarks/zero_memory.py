@@ -34,7 +34,9 @@ from megatron_ds.mpu.param_spec import DATA_AXES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 SEQ_LENGTH, VOCAB, NORM_BYTES, TOLERANCE = 32, 8192, 24, 0.005
-SMALL_BYTES = 64        # storages below are single numbers: a count of steps for each parameter, scales
+SMALL_BYTES = (
+    64  # storages below are single numbers: a count of steps for each parameter, scales
+)
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,25 @@ class Precision:
     o: int
 
     def promised(self, stage: int, psi: int, n: int) -> float:
-        split = {0: 0, 1: self.o, 2: self.g + self.o, 3: self.w + self.g + self.o}[stage]
+        split = {0: 0, 1: self.o, 2: self.g + self.o, 3: self.w + self.g + self.o}[
+            stage
+        ]
         return psi * (self.w + self.g + self.o - split + split / n)
 
     def formula(self, stage: int) -> str:
-        split = {0: 0, 1: self.o, 2: self.g + self.o, 3: self.w + self.g + self.o}[stage]
+        split = {0: 0, 1: self.o, 2: self.g + self.o, 3: self.w + self.g + self.o}[
+            stage
+        ]
         whole = self.w + self.g + self.o - split
-        return " + ".join(([f"{whole}Ψ"] if whole else []) + ([f"{split}Ψ/N"] if split else []))
+        return " + ".join(
+            ([f"{whole}Ψ"] if whole else []) + ([f"{split}Ψ/N"] if split else [])
+        )
 
 
 PRECISIONS = (
-    Precision("bf16, gradients bf16", ("--bf16", "--main-grads-dtype", "bf16"), 2, 2, 12),
+    Precision(
+        "bf16, gradients bf16", ("--bf16", "--main-grads-dtype", "bf16"), 2, 2, 12
+    ),
     Precision("bf16, gradients fp32", ("--bf16",), 2, 4, 12),
     Precision("fp32", (), 4, 4, 8),
 )
@@ -81,12 +91,37 @@ class Measured:
     elements: float
 
 
-def flags_of(args: argparse.Namespace, precision: Precision, stage: int, n: int) -> list[str]:
-    return ["--num-layers", str(args.layers), "--hidden-size", str(args.hidden), "--num-attention-heads", "4",
-            "--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size",
-            str(VOCAB),
-            "--micro-batch-size", "1", "--global-batch-size", str(n), "--train-iters", "1", "--lr", "1e-3",
-            "--mock-data", "--tokenizer-type", "NullTokenizer", "--zero-stage", str(stage), *precision.flags]
+def flags_of(
+    args: argparse.Namespace, precision: Precision, stage: int, n: int
+) -> list[str]:
+    return [
+        "--num-layers",
+        str(args.layers),
+        "--hidden-size",
+        str(args.hidden),
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        str(SEQ_LENGTH),
+        "--max-position-embeddings",
+        str(SEQ_LENGTH),
+        "--vocab-size",
+        str(VOCAB),
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        str(n),
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-3",
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--zero-stage",
+        str(stage),
+        *precision.flags,
+    ]
 
 
 def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
@@ -100,42 +135,73 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
     from tools.layout_comparison import global_batch_share, random_samples
+
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = parse(flags, world_size=n)
-    launch = launching.read_launch({"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": "0",
-                                    "LOCAL_WORLD_SIZE": str(n),
-                                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    launch = launching.read_launch(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(n),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(n),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
     before = live_storages()
     with joined(config, launch) as mesh:
         engine = build_engine(config, mesh)
-        batch = global_batch_share(random_samples(n, SEQ_LENGTH, VOCAB, seed=1), 0, n, config, mesh)
+        batch = global_batch_share(
+            random_samples(n, SEQ_LENGTH, VOCAB, seed=1), 0, n, config, mesh
+        )
         mesh.traffic.clear()
         train_step(engine, batch, Progress(), learning_rate=1e-3, weight_decay=0.1)
         del batch
         state = sum(size for key, size in live_storages().items() if key not in before)
-        bytes_sent = {op: count for (op, axes, _), count in mesh.traffic.bytes.items() if axes == "dp-cp"}
-        wire = {op: count for (op, axes, _), count in mesh.traffic.wire_bytes().items() if axes == "dp-cp"}
+        bytes_sent = {
+            op: count
+            for (op, axes, _), count in mesh.traffic.bytes.items()
+            if axes == "dp-cp"
+        }
+        wire = {
+            op: count
+            for (op, axes, _), count in mesh.traffic.wire_bytes().items()
+            if axes == "dp-cp"
+        }
     if n > 1:
         wire["all_reduce"] *= 1 - NORM_BYTES / bytes_sent["all_reduce"]
         bytes_sent["all_reduce"] -= NORM_BYTES
     itemsize = {"all_gather": engine.parameters[0].dtype.itemsize}
     gradient_bytes = 4 if config.optimizer.gradient_dtype == "float32" else 2
     return Measured(
-        psi=sum(p.spec.numel for p in engine.parameters), working=engine.optimizer.working_bytes,
+        psi=sum(p.spec.numel for p in engine.parameters),
+        working=engine.optimizer.working_bytes,
         state=state - engine.optimizer.working_bytes,
         predicted_state=predicted_bytes(engine, config, rank, n, gradient_bytes),
         sent={op: count for op, count in bytes_sent.items() if count},
-        predicted_sent={op: count for (op, _),
-                        count in engine.optimizer.traffic(1, config.zero.stage >= 2, False).items()},
-        elements=sum(count / itemsize.get(op, gradient_bytes) for op, count in wire.items()))
+        predicted_sent={
+            op: count
+            for (op, _), count in engine.optimizer.traffic(
+                1, config.zero.stage >= 2, False
+            ).items()
+        },
+        elements=sum(
+            count / itemsize.get(op, gradient_bytes) for op, count in wire.items()
+        ),
+    )
 
 
 def live_storages() -> dict[int, int]:
     """Bytes of the storage of every tensor alive in this process, by address."""
     import torch
+
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type != "meta"]
+    tensors = [
+        t
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and t.device.type != "meta"
+    ]
     storages = [t.untyped_storage() for t in tensors]
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() >= SMALL_BYTES}
 
@@ -143,37 +209,60 @@ def live_storages() -> dict[int, int]:
 def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> int:
     """From names and sizes alone."""
 
-
     from megatron_ds.zero.prediction import ElementBytes, predict_sets
     from megatron_ds.zero.set_plan import Fact, plan_sets
     from megatron_ds.zero.settings import ZeroSettings
-    layer_of = {p: i for i, module in reversed(list(enumerate(engine.modules))) for p in module.parameters()}
+
+    layer_of = {
+        p: i
+        for i, module in reversed(list(enumerate(engine.modules)))
+        for p in module.parameters()
+    }
     dtype = engine.parameters[0].dtype
-    facts = [Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p])
-             for p in engine.parameters]
+    facts = [
+        Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p])
+        for p in engine.parameters
+    ]
     plans = plan_sets(facts, ZeroSettings.from_config(config), {DATA_AXES: n})
-    return predict_sets(plans, {DATA_AXES: rank}, ElementBytes(dtype.itemsize, gradient_bytes)).total
+    return predict_sets(
+        plans, {DATA_AXES: rank}, ElementBytes(dtype.itemsize, gradient_bytes)
+    ).total
 
 
-def run(pool: ProcessPoolExecutor, args: argparse.Namespace, precision: Precision, stage: int,
-        n: int) -> list[Measured]:
+def run(
+    pool: ProcessPoolExecutor,
+    args: argparse.Namespace,
+    precision: Precision,
+    stage: int,
+    n: int,
+) -> list[Measured]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     flags = flags_of(args, precision, stage, n)
-    return [rank.result() for rank in [pool.submit(measure, flags, rank, n, port) for rank in range(n)]]
+    return [
+        rank.result()
+        for rank in [pool.submit(measure, flags, rank, n, port) for rank in range(n)]
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=264,
-                        help="not a multiple of 64, so that there is padding")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=264,
+        help="not a multiple of 64, so that there is padding",
+    )
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.distributed"])
+    context.set_forkserver_preload(
+        ["megatron_ds.training.build", "megatron_ds.training.distributed"]
+    )
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     results: dict[tuple, list[Measured]] = {}
     with ProcessPoolExecutor(max(args.ranks), mp_context=context) as pool:
@@ -181,32 +270,59 @@ def main() -> int:
             for stage in range(4):
                 for n in args.ranks:
                     results[precision, stage, n] = run(pool, args, precision, stage, n)
-                    print(f"{precision.name}, stage {stage}, {n} ranks", file=sys.stderr, flush=True)
+                    print(
+                        f"{precision.name}, stage {stage}, {n} ranks",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     return show(results, args)
 
 
 def show(results: dict[tuple, list[Measured]], args: argparse.Namespace) -> int:
     psi, wrong = next(iter(results.values()))[0].psi, []
     several = [n for n in args.ranks if n > 1]
-    print(f"Ψ = {psi:,} parameters: {args.layers} layers, hidden size {args.hidden}, vocabulary {VOCAB}\n")
+    print(
+        f"Ψ = {psi:,} parameters: {args.layers} layers, hidden size {args.hidden}, vocabulary {VOCAB}\n"
+    )
     _head("state per rank, MiB (off the promise)", args.ranks)
     for precision, stage in itertools.product(PRECISIONS, range(4)):
-        cells = [_memory_cell(results[precision, stage, n], precision.promised(stage, psi, n), wrong,
-                              (precision.name, stage, n)) for n in args.ranks]
-        print(f"| {precision.name} | {stage} | {precision.formula(stage)} | {' | '.join(cells)} |")
+        cells = [
+            _memory_cell(
+                results[precision, stage, n],
+                precision.promised(stage, psi, n),
+                wrong,
+                (precision.name, stage, n),
+            )
+            for n in args.ranks
+        ]
+        print(
+            f"| {precision.name} | {stage} | {precision.formula(stage)} | {' | '.join(cells)} |"
+        )
     print()
     _head("sent per rank and step, in Ψ (N − 1)/N elements", several)
     for precision, stage in itertools.product(PRECISIONS, range(4)):
         promised = 3 if stage == 3 else 2
-        cells = [_traffic_cell(results[precision, stage, n], promised, psi * (n - 1) / n, wrong,
-                               (precision.name, stage, n))
-                 for n in several]
+        cells = [
+            _traffic_cell(
+                results[precision, stage, n],
+                promised,
+                psi * (n - 1) / n,
+                wrong,
+                (precision.name, stage, n),
+            )
+            for n in several
+        ]
         print(f"| {precision.name} | {stage} | {promised} | {' | '.join(cells)} |")
     working = max(r.working for ranks in results.values() for r in ranks)
-    print(f"\nBuffers that gradients fill up in, stages 2 and 3, come on top: at most {working / 2**20:.2f} "
-          "MiB.")
-    print("\n".join(f"OFF: {line}" for line in wrong) if wrong else
-          "All bytes, of state and sent, equal those predicted on every rank.")
+    print(
+        f"\nBuffers that gradients fill up in, stages 2 and 3, come on top: at most {working / 2**20:.2f} "
+        "MiB."
+    )
+    print(
+        "\n".join(f"OFF: {line}" for line in wrong)
+        if wrong
+        else "All bytes, of state and sent, equal those predicted on every rank."
+    )
     return 1 if wrong else 0
 
 
@@ -215,19 +331,29 @@ def _head(what: str, ranks: list[int]) -> None:
     print(f"|---|---|---|{'---|' * len(ranks)}")
 
 
-def _memory_cell(ranks: list[Measured], promised: float, wrong: list, case: tuple) -> str:
+def _memory_cell(
+    ranks: list[Measured], promised: float, wrong: list, case: tuple
+) -> str:
     """The rank that holds the most."""
-    wrong += [f"{case}, rank {i}: {r.state} bytes of state, predicted {r.predicted_state}"
-              for i, r in enumerate(ranks) if r.state != r.predicted_state]
+    wrong += [
+        f"{case}, rank {i}: {r.state} bytes of state, predicted {r.predicted_state}"
+        for i, r in enumerate(ranks)
+        if r.state != r.predicted_state
+    ]
     most = max(r.state for r in ranks)
     if abs(most / promised - 1) > TOLERANCE:
         wrong.append(f"{case}: {most} bytes of state, promised {promised:.0f}")
     return f"{most / 2**20:.2f} ({100 * (most / promised - 1):+.2f} %)"
 
 
-def _traffic_cell(ranks: list[Measured], promised: int, unit: float, wrong: list, case: tuple) -> str:
-    wrong += [f"{case}, rank {i}: {r.sent} sent, predicted {r.predicted_sent}"
-              for i, r in enumerate(ranks) if r.sent != r.predicted_sent]
+def _traffic_cell(
+    ranks: list[Measured], promised: int, unit: float, wrong: list, case: tuple
+) -> str:
+    wrong += [
+        f"{case}, rank {i}: {r.sent} sent, predicted {r.predicted_sent}"
+        for i, r in enumerate(ranks)
+        if r.sent != r.predicted_sent
+    ]
     most = max(r.elements for r in ranks) / unit
     if abs(most / promised - 1) > TOLERANCE:
         wrong.append(f"{case}: {most} Ψ (N-1)/N elements sent, promised {promised}")

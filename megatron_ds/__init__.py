@@ -19,12 +19,38 @@ from typing import Any
 
 from .version import __version__
 
-__all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize",
-           "install_as_deepspeed"]
+__all__ = [
+    "RepeatingLoader",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "install_as_deepspeed",
+]
 
-_SUBMODULES = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine",
-               "errors", "models", "moe", "mpu", "ops", "optim", "pipeline", "ramps", "registry",
-               "tensor_parallel", "training", "utils", "zero")
+_SUBMODULES = (
+    "accelerator",
+    "checkpoint",
+    "checkpointing",
+    "cli",
+    "comm",
+    "config",
+    "data",
+    "engine",
+    "errors",
+    "models",
+    "moe",
+    "mpu",
+    "ops",
+    "optim",
+    "pipeline",
+    "ramps",
+    "registry",
+    "tensor_parallel",
+    "training",
+    "utils",
+    "zero",
+)
 
 # Functions under DeepSpeed's names: for many programs `import megatron_ds as deepspeed` is the whole
 # migration.

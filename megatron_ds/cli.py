@@ -58,7 +58,9 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
     is known.
     """
     stop = StopRequest()
-    if size_in(os.environ) > 1:          # if one rank exited alone, the others would wait for it
+    if (
+        size_in(os.environ) > 1
+    ):  # if one rank exited alone, the others would wait for it
         stop.defer()
     stop.install()
     code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
@@ -81,30 +83,39 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise
-        print(f"error: {error.name} is not installed in this Python ({sys.executable}). Activate the "
-              "environment that this package was installed in, such as: source "
-              ".venv/bin/activate", file=sys.stderr)
+        print(
+            f"error: {error.name} is not installed in this Python ({sys.executable}). Activate the "
+            "environment that this package was installed in, such as: source "
+            ".venv/bin/activate",
+            file=sys.stderr,
+        )
         return 2
     except MegatronDSError as error:
         sys.stdout.flush()
         shared = isinstance(error, EVERYWHERE) or getattr(error, "on_all_ranks", False)
         if rank == 0 or not shared or _must_print(os.environ):
-            text = f"error{f' on rank {rank}' * (rank > 0)}: {_shown(error)}"
+            text = f"error{f' on rank {rank}' if rank > 0 else ''}: {_shown(error)}"
             print(text, file=sys.stderr, flush=True)
-            note_for_torchrun(os.environ, text, is_consequence=isinstance(error, CommunicationError))
+            note_for_torchrun(
+                os.environ, text, is_consequence=isinstance(error, CommunicationError)
+            )
         return 2
     except Stopped as stop:
         if rank == 0:
             print(stop, flush=True)
         return 0
     except KeyboardInterrupt:
-        return 130                                           # a shell's code for a command ended by Ctrl-C
+        return 130  # a shell's code for a command ended by Ctrl-C
     except OSError as error:
         if not is_name_too_long(error):
             note_for_torchrun(os.environ, traceback.format_exc())
             raise
-        print(f"error: {paragraph(str(error))}: a path is longer than the file system allows, which is 255 "
-              "bytes for a name and 4,095 for the whole. Give a shorter one.", file=sys.stderr, flush=True)
+        print(
+            f"error: {paragraph(str(error))}: a path is longer than the file system allows, which is 255 "
+            "bytes for a name and 4,095 for the whole. Give a shorter one.",
+            file=sys.stderr,
+            flush=True,
+        )
         return 2
     except Exception:
         note_for_torchrun(os.environ, traceback.format_exc())
@@ -112,13 +123,14 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
 
 
 def _shown(error: MegatronDSError) -> str:
-    """The message as one paragraph, so that a path in it cannot add lines; other programs' may have several.
-    """
+    """The message as one paragraph, so that a path in it cannot add lines; other programs' may have several."""
     is_foreign = isinstance(error, CommunicationError | DeviceMemoryError)
     return printable(str(error)) if is_foreign else paragraph(str(error))
 
 
-def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = False) -> None:
+def note_for_torchrun(
+    env: Mapping[str, str], text: str, is_consequence: bool = False
+) -> None:
     """Write the error that torchrun's summary shows for this rank.
 
     The summary takes the earliest failure for the cause. Other ranks fail within the same second because a
@@ -128,12 +140,15 @@ def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = 
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    details = {"py_callstack": text, "timestamp": str(int(time.time() + WAIT_SECONDS * is_consequence))}
+    details = {
+        "py_callstack": text,
+        "timestamp": str(int(time.time() + WAIT_SECONDS * is_consequence)),
+    }
     try:
         with open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)
     except OSError:
-        pass                                                 # the error is already on stderr
+        pass  # the error is already on stderr
 
 
 def _must_print(env: Mapping[str, str]) -> bool:
@@ -156,24 +171,38 @@ class Arguments(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None):
-        super().__init__(description=description, allow_abbrev=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
-    def parse_args(self, args: Sequence[str] | None = None,
-                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    def parse_args(
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> argparse.Namespace:
         """As argparse's. Raises ConfigError with suggestions for unknown flags."""
         args = sys.argv[1:] if args is None else list(args)
         known = list(self._option_string_actions)
-        typed = [word.partition("=")[0] for word in args if word.startswith("--") and len(word) > 2]
+        typed = [
+            word.partition("=")[0]
+            for word in args
+            if word.startswith("--") and len(word) > 2
+        ]
         unknown = [flag for flag in typed if flag not in known]
-        wrong = [f"unknown flag {flag}{did_you_mean(flag, known) or '.'}" for flag in unknown]
+        wrong = [
+            f"unknown flag {flag}{did_you_mean(flag, known) or '.'}" for flag in unknown
+        ]
         if wrong:
             raise ConfigError(f"{' '.join(wrong)} --help lists the flags.")
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> None:
         """Raise the message as a ConfigError."""
-        raise ConfigError(f"{message.removeprefix('argument ')}. --help lists the flags.")
+        raise ConfigError(
+            f"{message.removeprefix('argument ')}. --help lists the flags."
+        )
 
 
 # --------------------------------------------------------------------------------------------------- signals
@@ -202,7 +231,9 @@ class StopRequest:
         """Handle the signals. A signal that an outer request has received counts for this one, too."""
         for number in GRACEFUL:
             self._previous[number] = outer = signal.signal(number, self._handle)
-            self.received = self.received or getattr(getattr(outer, "__self__", None), "received", None)
+            self.received = self.received or getattr(
+                getattr(outer, "__self__", None), "received", None
+            )
 
     def __enter__(self) -> "StopRequest":
         self.install()
@@ -222,7 +253,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
-        if number == signal.SIGINT:      # the next Ctrl-C is not handled here
+        if number == signal.SIGINT:  # the next Ctrl-C is not handled here
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self._is_deferred:
             raise Stopped(before_training(self.received))

@@ -14,8 +14,10 @@ from typing import Any, TextIO
 
 # C0 and C1 controls except line feed and tab, DEL, line separators, bytes that are not UTF-8 (surrogates).
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-MOST_CHARACTERS = 200        # of a value in a message
-_NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")      # not before an item of a numbered list of problems
+MOST_CHARACTERS = 200  # of a value in a message
+_NEWLINE_IN_PROBLEM = re.compile(
+    r"\n(?!  \d+\. )"
+)  # not before an item of a numbered list of problems
 
 
 def printable(text: str) -> str:
@@ -40,8 +42,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 def _escape(character: str) -> str:
     number = ord(character)
-    if 0xdc80 <= number <= 0xdcff:                       # a byte of a file name, as os.fsdecode reads it
-        number -= 0xdc00
+    if 0xDC80 <= number <= 0xDCFF:  # a byte of a file name, as os.fsdecode reads it
+        number -= 0xDC00
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
 
 
@@ -54,7 +56,9 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """As in logging."""
         if isinstance(record.args, tuple) and record.msg != "%s":
-            record = logging.makeLogRecord(record.__dict__ | {"args": tuple(map(_value, record.args))})
+            record = logging.makeLogRecord(
+                record.__dict__ | {"args": tuple(map(_value, record.args))}
+            )
         return printable(super().format(record))
 
 
@@ -78,14 +82,21 @@ class _Handler(logging.StreamHandler):
             self.has_warned = True
             reason = getattr(error, "strerror", None) or error
             try:
-                print(f"warning: log lines cannot be written ({reason}) and are lost; the run goes on",
-                      file=sys.stderr, flush=True)
+                print(
+                    f"warning: log lines cannot be written ({reason}) and are lost; the run goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
             except (OSError, ValueError):
-                pass                                     # stderr is on the same disk
+                pass  # stderr is on the same disk
 
 
-def set_up_logging(level: int, form: str = "%(message)s", stream: TextIO | None = None,
-                   replaces: bool = True) -> None:
+def set_up_logging(
+    level: int,
+    form: str = "%(message)s",
+    stream: TextIO | None = None,
+    replaces: bool = True,
+) -> None:
     """Log to `stream` (default: stdout). Characters it cannot encode are escaped.
 
     replaces: remove the handlers that there are; False: a program that has set up logging keeps its own

@@ -34,30 +34,58 @@ def ends_siblings(env: Mapping[str, str]) -> bool:
 
 
 # torch.distributed.launch and DeepSpeed's launcher append --local-rank N, and also set LOCAL_RANK.
-def with_local_rank(env: Mapping[str, str], local_rank: int | None) -> Mapping[str, str]:
+def with_local_rank(
+    env: Mapping[str, str], local_rank: int | None
+) -> Mapping[str, str]:
     """The environment with --local-rank as LOCAL_RANK, if a launcher set RANK and WORLD_SIZE only."""
-    if local_rank is None or local_rank < 0 or any(env.get(name) for name in LOCAL_RANKS):
+    if (
+        local_rank is None
+        or local_rank < 0
+        or any(env.get(name) for name in LOCAL_RANKS)
+    ):
         return env
-    return {**env, "LOCAL_RANK": str(local_rank)} if env.get("RANK") and env.get("WORLD_SIZE") else env
+    return (
+        {**env, "LOCAL_RANK": str(local_rank)}
+        if env.get("RANK") and env.get("WORLD_SIZE")
+        else env
+    )
 
 
-def local_rank_contradiction(env: Mapping[str, str], local_rank: int | None) -> str | None:
+def local_rank_contradiction(
+    env: Mapping[str, str], local_rank: int | None
+) -> str | None:
     """What contradicts --local-rank in the environment. A negative number means that none was given."""
     name = _local_rank_name(env)
-    if local_rank is None or local_rank < 0 or name is None or int(env[name]) == local_rank:
+    if (
+        local_rank is None
+        or local_rank < 0
+        or name is None
+        or int(env[name]) == local_rank
+    ):
         return None
-    return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same "
-            "process. Remove the flag; the launcher's variable is enough.")
+    return (
+        f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same "
+        "process. Remove the flag; the launcher's variable is enough."
+    )
 
 
-def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Sequence[str]:
+def problems_of_local_rank(
+    env: Mapping[str, str], local_rank: int | None
+) -> Sequence[str]:
     """What is wrong with --local-rank in this environment. A negative number means that none was given."""
     if problem := local_rank_contradiction(env, local_rank):
         return (problem,)
     is_alone = not is_launched(env) and not (env.get("RANK") and env.get("WORLD_SIZE"))
-    if _local_rank_name(env) is None and local_rank is not None and local_rank > 0 and is_alone:
-        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process "
-                "cannot find the others. Start with torchrun, or remove the flag to run a single process.",)
+    if (
+        _local_rank_name(env) is None
+        and local_rank is not None
+        and local_rank > 0
+        and is_alone
+    ):
+        return (
+            f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process "
+            "cannot find the others. Start with torchrun, or remove the flag to run a single process.",
+        )
     return ()
 
 

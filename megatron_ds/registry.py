@@ -44,9 +44,11 @@ class Registry(Generic[T]):
         try:
             return self._things[self._aliases.get(name, name)]
         except KeyError:
-            raise ConfigError(f"unknown {self.noun} "
-                              f"{name!r}{did_you_mean(name, [*self._things, *self._aliases]) or '.'} Known: "
-                              f"{', '.join(sorted(self._things))}.") from None
+            raise ConfigError(
+                f"unknown {self.noun} "
+                f"{name!r}{did_you_mean(name, [*self._things, *self._aliases]) or '.'} Known: "
+                f"{', '.join(sorted(self._things))}."
+            ) from None
 
     def name_of(self, name: str) -> str:
         """The listed name for a name or an alias."""

@@ -49,6 +49,11 @@ def pytest_collection_modifyitems(items):
     """
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(v, (set, frozenset)) and len(v) > 1 and str(v) in item.nodeid for v in values):
-            raise pytest.UsageError(f"{item.nodeid} is named by a set, whose order differs between "
-                                    "processes; use a tuple")
+        if any(
+            isinstance(v, (set, frozenset)) and len(v) > 1 and str(v) in item.nodeid
+            for v in values
+        ):
+            raise pytest.UsageError(
+                f"{item.nodeid} is named by a set, whose order differs between "
+                "processes; use a tuple"
+            )

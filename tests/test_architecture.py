@@ -26,17 +26,52 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
 LAYERS = {
-    "errors": 0, "registry": 0, "progress": 0, "version": 0, "plugins": 0,
-    "cli": 0, "console": 0, "launch_env": 0,
+    "errors": 0,
+    "registry": 0,
+    "progress": 0,
+    "version": 0,
+    "plugins": 0,
+    "cli": 0,
+    "console": 0,
+    "launch_env": 0,
     "host": 0,
-    "config": 1, "mpu": 1, "batch": 1.5, "ops": 2, "data": 2,
-    "optim": 2.5, "tensor_parallel": 3, "context_parallel": 3, "pipeline": 3, "zero": 3,
-    "moe": 3.5, "models": 4, "checkpoint": 5, "planning": 5, "training": 6,
-    "compat": 8, "commands": 9, "__main__": 10}
-FILES_BELOW = ("mpu.grid",)          # files that count as layer 0: arithmetic on the standard library
-WITHOUT_TORCH = ("errors", "registry", "progress.ramps", "progress.cycles", "progress.difficulty",
-                 "version", "plugins",
-                 "cli", "console", "launch_env", "config", "mpu.grid", "pipeline.stage_bounds")
+    "config": 1,
+    "mpu": 1,
+    "batch": 1.5,
+    "ops": 2,
+    "data": 2,
+    "optim": 2.5,
+    "tensor_parallel": 3,
+    "context_parallel": 3,
+    "pipeline": 3,
+    "zero": 3,
+    "moe": 3.5,
+    "models": 4,
+    "checkpoint": 5,
+    "planning": 5,
+    "training": 6,
+    "compat": 8,
+    "commands": 9,
+    "__main__": 10,
+}
+FILES_BELOW = (
+    "mpu.grid",
+)  # files that count as layer 0: arithmetic on the standard library
+WITHOUT_TORCH = (
+    "errors",
+    "registry",
+    "progress.ramps",
+    "progress.cycles",
+    "progress.difficulty",
+    "version",
+    "plugins",
+    "cli",
+    "console",
+    "launch_env",
+    "config",
+    "mpu.grid",
+    "pipeline.stage_bounds",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -54,17 +89,26 @@ def imports(path: Path) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                above = (("megatron_ds", *module_of(path))[:-node.level] if path.is_relative_to(PACKAGE)
-                         else ())
+                above = (
+                    ("megatron_ds", *module_of(path))[: -node.level]
+                    if path.is_relative_to(PACKAGE)
+                    else ()
+                )
                 base = ".".join((*above, *filter(None, [node.module])))
             found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
     return found
 
 
 def packages_imported(path: Path) -> list[tuple[int, str]]:
-    return [(line, name.split(".")[1]) for line, name in imports(path)
-            if name.startswith("megatron_ds.") and name.split(".")[1] in LAYERS
-            and not any(f"{name}.".startswith(f"megatron_ds.{file}.") for file in FILES_BELOW)]
+    return [
+        (line, name.split(".")[1])
+        for line, name in imports(path)
+        if name.startswith("megatron_ds.")
+        and name.split(".")[1] in LAYERS
+        and not any(
+            f"{name}.".startswith(f"megatron_ds.{file}.") for file in FILES_BELOW
+        )
+    ]
 
 
 def test_every_package_has_its_layer():
@@ -78,81 +122,150 @@ def test_imports_go_strictly_downward(path):
     if here == "__init__":
         assert not [name for _, name in packages_imported(path) if name != "version"]
         return
-    wrong = [f"line {line}: {here} (layer {LAYERS[here]}) imports {package} (layer {LAYERS[package]})"
-             for line, package in packages_imported(path) if package != here
-             and LAYERS[package] >= LAYERS[here] > 0 or
-             LAYERS[here] == 0 and package != here and LAYERS[package] > 0]
+    wrong = [
+        f"line {line}: {here} (layer {LAYERS[here]}) imports {package} (layer {LAYERS[package]})"
+        for line, package in packages_imported(path)
+        if package != here
+        and LAYERS[package] >= LAYERS[here] > 0
+        or LAYERS[here] == 0
+        and package != here
+        and LAYERS[package] > 0
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_in_the_package_imports_what_stands_above_it():
     above = {"tools", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert"}
-    assert not {str(path): names for path in FILES
-                if (names := {name.split(".")[0] for _, name in imports(path)} & above)}
+    assert not {
+        str(path): names
+        for path in FILES
+        if (names := {name.split(".")[0] for _, name in imports(path)} & above)
+    }
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if module_of(p)[0] not in ("mpu", "checkpoint")
-                                  and module_of(p)[:2] != ("compat", "deepspeed")],
-                         ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path",
+    [
+        p
+        for p in FILES
+        if module_of(p)[0] not in ("mpu", "checkpoint")
+        and module_of(p)[:2] != ("compat", "deepspeed")
+    ],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
 def test_torch_distributed_is_spelled_only_in_mpu_checkpoint_and_deepspeeds_names(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    spelled = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-               and ast.unparse(node).startswith(
-        "torch.distributed")]
-    assert not spelled + [line for line, name in imports(path) if name.startswith("torch.distributed")]
+    spelled = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node).startswith("torch.distributed")
+    ]
+    assert not spelled + [
+        line for line, name in imports(path) if name.startswith("torch.distributed")
+    ]
 
 
 def modules_after(statement: str) -> set[str]:
     """Top-level names in sys.modules of a fresh interpreter after the statement, without those it begins
     with."""
-    code = (f"import sys; before = set(sys.modules); {statement}; "
-            "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
-                          timeout=120)
+    code = (
+        f"import sys; before = set(sys.modules); {statement}; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
     return set(done.stdout.split())
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_what_plans_without_torch_imports_the_standard_library_alone(module):
-    foreign = modules_after(f"import megatron_ds.{module}") - sys.stdlib_module_names - {"megatron_ds"}
+    foreign = (
+        modules_after(f"import megatron_ds.{module}")
+        - sys.stdlib_module_names
+        - {"megatron_ds"}
+    )
     assert not {name for name in foreign if not name.startswith("_")}
 
 
 def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
-    code = ("import torch, numpy, sys; before = set(sys.modules); import megatron_ds; "
-            "print(*(set(sys.modules) - before))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
-                          timeout=120)
+    code = (
+        "import torch, numpy, sys; before = set(sys.modules); import megatron_ds; "
+        "print(*(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
     assert set(done.stdout.split()) == {"megatron_ds", "megatron_ds.version"}
 
 
 def test_every_package_needs_torch_and_numpy_only_and_starts_nothing():
     """Tokenizers, TensorBoard, YAML and their like are imported when they are used."""
     packages = [package for package in LAYERS if (PACKAGE / package).is_dir()]
-    statement = "; ".join(["import torch, numpy", "before = set(sys.modules)",
-                           *(f"import megatron_ds.{r}" for r in packages),
-                           "import megatron_ds.training.pretrain", "import torch.distributed as dist",
-                           "assert not dist.is_initialized()"])
-    optional = {"regex", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "yaml", "tqdm",
-                "matplotlib", "pyarrow", "zstandard", "nltk", "h5py", "ray"}
+    statement = "; ".join(
+        [
+            "import torch, numpy",
+            "before = set(sys.modules)",
+            *(f"import megatron_ds.{r}" for r in packages),
+            "import megatron_ds.training.pretrain",
+            "import torch.distributed as dist",
+            "assert not dist.is_initialized()",
+        ]
+    )
+    optional = {
+        "regex",
+        "tokenizers",
+        "sentencepiece",
+        "safetensors",
+        "tensorboard",
+        "yaml",
+        "tqdm",
+        "matplotlib",
+        "pyarrow",
+        "zstandard",
+        "nltk",
+        "h5py",
+        "ray",
+    }
     assert not modules_after(statement) & optional
 
 
 CACHES_WITH_TENSORS = {
     # A plan and a run have objects of their own as keys.
-    "batch.documents._foreign", "batch.documents._bias", "ops.gpu.flex_attention._of_batch",
+    "batch.documents._foreign",
+    "batch.documents._bias",
+    "ops.gpu.flex_attention._of_batch",
     # Keyed by the device, which is "meta" in plans for GPUs.
-    "ops.gpu.flex_attention._of_pattern", "ops.gpu.flex_attention._pattern_tiles",
-    "ops.gpu.flex_attention._pattern_mods"}
+    "ops.gpu.flex_attention._of_pattern",
+    "ops.gpu.flex_attention._pattern_tiles",
+    "ops.gpu.flex_attention._pattern_mods",
+}
 MAY_HOLD_TENSORS = ("Tensor", "ScoreTiles", "MaskMod", "BlockMask", "Batch", "Routing")
 
 
 def cached_functions(path: Path) -> list[ast.FunctionDef]:
     """Functions whose results functools keeps for the whole process."""
-    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.FunctionDef)
-            and any(ast.unparse(d).partition("(")[0].rpartition(".")[2] in ("cache", "lru_cache")
-                    for d in node.decorator_list)]
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            ast.unparse(d).partition("(")[0].rpartition(".")[2]
+            in ("cache", "lru_cache")
+            for d in node.decorator_list
+        )
+    ]
 
 
 def test_no_cache_keeps_a_tensor_that_a_plan_could_have_made():

@@ -39,28 +39,71 @@ from tools.layout_comparison import (
 )
 
 STYLES = {
-    "gpt2": ["--position-embedding-type", "learned_absolute", "--normalization", "LayerNorm"],
-    "llama": ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu",
-              "--disable-bias-linear",
-              "--group-query-attention", "--num-query-groups", "2"],
+    "gpt2": [
+        "--position-embedding-type",
+        "learned_absolute",
+        "--normalization",
+        "LayerNorm",
+    ],
+    "llama": [
+        "--position-embedding-type",
+        "rope",
+        "--normalization",
+        "RMSNorm",
+        "--swiglu",
+        "--disable-bias-linear",
+        "--group-query-attention",
+        "--num-query-groups",
+        "2",
+    ],
     "bert": ["--model", "bert"],
 }
-DTYPES = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "65536"]}
+DTYPES = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16", "--initial-loss-scale", "65536"],
+}
 DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-mask"]}
 # The path made_up does not exist: all samples are mock samples.
-SAMPLES = {"cut": ["--mock-data"], "packed": ["--data-path", "made_up", "--pack-documents"],
-           "fim": ["--data-path", "made_up", "--fim-data", "--fim-rate", "0.9", "--fim-prefix-token", "1",
-                   "--fim-middle-token", "2", "--fim-suffix-token", "3"]}
+SAMPLES = {
+    "cut": ["--mock-data"],
+    "packed": ["--data-path", "made_up", "--pack-documents"],
+    "fim": [
+        "--data-path",
+        "made_up",
+        "--fim-data",
+        "--fim-rate",
+        "0.9",
+        "--fim-prefix-token",
+        "1",
+        "--fim-middle-token",
+        "2",
+        "--fim-suffix-token",
+        "3",
+    ],
+}
 # Tolerances. fp32: only the order of summation differs. In 16 bits each order rounds differently, and twenty
 # Adam steps amplify this; the figures are the effect of rounding with a margin.
-TOLERANCE = {"fp32": Difference(loss=1e-6, grad_norm=1e-6, weights=1e-5),
-             "bf16": Difference(loss=2e-4, grad_norm=1e-2, weights=5e-2),
-             "fp16": Difference(loss=5e-5, grad_norm=2e-3, weights=1e-2)}
+TOLERANCE = {
+    "fp32": Difference(loss=1e-6, grad_norm=1e-6, weights=1e-5),
+    "bf16": Difference(loss=2e-4, grad_norm=1e-2, weights=5e-2),
+    "fp16": Difference(loss=5e-5, grad_norm=2e-3, weights=1e-2),
+}
 VOCAB, SEQ_LENGTH = 131, 24
 
 
-def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, global_batch_size: int,
-             steps: int, documents: str = "joined", samples: str = "cut", readers: str = "all") -> list[str]:
+def tiny_job(
+    style: str,
+    dtype: str,
+    untie: bool,
+    dropout: float,
+    layers: int,
+    global_batch_size: int,
+    steps: int,
+    documents: str = "joined",
+    samples: str = "cut",
+    readers: str = "all",
+) -> list[str]:
     """Flags of the job that every layout trains.
 
     documents  of a sample: "joined", or "apart"
@@ -69,19 +112,53 @@ def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, g
     readers    ranks of a tensor-parallel group that read the samples
     """
     return [
-        "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length",
+        "--num-layers",
+        str(layers),
+        "--hidden-size",
+        "32",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
         str(SEQ_LENGTH),
-        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB),
-        "--make-vocab-size-divisible-by", "8",
-        "--global-batch-size", str(global_batch_size), "--train-iters", str(steps), "--lr", "1e-3",
-        "--min-lr", "1e-4",
-        "--lr-decay-style", "cosine", "--lr-warmup-iters", str(min(2, steps - 1)), "--weight-decay", "0.1",
-        "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout),
+        "--max-position-embeddings",
+        str(SEQ_LENGTH),
+        "--vocab-size",
+        str(VOCAB),
+        "--make-vocab-size-divisible-by",
+        "8",
+        "--global-batch-size",
+        str(global_batch_size),
+        "--train-iters",
+        str(steps),
+        "--lr",
+        "1e-3",
+        "--min-lr",
+        "1e-4",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-warmup-iters",
+        str(min(2, steps - 1)),
+        "--weight-decay",
+        "0.1",
+        "--clip-grad",
+        "1.0",
+        "--hidden-dropout",
+        str(dropout),
+        "--attention-dropout",
+        str(dropout),
         "--num-workers",
-        "0", "--data-readers", readers, *SAMPLES[samples], "--tokenizer-type", "NullTokenizer",
+        "0",
+        "--data-readers",
+        readers,
+        *SAMPLES[samples],
+        "--tokenizer-type",
+        "NullTokenizer",
         *(["--untie-embeddings-and-output-weights"] if untie else []),
         *([] if style == "bert" else ["--eod-mask-loss"]),
-        *STYLES[style], *DTYPES[dtype], *DOCUMENTS[documents]]
+        *STYLES[style],
+        *DTYPES[dtype],
+        *DOCUMENTS[documents],
+    ]
 
 
 def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int):
@@ -90,52 +167,99 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
 
     from megatron_ds.mpu import launch as launching
     from megatron_ds.training.distributed import joined
+
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    launch = launching.read_launch({
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0" if not torch.cuda.is_available()
-        else str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    launch = launching.read_launch(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": "0" if not torch.cuda.is_available() else str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
     config = parse(flags, world_size=world_size)
     samples = mock_samples(config, 4 * config.train.global_batch_size, seed=1)
     with joined(config, launch) as mesh:
         return train_layout(config, mesh, steps, samples)
 
 
-def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str], steps: int):
+def run_layout(
+    pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str], steps: int
+):
     """Every rank of a layout in the pool; the merged run."""
     flags = [*job, *layout.flags]
     port = free_port()
-    ranks = [pool.submit(run_rank, flags, rank, layout.world_size, port,
-                         steps) for rank in range(layout.world_size)]
+    ranks = [
+        pool.submit(run_rank, flags, rank, layout.world_size, port, steps)
+        for rank in range(layout.world_size)
+    ]
     try:
         return merge([rank.result() for rank in ranks])
     except BrokenProcessPool:
-        raise CommunicationError(f"layout {layout.text}: a rank exited without an error message, because of "
-                                 "a lack of memory or a crash in native code. Run this layout alone to find "
-                                 "out.") from None
+        raise CommunicationError(
+            f"layout {layout.text}: a rank exited without an error message, because of "
+            "a lack of memory or a crash in native code. Run this layout alone to find "
+            "out."
+        ) from None
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
-    parser.add_argument("--layouts", nargs="+", required=True, metavar="KEY=VALUE,…",
-                        help="layouts to compare with one process")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
-    parser.add_argument("--style", choices=STYLES, default="gpt2", help="architecture (default gpt2)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision (default fp32)")
-    parser.add_argument("--untie", action="store_true", help="separate input and output embeddings")
-    parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout (default 0)")
-    parser.add_argument("--documents", choices=DOCUMENTS, default="joined",
-                        help="documents of a sample attend to each other, or are separate: "
-                             "--reset-position-ids --reset-attention-mask (default joined)")
-    parser.add_argument("--samples", choices=SAMPLES, default="cut",
-                        help="cut from the stream of documents, packed from whole ones, or with "
-                             "fill-in-the-middle (default cut)")
-    parser.add_argument("--readers", choices=("all", "first"), default="all",
-                        help="ranks of a tensor-parallel group that read samples: all, or the first, which "
-                             "sends them (default all)")
-    parser.add_argument("--num-layers", type=int, default=4, help="blocks of the model (default 4)")
-    parser.add_argument("--global-batch-size", type=int, default=8, help="samples per step (default 8)")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        required=True,
+        metavar="KEY=VALUE,…",
+        help="layouts to compare with one process",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="optimizer steps (default 20)"
+    )
+    parser.add_argument(
+        "--style", choices=STYLES, default="gpt2", help="architecture (default gpt2)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="precision (default fp32)"
+    )
+    parser.add_argument(
+        "--untie", action="store_true", help="separate input and output embeddings"
+    )
+    parser.add_argument(
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="hidden and attention dropout (default 0)",
+    )
+    parser.add_argument(
+        "--documents",
+        choices=DOCUMENTS,
+        default="joined",
+        help="documents of a sample attend to each other, or are separate: "
+        "--reset-position-ids --reset-attention-mask (default joined)",
+    )
+    parser.add_argument(
+        "--samples",
+        choices=SAMPLES,
+        default="cut",
+        help="cut from the stream of documents, packed from whole ones, or with "
+        "fill-in-the-middle (default cut)",
+    )
+    parser.add_argument(
+        "--readers",
+        choices=("all", "first"),
+        default="all",
+        help="ranks of a tensor-parallel group that read samples: all, or the first, which "
+        "sends them (default all)",
+    )
+    parser.add_argument(
+        "--num-layers", type=int, default=4, help="blocks of the model (default 4)"
+    )
+    parser.add_argument(
+        "--global-batch-size", type=int, default=8, help="samples per step (default 8)"
+    )
     return parser.parse_args(argv)
 
 
@@ -144,37 +268,57 @@ def main(argv=None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size,
-                   args.steps,
-                   args.documents, args.samples, args.readers)
+    job = tiny_job(
+        args.style,
+        args.dtype,
+        args.untie,
+        args.dropout,
+        args.num_layers,
+        args.global_batch_size,
+        args.steps,
+        args.documents,
+        args.samples,
+        args.readers,
+    )
     layouts = [parse_layout(text, mbs="1") for text in args.layouts]
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "megatron_ds.training.distributed"])
     model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
-    with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
-        for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
+    with ProcessPoolExecutor(
+        max(layout.world_size for layout in layouts), mp_context=context
+    ) as pool:
+        for layout in tqdm(
+            layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()
+        ):
             if layout.reference not in references:
-                references[layout.reference] = run_layout(pool, parse_layout(layout.reference), job,
-                                                          args.steps)
+                references[layout.reference] = run_layout(
+                    pool, parse_layout(layout.reference), job, args.steps
+                )
             ran = run_layout(pool, layout, job, args.steps)
-            rows.append((layout.text, difference(ran, references[layout.reference], model)))
+            rows.append(
+                (layout.text, difference(ran, references[layout.reference], model))
+            )
     return show(rows, args)
 
 
 def show(rows: list[tuple[str, Difference]], args: argparse.Namespace) -> int:
     limit = TOLERANCE[args.dtype]
     width = max(len(text) for text, _ in rows)
-    print(f"{args.style}, {args.dtype}, {'un' if args.untie else ''}tied, {args.steps} steps; "
-          f"largest relative difference from one process (tolerance: {limit})\n")
+    print(
+        f"{args.style}, {args.dtype}, {'un' if args.untie else ''}tied, {args.steps} steps; "
+        f"largest relative difference from one process (tolerance: {limit})\n"
+    )
     print(f"{'layout':{width}}  {'loss':>9}  {'grad norm':>9}  {'weights':>9}")
     failures = 0
     for text, d in rows:
         ok = d.is_within(limit)
         failures += not ok
-        print(f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  "
-              f"{'ok' if ok else 'TOO LARGE'}")
+        print(
+            f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  "
+            f"{'ok' if ok else 'TOO LARGE'}"
+        )
     return 1 if failures else 0
 
 

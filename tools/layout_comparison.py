@@ -41,25 +41,45 @@ from megatron_ds.training.step import train_step
 
 # Key of a layout → its flag. Those of SWITCHES are flags without a value, given if the value of the key is 1.
 LAYOUT_KEYS = {
-    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
-    "ep": "--expert-model-parallel-size", "cp": "--context-parallel-size", "comm_type": "--cp-comm-type",
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "dp": None,
+    "ep": "--expert-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "comm_type": "--cp-comm-type",
     "hcp": "--hierarchical-context-parallel-sizes",
-    "sp": "--sequence-parallel", "schedule": "--pipeline-schedule",
-    "chunks": "--num-virtual-stages-per-pipeline-rank", "cut": "--pipeline-cut", "zero": "--zero-stage",
-    "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
-    "accumulate": "--zero-accumulate", "persist": "--stage3-param-persistence-threshold",
-    "prefetch": "--stage3-prefetch-bucket-size", "pin": "--zero3-pin-stage", "bucket": "--reduce-bucket-size",
-    "grads": "--main-grads-dtype", "comm": "--communication-data-type",
-    "divide": "--gradient-predivide-factor", "prescale": "--prescale-gradients",
-    "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
-    "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
-    "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
-    "qw": "--zero-quantized-weights", "qg": "--zero-quantized-gradients",
-    "logits": "--cross-entropy-chunks", "tiles": "--tiled-mlp", "inputs_in_cpu": "--checkpoint-in-cpu",
+    "sp": "--sequence-parallel",
+    "schedule": "--pipeline-schedule",
+    "chunks": "--num-virtual-stages-per-pipeline-rank",
+    "cut": "--pipeline-cut",
+    "zero": "--zero-stage",
+    "recompute": "--recompute-granularity",
+    "layout": "--pipeline-layout",
+    "mbs": "--micro-batch-size",
+    "accumulate": "--zero-accumulate",
+    "persist": "--stage3-param-persistence-threshold",
+    "prefetch": "--stage3-prefetch-bucket-size",
+    "pin": "--zero3-pin-stage",
+    "bucket": "--reduce-bucket-size",
+    "grads": "--main-grads-dtype",
+    "comm": "--communication-data-type",
+    "divide": "--gradient-predivide-factor",
+    "prescale": "--prescale-gradients",
+    "offload": "--offload-optimizer",
+    "ratio": "--offload-optimizer-ratio",
+    "offload_param": "--offload-param",
+    "nvme": "--offload-nvme-path",
+    "sub_group": "--sub-group-size",
+    "hpz": "--zero-hpz-partition-size",
+    "qw": "--zero-quantized-weights",
+    "qg": "--zero-quantized-gradients",
+    "logits": "--cross-entropy-chunks",
+    "tiles": "--tiled-mlp",
+    "inputs_in_cpu": "--checkpoint-in-cpu",
     "parts": "--distribute-saved-activations",
 }
 SWITCHES = {"sp", "prescale", "inputs_in_cpu", "parts", "qw", "qg"}
-ENDLESS = 1 << 40    # samples
+ENDLESS = 1 << 40  # samples
 # of GPT mock samples: ids that are multiples of it end a document, which makes masks of all shapes
 DOCUMENT_ENDS = 11
 
@@ -88,13 +108,17 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         if key not in LAYOUT_KEYS or not value:
-            raise ConfigError(f"layout {text!r}: cannot read {item!r}{did_you_mean(key, list(LAYOUT_KEYS))}. "
-                              f"Write key=value pairs with keys {', '.join(LAYOUT_KEYS)}.")
+            raise ConfigError(
+                f"layout {text!r}: cannot read {item!r}{did_you_mean(key, list(LAYOUT_KEYS))}. "
+                f"Write key=value pairs with keys {', '.join(LAYOUT_KEYS)}."
+            )
         values[key] = value
     world = 1
     for axis in ("tp", "cp", "pp", "dp"):
         if not values.get(axis, "1").isdigit():
-            raise ConfigError(f"layout {text!r}: {axis}={values[axis]} is not a positive number.")
+            raise ConfigError(
+                f"layout {text!r}: {axis}={values[axis]} is not a positive number."
+            )
         world *= int(values.get(axis, "1"))
     flags: list[str] = []
     for key, value in values.items():
@@ -102,7 +126,9 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
             flags += [LAYOUT_KEYS[key]] if value == "1" else []
         elif LAYOUT_KEYS[key] and value != "none":
             flags += [LAYOUT_KEYS[key], *value.split()]
-    return LayoutRequest(text, world, tuple(flags), f"tp=1,pp=1,dp=1,mbs={values.get('mbs', 1)}")
+    return LayoutRequest(
+        text, world, tuple(flags), f"tp=1,pp=1,dp=1,mbs={values.get('mbs', 1)}"
+    )
 
 
 @dataclass
@@ -131,13 +157,25 @@ def mock_samples(config: RunConfig, count: int, seed: int) -> Sequence:
     return [made[i] for i in range(count)]
 
 
-def random_samples(count: int, seq_length: int, vocab_size: int, seed: int) -> torch.Tensor:
+def random_samples(
+    count: int, seq_length: int, vocab_size: int, seed: int
+) -> torch.Tensor:
     """int64 [count, seq_length + 1], the same on every rank."""
-    return torch.randint(vocab_size, (count, seq_length + 1), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        vocab_size,
+        (count, seq_length + 1),
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
-def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *,
-                 watch: Callable[[Engine], None] | None = None) -> Trace:
+def train_layout(
+    config: RunConfig,
+    mesh: Mesh,
+    steps: int,
+    samples: Sequence,
+    *,
+    watch: Callable[[Engine], None] | None = None,
+) -> Trace:
     """Train `steps` steps on `samples`, as of `mock_samples` (global batches in turn, wrapping around).
     Collective over the world.
 
@@ -146,25 +184,36 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     engine = build_engine(config, mesh)
     if watch is not None:
         watch(engine)
-    rates, weight_decay, batch_size = (make_learning_rates(config), make_weight_decay(config),
-                                       make_batch_size(config))
+    rates, weight_decay, batch_size = (
+        make_learning_rates(config),
+        make_weight_decay(config),
+        make_batch_size(config),
+    )
     beta1 = make_beta1(config)
     progress, losses, norms, metrics = Progress(), [], [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
-            outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
-                                 learning_rate={name: rate(progress) for name, rate in rates.items()},
-                                 weight_decay=weight_decay(progress),
-                                 beta1=beta1(progress) if beta1 else None)
-            progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
+            outcome = train_step(
+                engine,
+                engine.batches.training(loader, progress, size),
+                progress,
+                learning_rate={name: rate(progress) for name, rate in rates.items()},
+                weight_decay=weight_decay(progress),
+                beta1=beta1(progress) if beta1 else None,
+            )
+            progress = progress.after(
+                size, size * config.model.seq_length, skipped=outcome.skipped
+            )
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)
             metrics.append(outcome.named)
     return Trace(losses, norms, metrics, list(_weight_boxes(engine)))
 
 
-def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:
+def global_batch_share(
+    samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh
+) -> Batch:
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling
     order."""
     data = mesh.samples
@@ -179,12 +228,20 @@ def open_loader(config: RunConfig, samples: Sequence, mesh: Mesh) -> Loader:
         dataset = Cycle(samples)
     elif config.data.pack_documents:
         corpus = MockCorpus(_with_ends(samples, words.eod), words.eod)
-        packs = build_packs(corpus.lengths, range(len(corpus.lengths)), config.model.seq_length,
-                            config.train.seed)
-        dataset = PackedDataset(corpus, packs, config.model.seq_length, ENDLESS, config.train.seed)
+        packs = build_packs(
+            corpus.lengths,
+            range(len(corpus.lengths)),
+            config.model.seq_length,
+            config.train.seed,
+        )
+        dataset = PackedDataset(
+            corpus, packs, config.model.seq_length, ENDLESS, config.train.seed
+        )
     else:
         dataset = Cycle([{"tokens": row} for row in _with_ends(samples, words.eod)])
-    return build_loaders(config, rearranged(config, Datasets(dataset, None, None), words), words, mesh).train
+    return build_loaders(
+        config, rearranged(config, Datasets(dataset, None, None), words), words, mesh
+    ).train
 
 
 def _with_ends(samples: torch.Tensor, eod: int) -> np.ndarray:
@@ -209,11 +266,13 @@ class MockCorpus:
 
     def __init__(self, rows: np.ndarray, eod: int):
         tokens = rows.ravel()
-        self.documents = [d for d in np.split(tokens, np.flatnonzero(tokens == eod) + 1) if len(d)]
+        self.documents = [
+            d for d in np.split(tokens, np.flatnonzero(tokens == eod) + 1) if len(d)
+        ]
         self.lengths = np.array([len(d) for d in self.documents], np.int32)
 
     def get(self, document: int, start: int, count: int) -> np.ndarray:
-        return self.documents[document][start:start + count]
+        return self.documents[document][start : start + count]
 
     def refuse_negative(self, ids: np.ndarray, place: str) -> None:
         """Do nothing: the tokens were drawn from the vocabulary."""
@@ -221,9 +280,16 @@ class MockCorpus:
 
 def _weight_boxes(engine):
     coordinates = engine.mesh.coordinates
-    for piece in written_here((p for p in all_pieces(engine) if p.kind == "weight"), coordinates):
+    for piece in written_here(
+        (p for p in all_pieces(engine) if p.kind == "weight"), coordinates
+    ):
         for view in views(piece, coordinates):
-            yield piece.spec.name, piece.spec.shape, view.offset, view.tensor.float().cpu().clone()
+            yield (
+                piece.spec.name,
+                piece.spec.shape,
+                view.offset,
+                view.tensor.float().cpu().clone(),
+            )
 
 
 def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
@@ -232,7 +298,9 @@ def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
     Raises LayoutError if an element is on no rank or on several.
     """
     weights, seen = {}, {}
-    for name, shape, offset, values in itertools.chain.from_iterable(t.boxes for t in traces):
+    for name, shape, offset, values in itertools.chain.from_iterable(
+        t.boxes for t in traces
+    ):
         target = weights.setdefault(name, torch.empty(shape))
         count = seen.setdefault(name, torch.zeros(shape, dtype=torch.int8))
         where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
@@ -240,8 +308,10 @@ def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
         count[where] += 1
     for name, count in seen.items():
         if not (count == 1).all():
-            raise LayoutError(f"{name}: {int((count == 0).sum())} elements on no rank, "
-                              f"{int((count > 1).sum())} on several.")
+            raise LayoutError(
+                f"{name}: {int((count == 0).sum())} elements on no rank, "
+                f"{int((count > 1).sum())} on several."
+            )
     return traces[0], weights
 
 
@@ -256,22 +326,37 @@ class Difference:
     weights: float
 
     def is_within(self, limit: "Difference") -> bool:
-        return self.loss <= limit.loss and self.grad_norm <= limit.grad_norm and self.weights <= limit.weights
+        return (
+            self.loss <= limit.loss
+            and self.grad_norm <= limit.grad_norm
+            and self.weights <= limit.weights
+        )
 
     def __str__(self) -> str:
         return f"loss {self.loss:.2e}, grad norm {self.grad_norm:.2e}, weights {self.weights:.2e}"
 
 
-def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict], model) -> Difference:
+def difference(
+    run: tuple[Trace, dict], reference: tuple[Trace, dict], model
+) -> Difference:
     """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius), of what the loss determines
     (`determined`).
     """
     (trace, weights), (trace0, weights0) = run, reference
     if weights.keys() != weights0.keys():
-        raise LayoutError(f"different parameters: {sorted(weights.keys() ^ weights0.keys())}")
-    return Difference(_largest(trace.losses, trace0.losses), _largest(trace.grad_norms, trace0.grad_norms),
-                      max(_tensor_difference(determined(n, weights[n], model), determined(n, w0, model))
-                          for n, w0 in weights0.items()))
+        raise LayoutError(
+            f"different parameters: {sorted(weights.keys() ^ weights0.keys())}"
+        )
+    return Difference(
+        _largest(trace.losses, trace0.losses),
+        _largest(trace.grad_norms, trace0.grad_norms),
+        max(
+            _tensor_difference(
+                determined(n, weights[n], model), determined(n, w0, model)
+            )
+            for n, w0 in weights0.items()
+        ),
+    )
 
 
 def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
@@ -287,16 +372,29 @@ def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
         return values[:0]
     if not name.endswith("linear_qkv.bias"):
         return values
-    groups = values.view(model.query_groups, -1, model.head_dim)       # per group [queries.., key, value]
+    groups = values.view(
+        model.query_groups, -1, model.head_dim
+    )  # per group [queries.., key, value]
     return torch.cat((groups[:, :-2], groups[:, -1:]), dim=1)
 
 
 def _largest(values: Sequence[float], reference: Sequence[float]) -> float:
     """A step that overflowed must overflow in both runs."""
-    same = [(x, y) for x, y in zip(values, reference, strict=True) if math.isfinite(x) or math.isfinite(y)]
-    return max((abs(x - y) / abs(y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in same),
-               default=0.0)
+    same = [
+        (x, y)
+        for x, y in zip(values, reference, strict=True)
+        if math.isfinite(x) or math.isfinite(y)
+    ]
+    return max(
+        (
+            abs(x - y) / abs(y) if math.isfinite(x) and math.isfinite(y) else math.inf
+            for x, y in same
+        ),
+        default=0.0,
+    )
 
 
 def _tensor_difference(w: torch.Tensor, w0: torch.Tensor) -> float:
-    return float((w.double() - w0.double()).norm() / w0.double().norm().clamp(min=1e-30))
+    return float(
+        (w.double() - w0.double()).norm() / w0.double().norm().clamp(min=1e-30)
+    )

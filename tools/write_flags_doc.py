@@ -1,7 +1,7 @@
 """Write docs/reference/flags.md from the declarations in megatron_ds/config.
 
-    python tools/write_flags_doc.py            write the file
-    python tools/write_flags_doc.py --check    exit with code 1 if the file is out of date; write nothing
+python tools/write_flags_doc.py            write the file
+python tools/write_flags_doc.py --check    exit with code 1 if the file is out of date; write nothing
 """
 
 import argparse
@@ -54,16 +54,27 @@ accepted; the launcher's environment sets the rank."""
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true",
-                        help="write nothing; exit with code 1 if the file is out of date")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reference" / "flags.md",
-                        help="file to write (default: %(default)s)")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with code 1 if the file is out of date",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "docs" / "reference" / "flags.md",
+        help="file to write (default: %(default)s)",
+    )
     args = parser.parse_args()
     text = flags_document()
     if args.check:
-        stale = not args.output.is_file() or args.output.read_text(encoding="utf-8") != text
-        print(f"{args.output} is "
-              f"{'out of date: run python tools/write_flags_doc.py' if stale else 'up to date'}")
+        stale = (
+            not args.output.is_file() or args.output.read_text(encoding="utf-8") != text
+        )
+        print(
+            f"{args.output} is "
+            f"{'out of date: run python tools/write_flags_doc.py' if stale else 'up to date'}"
+        )
         return int(stale)
     args.output.write_text(text, encoding="utf-8")
     print(f"wrote {args.output}")
@@ -75,17 +86,29 @@ def flags_document() -> str:
     parts = [INTRO]
     for section in SECTIONS:
         rows = [_row(option) for option in options_in(section)]
-        parts += [f"\n## {TITLES[section]} (`{section}:`)\n",
-                  *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
+        parts += [
+            f"\n## {TITLES[section]} (`{section}:`)\n",
+            *_table(("Flag", "Default", "Meaning", "Advice"), rows),
+        ]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]
-    parts += ["\n## Names of Megatron's forks\n",
-              *_table(("Flag", "Meaning here", "Fork"), _names_of_forks())]
-    parts += ["\n## Flags of Megatron without an option\n", WITHOUT_OPTION, *_answers({
-        **FLAGS, **{f"{start}…": answer for start, answer in FAMILIES.items()}}, "Flag")]
-    parts += ["\n## DeepSpeed keys without an option\n",
-              "The same for the JSON. Each key covers the block under it. A value that switches the feature "
-              "off is accepted.\n",
-              *_answers(KEYS, "Key")]
+    parts += [
+        "\n## Names of Megatron's forks\n",
+        *_table(("Flag", "Meaning here", "Fork"), _names_of_forks()),
+    ]
+    parts += [
+        "\n## Flags of Megatron without an option\n",
+        WITHOUT_OPTION,
+        *_answers(
+            {**FLAGS, **{f"{start}…": answer for start, answer in FAMILIES.items()}},
+            "Flag",
+        ),
+    ]
+    parts += [
+        "\n## DeepSpeed keys without an option\n",
+        "The same for the JSON. Each key covers the block under it. A value that switches the feature "
+        "off is accepted.\n",
+        *_answers(KEYS, "Key"),
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -98,13 +121,23 @@ differ from what it requests.
 def _answers(table: Mapping[str, Answer], head: str) -> Iterator[str]:
     rows = []
     for name, answer in sorted(table.items()):
-        values = [] if not answer.values else [str(value).lower() for value in answer.values
-                                               if value not in (None, "auto")]
+        values = (
+            []
+            if not answer.values
+            else [
+                str(value).lower()
+                for value in answer.values
+                if value not in (None, "auto")
+            ]
+        )
         if answer.values is None or not answer.refusal:
             accepted, refused = answer.note, ""
         else:
             listed = ", ".join(f"`{value}`" for value in values if value != "false")
-            accepted, refused = f"{listed}: {answer.note}" if listed else "", answer.refusal
+            accepted, refused = (
+                f"{listed}: {answer.note}" if listed else "",
+                answer.refusal,
+            )
         rows.append((f"`{name}`", accepted, refused))
     return _table((head, "Accepted, because", "Refused, because"), rows)
 
@@ -112,15 +145,22 @@ def _answers(table: Mapping[str, Answer], head: str) -> Iterator[str]:
 def _row(option: Option) -> tuple[str, ...]:
     flags = "<br>".join(f"`{spelling}`" for spelling in _spellings(option))
     default = "required" if option.required else default_text(option)
-    return flags, f"`{default}`" if default and not option.required else default, option.help, option.avoid
+    return (
+        flags,
+        f"`{default}`" if default and not option.required else default,
+        option.help,
+        option.avoid,
+    )
 
 
 def _spellings(option: Option) -> list[str]:
-    if option.choices:                                       # the braces of the choices hold commas
+    if option.choices:  # the braces of the choices hold commas
         choices = "{" + ",".join(map(str, option.choices)) + "}"
         if option.alone is not None:
             choices = f"[{choices}]"
-        return [f"{flag} {choices}" for flag in (option.flag, *option.flags)] + list(option.switches)
+        return [f"{flag} {choices}" for flag in (option.flag, *option.flags)] + list(
+            option.switches
+        )
     return invocation(option).split(", ")
 
 
@@ -130,7 +170,11 @@ def _names_of_forks() -> Iterator[tuple[str, ...]]:
             yield f"`{name}`", f"`{meaning}`", dialect.project
         for name, values in dialect.phrases.items():
             for value, meaning in values.items():
-                yield f"`{name} {value}`", f"`{meaning}`" if meaning else "the default", dialect.project
+                yield (
+                    f"`{name} {value}`",
+                    f"`{meaning}`" if meaning else "the default",
+                    dialect.project,
+                )
 
 
 def _keys() -> Iterator[tuple[str, str]]:

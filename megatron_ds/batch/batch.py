@@ -101,7 +101,11 @@ class Batch:
     @cached_property
     def documents(self) -> Documents | None:
         """`document_ids` as attention needs them, made once for all layers."""
-        return None if self.document_ids is None else Documents(self.document_ids, self.boundaries)
+        return (
+            None
+            if self.document_ids is None
+            else Documents(self.document_ids, self.boundaries)
+        )
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -111,7 +115,11 @@ class Batch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The fields that are tensors [b, …], by name."""
-        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+        return {
+            f.name: t
+            for f in fields(self)
+            if isinstance(t := getattr(self, f.name), torch.Tensor)
+        }
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on the device; asynchronous from page-locked memory. Attention cannot read document ids on a
@@ -127,7 +135,11 @@ class Batch:
 
     def keeping(self, drop: "TokenDrop | None", step: int) -> "Batch":
         """This batch with the `kept_tokens` of a step; the batch itself without random-LTD."""
-        return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+        return (
+            self
+            if drop is None
+            else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+        )
 
     @property
     def is_narrowed(self) -> bool:
@@ -143,7 +155,9 @@ class Batch:
         rows = range(self.seq_length) if rows is None else rows
         if self.places is None:
             return rows, None
-        return range(self.places.length), self.places.index[..., rows.start:rows.stop].expand(self.size, -1)
+        return range(self.places.length), self.places.index[
+            ..., rows.start : rows.stop
+        ].expand(self.size, -1)
 
     def cut(self, part: SequenceSlice) -> "Batch":
         """The tokens that a rank holds of each sequence under context parallelism; without it, this batch.
@@ -166,7 +180,11 @@ class Batch:
     @property
     def counted_by_sequence(self) -> torch.Tensor:
         """fp32 [b], the same for each sequence."""
-        return (self.loss_mask if self.whole is None else self.whole.loss_mask).float().sum(1)
+        return (
+            (self.loss_mask if self.whole is None else self.whole.loss_mask)
+            .float()
+            .sum(1)
+        )
 
     def keep(self, index: torch.Tensor, part: SequenceSlice) -> "Batch":
         """The tokens at index [b, k] of the whole sequences, ascending, and of these the rank's part."""
@@ -175,7 +193,7 @@ class Batch:
 
     def with_ledger(self, ledger: Ledger) -> "Batch":
         """This batch for one stage. `documents` is made once for all stages of a rank."""
-        _ = self.documents                                  # cached before the copy, so all stages share it
+        _ = self.documents  # cached before the copy, so all stages share it
         batch = copy.copy(self)
         object.__setattr__(batch, "ledger", ledger)
         return batch
@@ -185,32 +203,55 @@ class Batch:
 
         Tokens keep their positions. A batch that holds some of the tokens already is narrowed further.
         """
-        kept = {name: _picked(t, index) for name, t in self.tensors().items() if t.dim() == 2}
+        kept = {
+            name: _picked(t, index)
+            for name, t in self.tensors().items()
+            if t.dim() == 2
+        }
         places = Places(index, self.seq_length)
         if self.places is not None:
-            places = Places(_picked(self.places.index.expand(self.size, -1), index), self.places.length)
-        index, mask = index.expand(self.size, -1), self.attention_mask
+            places = Places(
+                _picked(self.places.index.expand(self.size, -1), index),
+                self.places.length,
+            )
+        index = index.expand(self.size, -1)
+        mask = self.attention_mask
         if mask is not None:
             columns = index[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
-            kept["attention_mask"] = mask = mask.gather(3, columns)             # [b, n, s or 1, k]
+            kept["attention_mask"] = mask = mask.gather(3, columns)  # [b, n, s or 1, k]
             if mask.shape[2] > 1:
-                rows = index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-                kept["attention_mask"] = mask.gather(2, rows)                   # [b, n, k, k]
+                rows = index[:, None, :, None].expand(
+                    -1, mask.shape[1], -1, mask.shape[3]
+                )
+                kept["attention_mask"] = mask.gather(2, rows)  # [b, n, k, k]
         return replace(self, **kept, places=places, boundaries=None)
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = {name: t[start:stop] for name, t in self.tensors().items()}
         whole = None if self.whole is None else self.whole._rows(start, stop)
         boundaries = None if self.boundaries is None else self.boundaries[start:stop]
-        return replace(self, **rows, sample_ids=self.sample_ids[start:stop], whole=whole,
-                       boundaries=boundaries)
+        return replace(
+            self,
+            **rows,
+            sample_ids=self.sample_ids[start:stop],
+            whole=whole,
+            boundaries=boundaries,
+        )
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Move each tensor. A row that is expanded over samples (stride 0) stays so."""
+
         def moved(t: torch.Tensor) -> torch.Tensor:
-            return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
+            return (
+                move(t[:1]).expand_as(t)
+                if t.shape[0] > 1 and t.stride(0) == 0
+                else move(t)
+            )
+
         whole = None if self.whole is None else self.whole._map(move)
-        return replace(self, **{name: moved(t) for name, t in self.tensors().items()}, whole=whole)
+        return replace(
+            self, **{name: moved(t) for name, t in self.tensors().items()}, whole=whole
+        )
 
 
 def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

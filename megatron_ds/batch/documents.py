@@ -25,7 +25,9 @@ def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
 
 def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
     """Positions that count from the beginning of each document, int64 [b, s]."""
-    return torch.arange(document_ids.shape[1], device=document_ids.device) - document_starts(document_ids)
+    return torch.arange(
+        document_ids.shape[1], device=document_ids.device
+    ) - document_starts(document_ids)
 
 
 def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
@@ -36,8 +38,11 @@ def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
 
 def cut_boundaries(boundaries: Boundaries, length: int, count: int = 1) -> Boundaries:
     """Those of the first `count` rows of `length` positions that each sample is cut into."""
-    return tuple(tuple(at - first for at in sample if first < at < first + length)
-                 for sample in boundaries for first in range(0, count * length, length))
+    return tuple(
+        tuple(at - first for at in sample if first < at < first + length)
+        for sample in boundaries
+        for first in range(0, count * length, length)
+    )
 
 
 class Documents:
@@ -53,13 +58,20 @@ class Documents:
     """
 
     def __init__(self, ids: torch.Tensor, boundaries: Boundaries | None = None):
-        self.ids, self._boundaries = ids, boundaries
+        self.ids = ids
+        self._boundaries = boundaries
 
     @cached_property
     def boundaries(self) -> Boundaries | None:
         """Where documents begin; None if the ids would have to be read from a device, or have no values."""
-        is_readable = self.ids.device.type == "cpu" and not isinstance(self.ids, FakeTensor)
-        return boundaries_of(self.ids) if self._boundaries is None and is_readable else self._boundaries
+        is_readable = self.ids.device.type == "cpu" and not isinstance(
+            self.ids, FakeTensor
+        )
+        return (
+            boundaries_of(self.ids)
+            if self._boundaries is None and is_readable
+            else self._boundaries
+        )
 
     @cached_property
     def starts(self) -> torch.Tensor:

@@ -52,11 +52,17 @@ class Entry:
         gradient = torch.full_like(self.value, scale * self.weight)
         if tokens is not None:
             gradient = gradient * tokens
-        return gradient / (self.count.clamp(min=1) if isinstance(self.count, Tensor) else max(self.count, 1))
+        return gradient / (
+            self.count.clamp(min=1)
+            if isinstance(self.count, Tensor)
+            else max(self.count, 1)
+        )
 
     def detached(self) -> "Entry":
         """This entry, detached from the autograd graph."""
-        count = self.count.detach() if isinstance(self.count, Tensor) else float(self.count)
+        count = (
+            self.count.detach() if isinstance(self.count, Tensor) else float(self.count)
+        )
         return Entry(self.name, self.value.detach(), count, self.weight)
 
 
@@ -75,7 +81,9 @@ class Ledger:
         self._entries: list[Entry] = []
         self._names: set[str] = set()
 
-    def add(self, name: str, value: Tensor, count: float | Tensor = 1, weight: float = 1.0) -> None:
+    def add(
+        self, name: str, value: Tensor, count: float | Tensor = 1, weight: float = 1.0
+    ) -> None:
         """Add weight * value / count to the objective of this micro-batch, and report the mean under `name`.
 
         value: scalar, fp32 or fp64, equal on all tensor-parallel ranks. Where a rank holds a slice (of the
@@ -90,14 +98,17 @@ class Ledger:
 
     def take(self) -> list[Entry]:
         """The entries since the last call, with their graphs."""
-        entries, self._entries = self._entries, []
+        entries = self._entries
+        self._entries = []
         return entries
 
     def close(self) -> None:
         """Ignore further additions of the same names, of layers that run again; refuse others."""
         self.is_open = False
 
-    def _append(self, name: str, value: Tensor, count: float | Tensor, weight: float | None) -> None:
+    def _append(
+        self, name: str, value: Tensor, count: float | Tensor, weight: float | None
+    ) -> None:
         if not self.is_open:
             self._ignore(name)
             return
@@ -117,7 +128,8 @@ class Ledger:
             raise LedgerError(
                 f"{name!r} is added to a ledger that was closed without it, so it would be lost: neither "
                 "trained nor reported. A layer adds the same names in its first forward as when it is "
-                "recomputed; close the ledger after all layers and the loss have returned.")
+                "recomputed; close the ledger after all layers and the loss have returned."
+            )
 
 
 class _Discarding(Ledger):
@@ -139,7 +151,8 @@ class _NoLedger(_Discarding):
             f"{name!r} is added to a batch that has no ledger, so it would be lost: neither trained nor "
             "reported. Give the layers batch.with_ledger(ledger), a new Ledger of megatron_ds.batch.ledger "
             "for each micro-batch, and call ledger.close() after them; or, of the same module, "
-            "batch.with_ledger(DISCARDING) where only the outputs of the layers are wanted.")
+            "batch.with_ledger(DISCARDING) where only the outputs of the layers are wanted."
+        )
 
 
 DISCARDING = _Discarding()

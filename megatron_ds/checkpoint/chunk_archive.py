@@ -26,15 +26,35 @@ from torch.serialization import skip_data
 from ..host.checksum import crc32, crc32_of_rest
 from ..host.direct_file import DirectFile
 
-LEAST = 2**20                       # bytes: a smaller tensor is saved and loaded by torch, with copies
-MOST_BYTES_OF_PICKLE = 2**16        # of the description of one tensor; 500 are usual
-STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
-         *(f"torch {name}Storage" for name in STORAGES)}
-VALUES, BYTE_ORDER = "archive/data/0", "archive/byteorder"      # records
-LOCAL_HEADER = struct.Struct("<4s22xHH")        # signature, lengths of the name and of the extra field
-CENTRAL_HEADER = 46                 # bytes before the name
-CRC_OF_DESCRIPTOR, CRC_OF_CENTRAL = 4, 16       # positions in them
+LEAST = 2**20  # bytes: a smaller tensor is saved and loaded by torch, with copies
+MOST_BYTES_OF_PICKLE = 2**16  # of the description of one tensor; 500 are usual
+STORAGES = (
+    "Double",
+    "Float",
+    "Half",
+    "BFloat16",
+    "Long",
+    "Int",
+    "Short",
+    "Char",
+    "Byte",
+    "Bool",
+)
+NAMES = {
+    "torch._utils _rebuild_tensor_v2",
+    "collections OrderedDict",
+    *(f"torch {name}Storage" for name in STORAGES),
+}
+# records
+VALUES = "archive/data/0"
+BYTE_ORDER = "archive/byteorder"
+LOCAL_HEADER = struct.Struct(
+    "<4s22xHH"
+)  # signature, lengths of the name and of the extra field
+CENTRAL_HEADER = 46  # bytes before the name
+# positions in them
+CRC_OF_DESCRIPTOR = 4
+CRC_OF_CENTRAL = 16
 
 
 class ChecksummedFile(DirectFile):
@@ -57,12 +77,16 @@ class ChecksummedFile(DirectFile):
 
 
 # ------------------------------------------------------------------ writing
-def write_archive(file: ChecksummedFile, values: torch.Tensor, dtype: torch.dtype) -> None:
+def write_archive(
+    file: ChecksummedFile, values: torch.Tensor, dtype: torch.dtype
+) -> None:
     """Append the archive of the values, cast to `dtype`. They may be a view of a larger tensor."""
     nbytes = values.numel() * dtype.itemsize
     if nbytes < LEAST:
         content = io.BytesIO()
-        torch.save(values.to(dtype, copy=True).contiguous(), content)      # a view has its whole storage
+        torch.save(
+            values.to(dtype, copy=True).contiguous(), content
+        )  # a view has its whole storage
         file.write(content.getbuffer())
         return
     before, after = _around(values.shape, dtype)
@@ -72,7 +96,7 @@ def write_archive(file: ChecksummedFile, values: torch.Tensor, dtype: torch.dtyp
     crc = crc32_of_rest(start, file.crc32, nbytes).to_bytes(4, "little")
     central = after.rindex(VALUES.encode()) - CENTRAL_HEADER
     for at in (CRC_OF_DESCRIPTOR, central + CRC_OF_CENTRAL):
-        after[at:at + 4] = crc
+        after[at : at + 4] = crc
     file.write(after)
 
 
@@ -80,9 +104,13 @@ def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]
     """The bytes of the archive before and after those of the tensor, whose CRC-32 is 0 there."""
     parts = _Parts()
     with skip_data():
-        torch.save(torch.empty(tuple(shape), dtype=dtype), parts)           # its memory is not touched
+        torch.save(
+            torch.empty(tuple(shape), dtype=dtype), parts
+        )  # its memory is not touched
     before, after = parts.content
-    assert parts.skipped == [math.prod(shape) * dtype.itemsize], f"torch.save skipped {parts.skipped} bytes"
+    assert parts.skipped == [math.prod(shape) * dtype.itemsize], (
+        f"torch.save skipped {parts.skipped} bytes"
+    )
     return bytes(before), after
 
 
@@ -91,7 +119,8 @@ class _Parts(io.RawIOBase):
 
     def __init__(self):
         super().__init__()
-        self.content, self.skipped = [bytearray()], []
+        self.content = [bytearray()]
+        self.skipped = []
 
     def writable(self) -> bool:
         return True
@@ -119,20 +148,32 @@ def read_archive(content: torch.Tensor, with_checksums: bool) -> Any:
     archive = zipfile.ZipFile(stream)
     records = archive.infolist()
     for record in records:
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-            raise ValueError(f"its record {record.filename} is compressed; this package writes uncompressed "
-                             "records only")
+        if (
+            record.compress_type != zipfile.ZIP_STORED
+            or record.file_size != record.compress_size
+        ):
+            raise ValueError(
+                f"its record {record.filename} is compressed; this package writes uncompressed "
+                "records only"
+            )
         if record.filename.endswith("data.pkl"):
             _check_pickle(archive, record)
-    if with_checksums and (damaged := archive.testzip()):       # torch.load does not compare them
+    if with_checksums and (
+        damaged := archive.testzip()
+    ):  # torch.load does not compare them
         raise ValueError(f"the checksum of {damaged} is not the one that was saved")
     largest = max((record.file_size for record in records), default=0)
     if largest >= LEAST and (found := _view(content, stream, archive)) is not None:
         return found
     found = _load(stream)
     # torch.load takes the storage size from the archive's pickle and does not compare it with the record.
-    if isinstance(found, torch.Tensor) and (size := found.untyped_storage().nbytes()) > largest:
-        raise ValueError(f"its tensor takes {size} bytes, and its largest record has {largest}")
+    if (
+        isinstance(found, torch.Tensor)
+        and (size := found.untyped_storage().nbytes()) > largest
+    ):
+        raise ValueError(
+            f"its tensor takes {size} bytes, and its largest record has {largest}"
+        )
     return found
 
 
@@ -141,35 +182,61 @@ def _load(stream: "_Bytes") -> Any:
     return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _view(content: torch.Tensor, stream: "_Bytes", archive: zipfile.ZipFile) -> torch.Tensor | None:
+def _view(
+    content: torch.Tensor, stream: "_Bytes", archive: zipfile.ZipFile
+) -> torch.Tensor | None:
     """The tensor in the bytes of the archive; None if only torch.load can read it."""
     records = {record.filename: record for record in archive.infolist()}
-    if len(records) < len(archive.infolist()) or not {VALUES, BYTE_ORDER} <= records.keys() or (
-            archive.read(BYTE_ORDER).decode() != sys.byteorder):
+    if (
+        len(records) < len(archive.infolist())
+        or not {VALUES, BYTE_ORDER} <= records.keys()
+        or (archive.read(BYTE_ORDER).decode() != sys.byteorder)
+    ):
         return None
     record = records[VALUES]
     with skip_data():
-        blank = _load(stream)           # shape and dtype; its memory is not touched
-    whole = isinstance(blank, torch.Tensor) and blank.is_contiguous() and not blank.storage_offset()
-    if not whole or not blank.nbytes == blank.untyped_storage().nbytes() == record.file_size:
+        blank = _load(stream)  # shape and dtype; its memory is not touched
+    whole = (
+        isinstance(blank, torch.Tensor)
+        and blank.is_contiguous()
+        and not blank.storage_offset()
+    )
+    if (
+        not whole
+        or not blank.nbytes == blank.untyped_storage().nbytes() == record.file_size
+    ):
         return None
     at = record.header_offset
-    _, *lengths = LOCAL_HEADER.unpack(content[at:at + LOCAL_HEADER.size].numpy().tobytes())
+    _, *lengths = LOCAL_HEADER.unpack(
+        content[at : at + LOCAL_HEADER.size].numpy().tobytes()
+    )
     start = at + LOCAL_HEADER.size + sum(lengths)
-    flat = content[start:start + record.file_size]
+    flat = content[start : start + record.file_size]
     if len(flat) < record.file_size:
-        raise ValueError(f"its record {VALUES} ends after {len(flat)} of {record.file_size} bytes")
-    if flat.storage_offset() % blank.dtype.itemsize:            # of an earlier version, which aligned nothing
+        raise ValueError(
+            f"its record {VALUES} ends after {len(flat)} of {record.file_size} bytes"
+        )
+    if (
+        flat.storage_offset() % blank.dtype.itemsize
+    ):  # of an earlier version, which aligned nothing
         flat = flat.clone()
     return flat.view(blank.dtype).view(blank.shape)
 
 
 def _check_pickle(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     if record.file_size > MOST_BYTES_OF_PICKLE:
-        raise ValueError(f"its {record.filename} has {record.file_size} bytes, more than a tensor needs")
+        raise ValueError(
+            f"its {record.filename} has {record.file_size} bytes, more than a tensor needs"
+        )
     for opcode, name, _ in pickletools.genops(archive.read(record)):
-        if opcode.name == "STACK_GLOBAL" or opcode.name == "GLOBAL" and name not in NAMES:
-            raise ValueError(f"its pickle names {name or 'a computed name'}, which no tensor needs")
+        if (
+            opcode.name == "STACK_GLOBAL"
+            or opcode.name == "GLOBAL"
+            and name not in NAMES
+        ):
+            raise ValueError(
+                f"its pickle names {name or 'a computed name'}, which no tensor needs"
+            )
 
 
 class _Bytes(io.RawIOBase):
@@ -177,7 +244,8 @@ class _Bytes(io.RawIOBase):
 
     def __init__(self, content: torch.Tensor):
         super().__init__()
-        self._content, self._at = memoryview(content.numpy()), 0
+        self._content = memoryview(content.numpy())
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -186,13 +254,17 @@ class _Bytes(io.RawIOBase):
         return True
 
     def readinto(self, target) -> int:
-        found = self._content[self._at:self._at + len(target)]
-        target[:len(found)] = found
+        found = self._content[self._at : self._at + len(target)]
+        target[: len(found)] = found
         self._at += len(found)
         return len(found)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
+        start = {
+            io.SEEK_SET: 0,
+            io.SEEK_CUR: self._at,
+            io.SEEK_END: len(self._content),
+        }[whence]
         self._at = max(0, start + offset)
         return self._at
 

@@ -25,7 +25,7 @@ from ..host.checksum import crc32
 from ..host.direct_file import read_range
 from .chunk_archive import ChecksummedFile, read_archive, write_archive
 
-ALIGNMENT = 64      # bytes, of archives; torch aligns the values inside by as much
+ALIGNMENT = 64  # bytes, of archives; torch aligns the values inside by as much
 
 
 class ChecksummedFiles(FileSystem):
@@ -41,7 +41,9 @@ class ChecksummedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[ChecksummedFile]:
         """Open a file for writing. DCP calls this."""
-        assert mode == "wb", f"{path} is opened with mode {mode}: this file system only writes"
+        assert mode == "wb", (
+            f"{path} is opened with mode {mode}: this file system only writes"
+        )
         with ChecksummedFile(path) as file:
             self._written[Path(path).name] = file
             yield file
@@ -50,7 +52,8 @@ class ChecksummedFiles(FileSystem):
         """CRC-32 of the file before and after the chunk written at `place`."""
         borders = self._written[place.relative_path].crc32_at
         assert {place.offset, place.offset + place.length} <= borders.keys(), (
-            "the writer did not query the position at a chunk border")
+            "the writer did not query the position at a chunk border"
+        )
         return borders[place.offset], borders[place.offset + place.length]
 
     def crc32_of(self, name: str) -> int:
@@ -58,7 +61,9 @@ class ChecksummedFiles(FileSystem):
         return self._written[name].crc32
 
 
-def write_chunk(file: ChecksummedFile, name: str, values: torch.Tensor, dtype: torch.dtype) -> _StorageInfo:
+def write_chunk(
+    file: ChecksummedFile, name: str, values: torch.Tensor, dtype: torch.dtype
+) -> _StorageInfo:
     """Append the values, cast to `dtype`. Returns their place. name: of the file, in the index."""
     file.write(bytes(-file.tell() % ALIGNMENT))
     start = file.tell()
@@ -66,8 +71,13 @@ def write_chunk(file: ChecksummedFile, name: str, values: torch.Tensor, dtype: t
     return _StorageInfo(name, start, file.tell() - start)
 
 
-def read_chunk(path: Path, name: str, place: _StorageInfo, chunk: ChunkStorageMetadata,
-               dtype: torch.dtype) -> torch.Tensor:
+def read_chunk(
+    path: Path,
+    name: str,
+    place: _StorageInfo,
+    chunk: ChunkStorageMetadata,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """The chunk of tensor `name` at `place` of file `path`, on the CPU.
 
     Raises CheckpointError naming file, tensor and byte, unless the bytes are the saved ones and the tensor
@@ -79,9 +89,13 @@ def read_chunk(path: Path, name: str, place: _StorageInfo, chunk: ChunkStorageMe
         _check_tensor(tensor, chunk, dtype)
         return tensor
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:      # torch.load raises almost anything on a damaged archive
-        raise CheckpointError(f"{path} is damaged: {name} at byte {place.offset}: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}"
+        ) from error
+    except Exception as error:  # torch.load raises almost anything on a damaged archive
+        raise CheckpointError(
+            f"{path} is damaged: {name} at byte {place.offset}: {error}"
+        ) from error
 
 
 def _read(path: Path, place: _StorageInfo) -> torch.Tensor:
@@ -91,8 +105,10 @@ def _read(path: Path, place: _StorageInfo) -> torch.Tensor:
     if (around := saved_crc32(place)) is not None:
         before, after = around
         if (found := crc32(content.numpy(), before)) != after:
-            raise ValueError(f"its CRC-32 is {found:08x} and was {after:08x} when it was saved. Either bytes "
-                             "have changed, or the file is that of another save or another rank")
+            raise ValueError(
+                f"its CRC-32 is {found:08x} and was {after:08x} when it was saved. Either bytes "
+                "have changed, or the file is that of another save or another rank"
+            )
     return content
 
 
@@ -101,9 +117,17 @@ def saved_crc32(place: _StorageInfo) -> tuple[int, int] | None:
     return vars(place).get("crc32")
 
 
-def _check_tensor(tensor: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+def _check_tensor(
+    tensor: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype
+) -> None:
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.layout != torch.strided
+        or tensor.device.type != "cpu"
+    ):
         raise ValueError(f"it holds no plain tensor, but a {type(tensor).__name__}")
     if tensor.shape != chunk.sizes or tensor.dtype != dtype:
-        raise ValueError(f"it holds a tensor of shape {list(tensor.shape)} and {tensor.dtype}, and the index "
-                         f"records {list(chunk.sizes)} and {dtype}")
+        raise ValueError(
+            f"it holds a tensor of shape {list(tensor.shape)} and {tensor.dtype}, and the index "
+            f"records {list(chunk.sizes)} and {dtype}"
+        )

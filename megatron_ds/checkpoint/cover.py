@@ -24,11 +24,15 @@ def covers_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
         - --- + - --- +        - ----------- +
     """
     total: dict[tuple[int, ...], int] = {}
-    for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((c.offsets, c.sizes, 1) for c in chunks)]:
+    for offsets, sizes, sign in [
+        ((0,) * len(shape), shape, -1),
+        *((c.offsets, c.sizes, 1) for c in chunks),
+    ]:
         corners = [((), sign)]
         for at, n in zip(offsets, sizes):
-            corners = ([(corner + (at,), s) for corner, s in corners]
-                       + [(corner + (at + n,), -s) for corner, s in corners])
+            corners = [(corner + (at,), s) for corner, s in corners] + [
+                (corner + (at + n,), -s) for corner, s in corners
+            ]
         for corner, s in corners:
             total[corner] = total.get(corner, 0) + s
     return not any(total.values())

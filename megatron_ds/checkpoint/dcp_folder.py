@@ -29,8 +29,12 @@ class DcpChunk:
     read: Callable[[], torch.Tensor]
 
 
-def write_dcp_folder(path: Path, chunks: Iterable[DcpChunk], objects: Mapping[str, object],
-                     most_bytes: int) -> None:
+def write_dcp_folder(
+    path: Path,
+    chunks: Iterable[DcpChunk],
+    objects: Mapping[str, object],
+    most_bytes: int,
+) -> None:
     """Write files of about `most_bytes`, then the index. objects: key → value, pickled by torch.save.
 
     Each chunk is read when it is written. Raises OSError.
@@ -41,18 +45,25 @@ def write_dcp_folder(path: Path, chunks: Iterable[DcpChunk], objects: Mapping[st
     try:
         for chunk in chunks:
             values = chunk.read().detach().to("cpu", chunk.dtype).contiguous()
-            assert tuple(values.shape) == chunk.sizes, (chunk.key, tuple(values.shape), chunk.sizes)
+            assert tuple(values.shape) == chunk.sizes, (
+                chunk.key,
+                tuple(values.shape),
+                chunk.sizes,
+            )
             if values.untyped_storage().nbytes() != values.nbytes:
-                values = values.clone()                     # torch.save writes the whole storage of a view
+                values = values.clone()  # torch.save writes the whole storage of a view
             mine = tensors.setdefault(chunk.key, [])
             index = dcp.MetadataIndex(chunk.key, torch.Size(chunk.offset), len(mine))
-            places[index] = file.add(lambda stream, values=values: torch.save(values, stream))
+            places[index] = file.add(
+                lambda stream, values=values: torch.save(values, stream)
+            )
             mine.append(chunk)
         for key, value in objects.items():
             content = io.BytesIO()
             torch.save(value, content)
             places[dcp.MetadataIndex(key)] = file.add(
-                lambda stream, content=content: stream.write(content.getvalue()))
+                lambda stream, content=content: stream.write(content.getvalue())
+            )
     finally:
         file.close()
     described = {key: _described(found) for key, found in tensors.items()}
@@ -64,23 +75,31 @@ def write_dcp_folder(path: Path, chunks: Iterable[DcpChunk], objects: Mapping[st
 
 
 def _described(chunks: list[DcpChunk]) -> dcp.TensorStorageMetadata:
-    boxes = [dcp.ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes)) for chunk in chunks]
-    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=chunks[0].dtype),
-                                     torch.Size(chunks[0].shape), boxes)
+    boxes = [
+        dcp.ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
+        for chunk in chunks
+    ]
+    return dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=chunks[0].dtype), torch.Size(chunks[0].shape), boxes
+    )
 
 
 class _Files:
     """__0_0.distcp, __0_1.distcp, …: the next one begins when one has its bytes."""
 
     def __init__(self, path: Path, most_bytes: int):
-        self._path, self._most, self._number, self._stream = path, most_bytes, 0, None
+        self._path = path
+        self._most = most_bytes
+        self._number = 0
+        self._stream = None
 
     def add(self, write: Callable[[io.BufferedWriter], object]) -> _StorageInfo:
         if self._stream is not None and self._stream.tell() >= self._most:
             self.close()
         if self._stream is None:
             self._stream = open(self._path / f"__0_{self._number}.distcp", "wb")
-        start, name = self._stream.tell(), Path(self._stream.name).name
+        start = self._stream.tell()
+        name = Path(self._stream.name).name
         write(self._stream)
         return _StorageInfo(name, start, self._stream.tell() - start)
 
@@ -89,4 +108,5 @@ class _Files:
             self._stream.flush()
             os.fsync(self._stream.fileno())
             self._stream.close()
-            self._stream, self._number = None, self._number + 1
+            self._stream = None
+            self._number = self._number + 1

@@ -17,14 +17,16 @@ from .pieces import Piece, written_here
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-HEADER = 1500            # least number of bytes that torch.save adds to a tensor (measured: 1513 to 1577)
-PROBE = 1 << 20          # bytes written to find out whether a disk is full
+HEADER = 1500  # least number of bytes that torch.save adds to a tensor (measured: 1513 to 1577)
+PROBE = 1 << 20  # bytes written to find out whether a disk is full
 
 
 def bytes_written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> int:
     """Lower bound of the size of the file that this rank writes."""
     written = written_here(pieces, coordinates)
-    return sum(piece.tensor.numel() * piece.tensor.element_size() + HEADER for piece in written)
+    return sum(
+        piece.tensor.numel() * piece.tensor.element_size() + HEADER for piece in written
+    )
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -39,8 +41,15 @@ def file_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group, saves: int,
-               limit: int | None) -> None:
+def check_room(
+    folder: Path,
+    pieces: Iterable[Piece],
+    *,
+    coordinates: Coordinates,
+    world: Group,
+    saves: int,
+    limit: int | None,
+) -> None:
     """Warn when not all checkpoints of a run fit on the disk. Collective over `world`.
 
     saves   how many checkpoints the run will write
@@ -52,30 +61,47 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
 
     def look() -> tuple[int, int | None]:
         if (most := file_limit()) is not None and share > most:
-            raise CheckpointError(f"a file of the checkpoint needs {share:,} bytes, and this process may "
-                                  f"write files of {most:,} bytes (ulimit -f). Raise the limit.")
+            raise CheckpointError(
+                f"a file of the checkpoint needs {share:,} bytes, and this process may "
+                f"write files of {most:,} bytes (ulimit -f). Raise the limit."
+            )
         return share, free_bytes(folder) if world.rank == 0 else None
 
     failing = {"doing": f"--save {folder}", "kind": CheckpointError}
     found = gather_from_all_ranks(world, look, **failing)
-    needed, free = sum(share for share, _ in found), found[0][1]
+    needed = sum(share for share, _ in found)
+    free = found[0][1]
     kept = saves if limit is None else min(saves, limit + 1)
     if free is None or not saves:
         return
     if free < needed:
+
         def refuse() -> None:
-            raise CheckpointError(f"no space left for a checkpoint: {needed:,} bytes needed, {free:,} free. "
-                                  "Free some, give a folder on another disk, or save less: --no-save-optim "
-                                  "writes weights only.")
+            raise CheckpointError(
+                f"no space left for a checkpoint: {needed:,} bytes needed, {free:,} free. "
+                "Free some, give a folder on another disk, or save less: --no-save-optim "
+                "writes weights only."
+            )
+
         on_all_ranks(world, refuse, **failing)
     if free < kept * needed and world.rank == 0:
-        logger.warning("--save %s: checkpoints that fit: %d (%s each, %s free), and this run keeps up to %d "
-                       "at a time. %s",
-                       folder, free // needed, size(needed), size(free), kept,
-                       "Free some, or keep fewer with --save-total-limit." if kept > 2 else "Free some.")
+        logger.warning(
+            "--save %s: checkpoints that fit: %d (%s each, %s free), and this run keeps up to %d "
+            "at a time. %s",
+            folder,
+            free // needed,
+            size(needed),
+            size(free),
+            kept,
+            "Free some, or keep fewer with --save-total-limit."
+            if kept > 2
+            else "Free some.",
+        )
 
 
-def explained(error: Exception, folder: Path, needed: int, free: int | None, share: int) -> Exception:
+def explained(
+    error: Exception, folder: Path, needed: int, free: int | None, share: int
+) -> Exception:
     """The error to raise for a failed write: a CheckpointError with numbers if a full disk caused it.
 
     needed: bytes of the checkpoint. share: of this rank. free: when the save began; None if unknown
@@ -84,13 +110,24 @@ def explained(error: Exception, folder: Path, needed: int, free: int | None, sha
     code = _errno_of(error) or _errno_of_probe(folder)
     if code == errno.EFBIG or code is None and most is not None and share > most:
         allowed = "fewer" if most is None else f"{most:,}"
-        return CheckpointError(f"File too large: a file of about {share:,} bytes needed, and this process "
-                               f"may write files of {allowed} bytes (ulimit -f). Raise the limit.")
-    if code in FULL or isinstance(error, RuntimeError) and free is not None and free < needed:
-        words = "Disk quota exceeded" if code == errno.EDQUOT else "No space left on device"
+        return CheckpointError(
+            f"File too large: a file of about {share:,} bytes needed, and this process "
+            f"may write files of {allowed} bytes (ulimit -f). Raise the limit."
+        )
+    if (
+        code in FULL
+        or isinstance(error, RuntimeError)
+        and free is not None
+        and free < needed
+    ):
+        words = (
+            "Disk quota exceeded" if code == errno.EDQUOT else "No space left on device"
+        )
         begun = "an unknown number" if free is None else f"{free:,}"
-        return CheckpointError(f"{words}: about {needed:,} bytes needed, {begun} free in {folder} when the "
-                               "save began. Free some, or keep fewer checkpoints with --save-total-limit.")
+        return CheckpointError(
+            f"{words}: about {needed:,} bytes needed, {begun} free in {folder} when the "
+            "save began. Free some, or keep fewer checkpoints with --save-total-limit."
+        )
     return error
 
 

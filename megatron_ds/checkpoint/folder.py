@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 INDEX_FILE = ".metadata"
-LONGEST_PATH = 4095 - 160   # bytes of a save folder: systems allow 4,095, and names in it need up to 160
+LONGEST_PATH = (
+    4095 - 160
+)  # bytes of a save folder: systems allow 4,095, and names in it need up to 160
 _NAME = re.compile(r"iter_(\d{7,})")
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(writing|replaced|deleting)(?:-[0-9a-f]+)?")
 
@@ -91,7 +93,8 @@ def begin(folder: Path, step: int) -> Path:
 
 def publish(folder: Path, step: int, writing: Path) -> Path:
     """Make `writing`, whose files are synced, the checkpoint of `step`, to which the tracker points."""
-    target, replaced = folder / name_of(step), _replaced_path(folder, step)
+    target = folder / name_of(step)
+    replaced = _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
         _move_aside(target, replaced)
@@ -116,19 +119,26 @@ def check_writable(directory: str | os.PathLike) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if len(os.fsencode(folder.resolve())) > LONGEST_PATH:
-            raise OSError(errno.ENAMETOOLONG, f"the path is longer than {LONGEST_PATH:,} bytes, which leaves "
-                          "no room for the names of a checkpoint's files")
+            raise OSError(
+                errno.ENAMETOOLONG,
+                f"the path is longer than {LONGEST_PATH:,} bytes, which leaves "
+                "no room for the names of a checkpoint's files",
+            )
         probe(folder, 1)
     except OSError as error:
         raise CheckpointError(
             f"--save {folder}: no checkpoint can be written there ({error.strerror or error}), and the run "
             "would lose its work at the first save. Give a folder that this user may write to, or omit "
-            "--save.") from error
+            "--save."
+        ) from error
 
 
 def probe(folder: Path, count: int) -> None:
     """Write and sync a temporary file of `count` bytes. Raises OSError when that fails."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file, naming(folder):
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file,
+        naming(folder),
+    ):
         file.write(bytes(count))
         file.flush()
         os.fsync(file.fileno())
@@ -140,7 +150,9 @@ def write_durably(path: Path, text: str) -> None:
     The temporary file has a random name and is created exclusively, so a planted link is not followed.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    handle = os.open(
+        beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666
+    )
     try:
         with naming(path), open(handle, "w") as file:
             file.write(text)
@@ -175,7 +187,10 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):      # some network file systems cannot sync one
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems cannot sync one
             raise
     finally:
         os.close(handle)
@@ -188,7 +203,8 @@ def _replaced_path(folder: Path, step: int) -> Path:
 def _restore_replaced(folder: Path) -> None:
     """Finish or undo a second save of a step that crashed between its two renames."""
     for step in steps_in(folder):
-        replaced, target = _replaced_path(folder, step), folder / name_of(step)
+        replaced = _replaced_path(folder, step)
+        target = folder / name_of(step)
         if os.path.lexists(target):
             _remove(replaced)
         elif os.path.lexists(replaced):
@@ -209,23 +225,35 @@ def _move_aside(target: Path, replaced: Path) -> None:
         return
     kept = target.with_name(f"{target.name}.not_ours.{secrets.token_hex(4)}")
     os.rename(target, kept)
-    logger.warning("%s was not written by this program, or is damaged: kept as %s", target, kept.name)
+    logger.warning(
+        "%s was not written by this program, or is damaged: kept as %s",
+        target,
+        kept.name,
+    )
 
 
-def to_delete(steps: Iterable[int], saved: int, limit: int | None, retain: int | None = None) -> list[int]:
+def to_delete(
+    steps: Iterable[int], saved: int, limit: int | None, retain: int | None = None
+) -> list[int]:
     """Which of the complete checkpoints `steps` to delete after `saved` was written, to keep `limit` of them.
     retain: of those before `saved`, keep only the multiples of this.
 
     Steps later than `saved` belong to training that the user discarded by editing the tracker. They are
     neither counted nor deleted: counting them as the newest would delete the checkpoints of the current run.
     """
-    assert limit is None or limit >= 1, f"keeping {limit} checkpoints would delete the one just written"
+    assert limit is None or limit >= 1, (
+        f"keeping {limit} checkpoints would delete the one just written"
+    )
     own = sorted(step for step in set(steps) if step <= saved)
     beyond = own[:-limit] if limit is not None else []
-    return sorted({*beyond, *(step for step in own if retain and step < saved and step % retain)})
+    return sorted(
+        {*beyond, *(step for step in own if retain and step < saved and step % retain)}
+    )
 
 
-def prune(folder: Path, saved: int, limit: int | None, retain: int | None = None) -> None:
+def prune(
+    folder: Path, saved: int, limit: int | None, retain: int | None = None
+) -> None:
     """Delete the checkpoints in `to_delete`, except directories that another program wrote.
 
     The new checkpoint is already durable, so a failed deletion is a warning and training continues.
@@ -235,4 +263,8 @@ def prune(folder: Path, saved: int, limit: int | None, retain: int | None = None
         try:
             delete(folder, step)
         except OSError as error:
-            logger.warning("could not delete the old checkpoint %s: %s", folder / name_of(step), error)
+            logger.warning(
+                "could not delete the old checkpoint %s: %s",
+                folder / name_of(step),
+                error,
+            )

@@ -25,8 +25,8 @@ from .index_pickle import unpickled
 from .pickle_guards import reason_of
 from .run_file import check_crc32, read_run_file
 
-COMPILED = "_orig_mod"       # a part of names, where torch.compile(module) keeps the module
-MOST_DIMENSIONS = 8       # 2**8 corners of a box
+COMPILED = "_orig_mod"  # a part of names, where torch.compile(module) keeps the module
+MOST_DIMENSIONS = 8  # 2**8 corners of a box
 
 
 @contextmanager
@@ -47,13 +47,27 @@ def without_compiled_names(index: dcp.Metadata) -> dcp.Metadata:
     Checkpoints of engines had the names of the wrapped module: weight/_orig_mod.head.bias. Where a tensor has
     the other name already, the names stay.
     """
-    new = {name: ".".join(part for part in name.split(".") if part != COMPILED).replace(f"/{COMPILED}.", "/")
-           for name in index.state_dict_metadata if COMPILED in name}
-    taken = [*new.values(), *(name for name in index.state_dict_metadata if name not in new)]
+    new = {
+        name: ".".join(part for part in name.split(".") if part != COMPILED).replace(
+            f"/{COMPILED}.", "/"
+        )
+        for name in index.state_dict_metadata
+        if COMPILED in name
+    }
+    taken = [
+        *new.values(),
+        *(name for name in index.state_dict_metadata if name not in new),
+    ]
     if not new or len(set(taken)) < len(taken):
         return index
-    places = {replace(at, fqn=new.get(at.fqn, at.fqn)): place for at, place in index.storage_data.items()}
-    tensors = {new.get(name, name): tensor for name, tensor in index.state_dict_metadata.items()}
+    places = {
+        replace(at, fqn=new.get(at.fqn, at.fqn)): place
+        for at, place in index.storage_data.items()
+    }
+    tensors = {
+        new.get(name, name): tensor
+        for name, tensor in index.state_dict_metadata.items()
+    }
     return replace(index, state_dict_metadata=tensors, storage_data=places)
 
 
@@ -67,7 +81,9 @@ def read_index(path: Path) -> dcp.Metadata:
 
 
 @_without_garbage_collection()
-def index_of(path: Path, save_id: str | None, files: Mapping[str, Mapping] | None) -> dcp.Metadata:
+def index_of(
+    path: Path, save_id: str | None, files: Mapping[str, Mapping] | None
+) -> dcp.Metadata:
     """The index of the checkpoint at `path`, which must belong to the save `save_id` and list these files.
 
     files    {name: {"bytes": size, "crc32": checksum}}; None for a checkpoint of format 1 (no save_id)
@@ -76,29 +92,39 @@ def index_of(path: Path, save_id: str | None, files: Mapping[str, Mapping] | Non
     try:
         content = read_regular(file_name)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {INDEX_FILE}: it is incomplete.") from error
+        raise CheckpointError(
+            f"{path} has no {INDEX_FILE}: it is incomplete."
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{file_name} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{file_name} cannot be read: {error.strerror or error}."
+        ) from error
     try:
         if files is not None:
             check_crc32(content, files[INDEX_FILE])
         index = unpickled(content)
-    except Exception as error:      # a damaged pickle raises almost anything
+    except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{file_name} is damaged: {reason_of(error)}") from error
     try:
         problem = next(_problems(path, index, save_id, files), None)
-    except Exception as error:      # its parts may have any type
+    except Exception as error:  # its parts may have any type
         problem = f"its index is malformed ({type(error).__name__}: {reason_of(error)})"
     if problem:
         raise CheckpointError(f"{path} is not a complete checkpoint: {problem}.")
     return index
 
 
-def _problems(path: Path, index: dcp.Metadata, save_id: str | None,
-              files: Mapping[str, Mapping] | None) -> Iterator[str]:
+def _problems(
+    path: Path,
+    index: dcp.Metadata,
+    save_id: str | None,
+    files: Mapping[str, Mapping] | None,
+) -> Iterator[str]:
     if index.storage_meta.save_id != save_id:
-        yield (f"{INDEX_FILE} is of the save {index.storage_meta.save_id}, and run.json of the save "
-               f"{save_id}: one of them comes from another checkpoint")
+        yield (
+            f"{INDEX_FILE} is of the save {index.storage_meta.save_id}, and run.json of the save "
+            f"{save_id}: one of them comes from another checkpoint"
+        )
     sizes: dict[str, int] = {}
     for name in sorted({place.relative_path for place in index.storage_data.values()}):
         yield from _file_problems(path, name, files)
@@ -106,18 +132,24 @@ def _problems(path: Path, index: dcp.Metadata, save_id: str | None,
     if files is not None and files.keys() != sizes.keys() | {INDEX_FILE}:
         yield f"the index stores tensors in {sorted(sizes)}, and run.json lists {sorted(files)}"
     for name, tensor in index.state_dict_metadata.items():
-        yield from _tensor_problems(name, tensor, index.storage_data, sizes, files is not None)
+        yield from _tensor_problems(
+            name, tensor, index.storage_data, sizes, files is not None
+        )
     yield from _overlaps(index.storage_data)
 
 
-def _file_problems(path: Path, name: str, files: Mapping[str, Mapping] | None) -> Iterator[str]:
+def _file_problems(
+    path: Path, name: str, files: Mapping[str, Mapping] | None
+) -> Iterator[str]:
     if os.path.basename(name) != name or name in ("", os.curdir, os.pardir):
         yield f"the index stores tensors in {name!r}, which is not a file name in its directory"
     try:
         found = os.stat(path / name)
     except FileNotFoundError:
-        yield (f"{name} is missing; all ranks must save to one shared file system, and a copy of a "
-               "checkpoint needs every file")
+        yield (
+            f"{name} is missing; all ranks must save to one shared file system, and a copy of a "
+            "checkpoint needs every file"
+        )
         return
     except OSError as error:
         yield f"{name} cannot be read: {error.strerror or error}"
@@ -128,34 +160,61 @@ def _file_problems(path: Path, name: str, files: Mapping[str, Mapping] | None) -
         yield f"{name} has {found.st_size} bytes, and {files[name]['bytes']} were saved"
 
 
-def _tensor_problems(name: str, tensor: dcp.TensorStorageMetadata, storage: Mapping, sizes: Mapping[str, int],
-                     with_checksums: bool) -> Iterator[str]:
-    shape, itemsize = tensor.size, tensor.properties.dtype.itemsize
-    if not isinstance(name, str) or type(shape) is not torch.Size or len(shape) > MOST_DIMENSIONS:
+def _tensor_problems(
+    name: str,
+    tensor: dcp.TensorStorageMetadata,
+    storage: Mapping,
+    sizes: Mapping[str, int],
+    with_checksums: bool,
+) -> Iterator[str]:
+    shape = tensor.size
+    itemsize = tensor.properties.dtype.itemsize
+    if (
+        not isinstance(name, str)
+        or type(shape) is not torch.Size
+        or len(shape) > MOST_DIMENSIONS
+    ):
         yield f"{name!r} has the invalid shape {shape}"
     for chunk in tensor.chunks:
         place = storage[dcp.MetadataIndex(name, chunk.offsets)]
         if not _inside(chunk, shape):
-            yield (f"{name}, of shape {list(shape)}, has a chunk of {list(chunk.sizes)} at "
-                   f"{list(chunk.offsets)}")
-        if not 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]:
-            yield (f"{place.relative_path} has {sizes[place.relative_path]} bytes, and {name} is to be read "
-                   f"from bytes {place.offset} to {place.offset + place.length}")
+            yield (
+                f"{name}, of shape {list(shape)}, has a chunk of {list(chunk.sizes)} at "
+                f"{list(chunk.offsets)}"
+            )
+        if (
+            not 0
+            <= place.offset
+            <= place.offset + place.length
+            <= sizes[place.relative_path]
+        ):
+            yield (
+                f"{place.relative_path} has {sizes[place.relative_path]} bytes, and {name} is to be read "
+                f"from bytes {place.offset} to {place.offset + place.length}"
+            )
         if math.prod(chunk.sizes) * itemsize > place.length:
-            yield (f"{name} has a chunk of {list(chunk.sizes)}, {math.prod(chunk.sizes) * itemsize} bytes, "
-                   f"for which {place.relative_path} has {place.length}")
+            yield (
+                f"{name} has a chunk of {list(chunk.sizes)}, {math.prod(chunk.sizes) * itemsize} bytes, "
+                f"for which {place.relative_path} has {place.length}"
+            )
         if with_checksums != (saved_crc32(place) is not None):
-            yield (f"a chunk of {name} has {'no' if with_checksums else 'a'} checksum, unlike the rest of "
-                   "the checkpoint")
+            yield (
+                f"a chunk of {name} has {'no' if with_checksums else 'a'} checksum, unlike the rest of "
+                "the checkpoint"
+            )
     if not covers_once(shape, tensor.chunks):
         held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-        yield (f"the {len(tensor.chunks)} chunks of {name} overlap or leave holes: they have {held} "
-               f"elements, and its shape {list(shape)} has {math.prod(shape)}")
+        yield (
+            f"the {len(tensor.chunks)} chunks of {name} overlap or leave holes: they have {held} "
+            f"elements, and its shape {list(shape)} has {math.prod(shape)}"
+        )
 
 
 def _overlaps(storage: Mapping) -> Iterator[str]:
     """Chunks that share bytes: a small file could otherwise describe tensors of any size."""
-    extents = sorted((place.relative_path, place.offset, place.length) for place in storage.values())
+    extents = sorted(
+        (place.relative_path, place.offset, place.length) for place in storage.values()
+    )
     for (name, at, length), (next_name, next_at, _) in zip(extents, extents[1:]):
         if name == next_name and at + length > next_at:
             yield f"two chunks share byte {next_at} of {name}"
@@ -165,4 +224,6 @@ def _inside(chunk: dcp.ChunkStorageMetadata, shape: Sequence[int]) -> bool:
     if not type(chunk.offsets) is type(chunk.sizes) is torch.Size:
         return False
     return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-        0 <= at <= at + n <= total for at, n, total in zip(chunk.offsets, chunk.sizes, shape))
+        0 <= at <= at + n <= total
+        for at, n, total in zip(chunk.offsets, chunk.sizes, shape)
+    )

@@ -23,25 +23,83 @@ from .pickle_guards import Allowance, Constant, Function, Records, size_of
 from .pickle_opcodes import Opcodes
 from .pickle_tables import Keys, Table
 
-FIXED = ("PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
-         "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS",
-         "EMPTY_DICT", "SETITEM", "SETITEMS", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ",
-         "REDUCE", "BUILD")
-LENGTHS = {"SHORT_BINUNICODE": "<B", "BINUNICODE": "<I", "LONG1": "<B"}      # the length, then so many bytes
+FIXED = (
+    "PROTO",
+    "FRAME",
+    "MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "EMPTY_LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_DICT",
+    "SETITEM",
+    "SETITEMS",
+    "MEMOIZE",
+    "BINGET",
+    "LONG_BINGET",
+    "STACK_GLOBAL",
+    "NEWOBJ",
+    "REDUCE",
+    "BUILD",
+)
+LENGTHS = {
+    "SHORT_BINUNICODE": "<B",
+    "BINUNICODE": "<I",
+    "LONG1": "<B",
+}  # the length, then so many bytes
 check_opcodes = Opcodes("index", FIXED, LENGTHS).check
 _NONE = type(None)
-_FIELDS = {                                                 # of the dataclasses, with the types of values
-    "Metadata": {"state_dict_metadata": dict, "planner_data": object, "storage_data": dict,
-                 "storage_meta": (dcp.StorageMeta, _NONE), "version": (str, _NONE)},
+_FIELDS = {  # of the dataclasses, with the types of values
+    "Metadata": {
+        "state_dict_metadata": dict,
+        "planner_data": object,
+        "storage_data": dict,
+        "storage_meta": (dcp.StorageMeta, _NONE),
+        "version": (str, _NONE),
+    },
     "MetadataIndex": {"fqn": str, "offset": (torch.Size, _NONE), "index": (int, _NONE)},
-    "TensorStorageMetadata": {"properties": dcp.TensorProperties, "size": torch.Size, "chunks": list},
+    "TensorStorageMetadata": {
+        "properties": dcp.TensorProperties,
+        "size": torch.Size,
+        "chunks": list,
+    },
     "ChunkStorageMetadata": {"offsets": torch.Size, "sizes": torch.Size},
-    "StorageMeta": {"checkpoint_id": (str, _NONE), "save_id": (str, _NONE), "load_id": (str, _NONE),
-                    "modules": list},
-    "_StorageInfo": {"relative_path": str, "offset": int, "length": int,
-                     "transform_descriptors": (list, tuple, _NONE),
-                     "crc32": tuple}}                       # which `chunk_file.py` adds
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    "StorageMeta": {
+        "checkpoint_id": (str, _NONE),
+        "save_id": (str, _NONE),
+        "load_id": (str, _NONE),
+        "modules": list,
+    },
+    "_StorageInfo": {
+        "relative_path": str,
+        "offset": int,
+        "length": int,
+        "transform_descriptors": (list, tuple, _NONE),
+        "crc32": tuple,
+    },
+}  # which `chunk_file.py` adds
+_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 _FORMATS = dcp._MEM_FORMAT_ENCODING
 
 
@@ -64,22 +122,29 @@ class _Unpickler(pickle.Unpickler):
         allowance = Allowance(content)
         self.records = Records(allowance)
         formats = Function(_format, allowance)
-        self._known: dict[tuple[str, str], Any] = {("torch", name): getattr(torch, name) for name in _DTYPES}
+        self._known: dict[tuple[str, str], Any] = {
+            ("torch", name): getattr(torch, name) for name in _DTYPES
+        }
         for name, fields in _FIELDS.items():
             module = dcp_files if name == "_StorageInfo" else dcp
-            self._known[module.__name__, name] = self.records.class_of(getattr(module, name), fields)
+            self._known[module.__name__, name] = self.records.class_of(
+                getattr(module, name), fields
+            )
         self._keys = Keys((self._known[dcp.__name__, "MetadataIndex"],))
         self._known |= {
             (dcp.__name__, "TensorProperties"): _TensorProperties,
             (dcp.__name__, "_MEM_FORMAT_ENCODING"): formats,
             ("torch", "Size"): Function(size_of, allowance),
             ("builtins", "getattr"): Function(partial(_member, formats), allowance),
-            ("torch.serialization", "_get_layout"): Function(_layout, allowance)}
+            ("torch.serialization", "_get_layout"): Function(_layout, allowance),
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         """An object for the name. Raises UnpicklingError for one that no index needs."""
         if (module, name) not in self._known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no index needs"
+            )
         return self._known[module, name]
 
     def persistent_load(self, _: dict) -> Table:
@@ -92,10 +157,17 @@ class _TensorProperties(dcp.TensorProperties):
 
     def __setstate__(self, state: Any) -> None:
         dtype, layout, requires_grad, memory_format, pin_memory = state
-        if not (isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
-                and isinstance(memory_format, Constant)):
-            raise pickle.UnpicklingError("the properties of a tensor are not described as torch does it")
-        super().__setstate__((dtype, layout, bool(requires_grad), memory_format.value, bool(pin_memory)))
+        if not (
+            isinstance(dtype, torch.dtype)
+            and isinstance(layout, torch.layout)
+            and isinstance(memory_format, Constant)
+        ):
+            raise pickle.UnpicklingError(
+                "the properties of a tensor are not described as torch does it"
+            )
+        super().__setstate__(
+            (dtype, layout, bool(requires_grad), memory_format.value, bool(pin_memory))
+        )
         # From now on BUILD finds torch's own method, which refuses every state: a `Constant` is no format.
         self.__class__ = dcp.TensorProperties
 
@@ -110,7 +182,9 @@ def _format(number: int) -> Constant:
 def _member(formats: Function, owner: Any, name: str) -> Constant:
     """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
     if owner is not formats or not isinstance(name, str):
-        raise pickle.UnpicklingError("it names an attribute of something else than the memory formats")
+        raise pickle.UnpicklingError(
+            "it names an attribute of something else than the memory formats"
+        )
     return Constant(_FORMATS[name])
 
 
@@ -120,5 +194,7 @@ def _layout(name: str) -> torch.layout:
         raise pickle.UnpicklingError("the name of a layout is no text")
     try:
         return torch.serialization._get_layout(name)
-    except KeyError:                            # whose text would hold the whole name
-        raise pickle.UnpicklingError("it names a layout that torch does not have") from None
+    except KeyError:  # whose text would hold the whole name
+        raise pickle.UnpicklingError(
+            "it names a layout that torch does not have"
+        ) from None

@@ -35,7 +35,8 @@ class KnownSaves:
         """
         if folder.resolve() not in self._known:
             self.look(folder)
-        steps, known = folders.steps_in(folder), self._known[folder.resolve()]
+        steps = folders.steps_in(folder)
+        known = self._known[folder.resolve()]
         if not steps or steps[-1] < max(known, default=0):
             return
         if known.get(steps[-1]) == identifier_of(folder, steps[-1]):
@@ -45,7 +46,8 @@ class KnownSaves:
             f"{path} was saved by another job while this one was suspended or cut off from the file system: "
             f"this run has neither written nor loaded it. Saving now would mix two runs, so nothing more is "
             f"written to {folder}. Start again with --load {folder} to continue from iteration {steps[-1]}, "
-            "or give another folder.")
+            "or give another folder."
+        )
 
 
 def identifier_of(folder: Path, step: int) -> str:

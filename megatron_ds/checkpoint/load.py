@@ -24,8 +24,8 @@ from .run_file import read_run_file
 
 logger = logging.getLogger(__name__)
 
-MOST_DIGITS = 18      # of a step
-MOST_REASONS = 3      # number of incomplete checkpoints whose problems a message lists
+MOST_DIGITS = 18  # of a step
+MOST_REASONS = 3  # number of incomplete checkpoints whose problems a message lists
 ABSENT = "(absent)"
 
 
@@ -37,15 +37,24 @@ def latest(directory: str | os.PathLike) -> int | None:
     """
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: --load takes the directory that was given as --save.")
+        raise CheckpointError(
+            f"{folder} is a file: --load takes the directory that was given as --save."
+        )
     if folders.is_ours(folder):
-        raise CheckpointError(f"{folder} is a checkpoint itself: --load takes the directory above it, "
-                              f"{folder.resolve().parent}. To load an earlier one, write its iteration into "
-                              f"{folders.TRACKER} there.")
-    wanted, steps = folders.read_tracker(folder), folders.steps_in(folder)
+        raise CheckpointError(
+            f"{folder} is a checkpoint itself: --load takes the directory above it, "
+            f"{folder.resolve().parent}. To load an earlier one, write its iteration into "
+            f"{folders.TRACKER} there."
+        )
+    wanted = folders.read_tracker(folder)
+    steps = folders.steps_in(folder)
     if wanted is None and not steps:
         return None
-    named = int(wanted) if wanted and wanted.isdecimal() and len(wanted) <= MOST_DIGITS else None
+    named = (
+        int(wanted)
+        if wanted and wanted.isdecimal() and len(wanted) <= MOST_DIGITS
+        else None
+    )
     problems: list[str] = []
     found = None
     for step in dict.fromkeys([*([] if named is None else [named]), *reversed(steps)]):
@@ -54,17 +63,29 @@ def latest(directory: str | os.PathLike) -> int | None:
             found = step
             break
         problems.append(problem)
-    tracker = "is missing" if wanted is None else f"names {wanted!r}, which is not a complete checkpoint"
+    tracker = (
+        "is missing"
+        if wanted is None
+        else f"names {wanted!r}, which is not a complete checkpoint"
+    )
     there = ", ".join(map(str, steps)) or "none"
-    state = "; ".join([f"{folder / folders.TRACKER} {tracker} (iterations there: {there})",
-                       *problems[:MOST_REASONS]])
+    state = "; ".join(
+        [
+            f"{folder / folders.TRACKER} {tracker} (iterations there: {there})",
+            *problems[:MOST_REASONS],
+        ]
+    )
     if len(problems) > MOST_REASONS:
         state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
     if found is None:
-        raise CheckpointError(f"no complete checkpoint in {folder}: {state}. Starting from scratch there "
-                              "would look like resuming. Restore a checkpoint, or give another folder.")
+        raise CheckpointError(
+            f"no complete checkpoint in {folder}: {state}. Starting from scratch there "
+            "would look like resuming. Restore a checkpoint, or give another folder."
+        )
     if found != named:
-        logger.warning("%s. Loading the newest complete checkpoint, iteration %d", state, found)
+        logger.warning(
+            "%s. Loading the newest complete checkpoint, iteration %d", state, found
+        )
     return found
 
 
@@ -90,8 +111,15 @@ def read_run(directory: str | os.PathLike, step: int) -> dict:
     return read_run_file(find_checkpoint(directory, step))
 
 
-def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
-         world: Group, kinds: Collection[str] | None = None) -> None:
+def load(
+    directory: str | os.PathLike,
+    step: int,
+    pieces: Iterable[Piece],
+    *,
+    coordinates: Coordinates,
+    world: Group,
+    kinds: Collection[str] | None = None,
+) -> None:
     """Fill the pieces, also tied copies, with the saved values, bit for bit; padding becomes zero.
 
     kinds   fill pieces of these kinds only ("weight", "exp_avg", ...); None means all
@@ -103,25 +131,44 @@ def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
     _fill(directory, step, wanted, coordinates, world, exact=True)
 
 
-def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[torch.nn.Parameter],
-                 tp: Group, remembered: Iterable[Piece] = ()) -> None:
+def load_weights(
+    directory: str | os.PathLike,
+    step: int,
+    parameters: Iterable[torch.nn.Parameter],
+    tp: Group,
+    remembered: Iterable[Piece] = (),
+) -> None:
     """Fill parameters that have a `.spec` from the saved fp32 weights, cast to the dtype of each parameter.
 
     remembered: what layers have besides parameters, such as the bias of experts (`moe.balance.StepState`)
     For generation and evaluation without an optimizer. Collective over `tp`.
     """
-    pieces = [*(ParameterPiece(parameter.spec, parameter.detach().view(-1)) for parameter in parameters),
-              *remembered]
+    pieces = [
+        *(
+            ParameterPiece(parameter.spec, parameter.detach().view(-1))
+            for parameter in parameters
+        ),
+        *remembered,
+    ]
     _fill(directory, step, pieces, coordinates_of(tp), world=tp, exact=False)
 
 
-def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coordinates: Coordinates,
-          world: Group, exact: bool) -> None:
+def _fill(
+    directory: str | os.PathLike,
+    step: int,
+    pieces: Iterable[Piece],
+    coordinates: Coordinates,
+    world: Group,
+    exact: bool,
+) -> None:
     from .storage import Reader, Reading
 
     folder = Path(directory)
-    failing = {"doing": f"cannot load iteration {step} from {directory}", "kind": CheckpointError}
-    readings = []       # stays on this rank, unlike the return value of `plan`, which is gathered
+    failing = {
+        "doing": f"cannot load iteration {step} from {directory}",
+        "kind": CheckpointError,
+    }
+    readings = []  # stays on this rank, unlike the return value of `plan`, which is gathered
 
     def plan() -> tuple[bool, str]:
         path = find_checkpoint(folder, step)
@@ -137,8 +184,11 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coor
     seen = gather_from_all_ranks(world, plan, **failing)
     on_one_rank(world, lambda: _check_same_save([save for _, save in seen]), **failing)
     if not all(has_checksums for has_checksums, _ in seen) and world.rank == 0:
-        logger.warning("%s was saved in format 1, without checksums of its files: not all changed bytes and "
-                       "files of other saves can be detected", find_checkpoint(folder, step))
+        logger.warning(
+            "%s was saved in format 1, without checksums of its files: not all changed bytes and "
+            "files of other saves can be detected",
+            find_checkpoint(folder, step),
+        )
     on_all_ranks(world, fill, **failing)
 
 
@@ -146,7 +196,10 @@ def _save_of(path: Path) -> str:
     """An identifier of the save: its save_id, or in format 1 a checksum of its index and its run.json."""
     if save_id := read_run_file(path).get("save_id"):
         return save_id
-    contents = (folders.read_regular(path / name) for name in (folders.INDEX_FILE, folders.RUN_FILE))
+    contents = (
+        folders.read_regular(path / name)
+        for name in (folders.INDEX_FILE, folders.RUN_FILE)
+    )
     return f"{zlib.crc32(b''.join(contents)):08x}"
 
 
@@ -154,10 +207,12 @@ def _check_same_save(saves: Sequence[str]) -> None:
     """Raises CheckpointError unless all ranks see the same save. saves: identifiers in rank order."""
     others = [rank for rank, save in enumerate(saves) if save != saves[0]]
     if others:
-        raise CheckpointError(f"rank(s) {', '.join(map(str, others[:8]))} of {len(saves)} see another save "
-                              "under this name than rank 0: the folder is not on a file system that all "
-                              "ranks share, or its copies differ. Loading would mix two saves. Give a folder "
-                              "that all ranks share.")
+        raise CheckpointError(
+            f"rank(s) {', '.join(map(str, others[:8]))} of {len(saves)} see another save "
+            "under this name than rank 0: the folder is not on a file system that all "
+            "ranks share, or its copies differ. Loading would mix two saves. Give a folder "
+            "that all ranks share."
+        )
 
 
 @contextmanager
@@ -166,13 +221,19 @@ def explain_way_back(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        earlier = [other for other in reversed(folders.steps_in(folder)) if other < step]
-        intact = next((other for other in earlier if problem_of(folder, other) is None), None)
+        earlier = [
+            other for other in reversed(folders.steps_in(folder)) if other < step
+        ]
+        intact = next(
+            (other for other in earlier if problem_of(folder, other) is None), None
+        )
         if intact is None:
             advice = f"{folder} has no earlier complete checkpoint"
         else:
-            advice = (f"To go back to iteration {intact}, the last complete one before it, write {intact} "
-                      f"into {folder / folders.TRACKER}")
+            advice = (
+                f"To go back to iteration {intact}, the last complete one before it, write {intact} "
+                f"into {folder / folders.TRACKER}"
+            )
         raise CheckpointError(f"{str(error).rstrip('.')}. {advice}.") from error
 
 
@@ -180,25 +241,33 @@ def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
     """Path of the checkpoint of `step`. Raises CheckpointError listing the others if there is none."""
     path = folders.find(Path(directory), step)
     if path is None:
-        raise CheckpointError(f"there is no checkpoint of iteration {step} in {directory}; there are "
-                              "iterations "
-                              f"{', '.join(map(str, folders.steps_in(Path(directory)))) or 'none'}.")
+        raise CheckpointError(
+            f"there is no checkpoint of iteration {step} in {directory}; there are "
+            "iterations "
+            f"{', '.join(map(str, folders.steps_in(Path(directory)))) or 'none'}."
+        )
     return path
 
 
 def check_same_model(saved: Mapping, current: Mapping) -> None:
     """Raises CheckpointError naming the fields, with both values, in which two nested dicts differ."""
     if differing := differences(saved, current):
-        raise CheckpointError(f"the checkpoint belongs to another run: {'; '.join(differing)}. Loading it "
-                              "would train a different model or on different data. Give the flags it was "
-                              "saved with (its run.json works as --config), or another --load.")
+        raise CheckpointError(
+            f"the checkpoint belongs to another run: {'; '.join(differing)}. Loading it "
+            "would train a different model or on different data. Give the flags it was "
+            "saved with (its run.json works as --config), or another --load."
+        )
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:
     """The fields in which two nested dicts differ, each with both values."""
-    theirs, ours = dict(_flat(saved)), dict(_flat(current))
-    return [f"{name}: checkpoint {_show(theirs, name)}, this run {_show(ours, name)}"
-            for name in sorted(theirs | ours) if theirs.get(name, ABSENT) != ours.get(name, ABSENT)]
+    theirs = dict(_flat(saved))
+    ours = dict(_flat(current))
+    return [
+        f"{name}: checkpoint {_show(theirs, name)}, this run {_show(ours, name)}"
+        for name in sorted(theirs | ours)
+        if theirs.get(name, ABSENT) != ours.get(name, ABSENT)
+    ]
 
 
 def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -206,7 +275,10 @@ def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", json.loads(json.dumps(value))      # tuples become lists, as in run.json
+            yield (
+                f"{prefix}{name}",
+                json.loads(json.dumps(value)),
+            )  # tuples become lists, as in run.json
 
 
 def _show(values: Mapping, name: str) -> str:

@@ -37,12 +37,17 @@ from .known_saves import KnownSaves
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-BEAT = 10.0        # seconds between two renewals
-STALE = 60.0       # seconds without a renewal after which a process on another machine counts as ended
-OLD = 10           # a beat older than OLD * STALE by the file server's clock is stale at once
-ABSENT = 1.0       # seconds for which a lock is missing before it is lost: `_remove` renames it for a moment
-HIDDEN = -1        # "start time" of a process that /proc does not show to this user
-JOB_VARIABLES = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job", "JOB_ID": "job"}
+BEAT = 10.0  # seconds between two renewals
+STALE = 60.0  # seconds without a renewal after which a process on another machine counts as ended
+OLD = 10  # a beat older than OLD * STALE by the file server's clock is stale at once
+ABSENT = 1.0  # seconds for which a lock is missing before it is lost: `_remove` renames it for a moment
+HIDDEN = -1  # "start time" of a process that /proc does not show to this user
+JOB_VARIABLES = {
+    "SLURM_JOB_ID": "Slurm job",
+    "PBS_JOBID": "PBS job",
+    "LSB_JOBID": "LSF job",
+    "JOB_ID": "job",
+}
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,19 @@ class Owner:
 
 def this_process(env: Mapping[str, str] = os.environ) -> Owner:
     """This process as the owner of a new lock. env: where job queues put their job id."""
-    job = next((f"{name} {env[key]}" for key, name in JOB_VARIABLES.items() if env.get(key)), "")
-    return Owner(secrets.token_hex(8), platform.node(), os.getpid(), _machine(), _born(os.getpid()) or 0,
-                 f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}", job)
+    job = next(
+        (f"{name} {env[key]}" for key, name in JOB_VARIABLES.items() if env.get(key)),
+        "",
+    )
+    return Owner(
+        secrets.token_hex(8),
+        platform.node(),
+        os.getpid(),
+        _machine(),
+        _born(os.getpid()) or 0,
+        f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+        job,
+    )
 
 
 class SaveLock:
@@ -83,14 +98,23 @@ class SaveLock:
     """
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
-        self.folder, self.path, self.mine = folder, folder / LOCK, this_process()
-        self.saves, self.on_lost = KnownSaves(), lambda: None
-        self._beat, self._stale = beat, stale
-        self._seen: tuple[tuple, float] | None = None       # ((owner, beat), when they were first read)
-        self._lost = ""                                     # how the lock was lost
+        self.folder = folder
+        self.path = folder / LOCK
+        self.mine = this_process()
+        self.saves = KnownSaves()
+        self.on_lost = lambda: None
+        self._beat = beat
+        self._stale = stale
+        self._seen: tuple[tuple, float] | None = (
+            None  # ((owner, beat), when they were first read)
+        )
+        self._lost = ""  # how the lock was lost
         self._warned = False
-        self._stop, self._renewing = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._renew_regularly, daemon=True, name="save folder lock")
+        self._stop = threading.Event()
+        self._renewing = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._renew_regularly, daemon=True, name="save folder lock"
+        )
 
     def try_acquire(self) -> str | None:
         """None when the lock was acquired; else its owner, which may have ended: try again in a second.
@@ -103,9 +127,9 @@ class SaveLock:
             if found is None:
                 if self.path.is_symlink():
                     raise CheckpointError(f"{self.path} is a broken link. Delete it.")
-                continue                                    # released in the meantime
+                continue  # released in the meantime
             owner, beat = found
-            if owner == self.mine:                   # the link succeeded although an error was reported
+            if owner == self.mine:  # the link succeeded although an error was reported
                 break
             if self._seen is None:
                 self._seen = found, time.monotonic()
@@ -115,11 +139,15 @@ class SaveLock:
                 raise CheckpointError(
                     f"it is in use by {owner}. Two jobs in one folder would overwrite each other's "
                     "checkpoints. Wait for that job, stop it, or give another folder. If that job has ended, "
-                    f"delete {self.path}.")
+                    f"delete {self.path}."
+                )
             name = owner or "an unknown process"
             why = "which has ended"
             if runs is None:
-                if time.monotonic() - since < self._stale and self._now() - beat <= OLD * self._stale * 1e9:
+                if (
+                    time.monotonic() - since < self._stale
+                    and self._now() - beat <= OLD * self._stale * 1e9
+                ):
                     return str(name)
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
@@ -140,9 +168,11 @@ class SaveLock:
                 self._create()
         self._renew()
         if self._lost:
-            raise CheckpointError(f"{self._lost}, while this process ({self.mine}) was suspended or cut off "
-                                  "from the file system. Nothing more is written there. Stop one of the two "
-                                  "jobs if both run, and continue from the newest checkpoint with --load.")
+            raise CheckpointError(
+                f"{self._lost}, while this process ({self.mine}) was suspended or cut off "
+                "from the file system. Nothing more is written there. Stop one of the two "
+                "jobs if both run, and continue from the newest checkpoint with --load."
+            )
         self.saves.check(self.folder)
 
     def release(self) -> None:
@@ -157,13 +187,14 @@ class SaveLock:
     # ---- the file
     def _create(self) -> bool:
         """Create the lock file. False when there is one already."""
-        text, beside = json.dumps(asdict(self.mine)), self.folder / f"{LOCK}.{self.mine.token}"
+        text = json.dumps(asdict(self.mine))
+        beside = self.folder / f"{LOCK}.{self.mine.token}"
         _write_new(beside, text)
         try:
             os.link(beside, self.path)
         except FileExistsError:
             return False
-        except OSError:                                     # a file system without links
+        except OSError:  # a file system without links
             return _write_new(self.path, text)
         finally:
             beside.unlink()
@@ -184,7 +215,7 @@ class SaveLock:
             os.link(aside, self.path)
         except FileExistsError:
             pass
-        except OSError:                                     # a file system without links
+        except OSError:  # a file system without links
             _write_new(self.path, read_regular(aside).decode())
 
     def _now(self) -> int:
@@ -199,7 +230,9 @@ class SaveLock:
     # ---- the beat
     def _renew_regularly(self) -> None:
         while not self._stop.wait(self._beat):
-            with contextlib.suppress(OSError, CheckpointError):     # the next beat or save tries again
+            with contextlib.suppress(
+                OSError, CheckpointError
+            ):  # the next beat or save tries again
                 self._renew()
 
     def _renew(self) -> None:
@@ -215,8 +248,10 @@ class SaveLock:
             elif not found and not self.folder.is_dir():
                 self._warn_of_removal()
             elif not found:
-                self._lose(f"the lock of {self.folder} was removed, or another job took it over and has "
-                           "ended")
+                self._lose(
+                    f"the lock of {self.folder} was removed, or another job took it over and has "
+                    "ended"
+                )
             elif found[0]:
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
@@ -226,7 +261,7 @@ class SaveLock:
         if not found:
             time.sleep(min(ABSENT, self._beat))
             with contextlib.suppress(FileNotFoundError):
-                os.listdir(self.folder)                     # NFS may remember that a file was missing
+                os.listdir(self.folder)  # NFS may remember that a file was missing
             found = _read(self.path)
         return found
 
@@ -236,20 +271,26 @@ class SaveLock:
 
     def _warn_of_removal(self) -> None:
         if not self._warned:
-            logger.warning("%s was removed while this run saves there: its checkpoints and metrics are lost. "
-                           "The next save creates the folder again.", self.folder)
+            logger.warning(
+                "%s was removed while this run saves there: its checkpoints and metrics are lost. "
+                "The next save creates the folder again.",
+                self.folder,
+            )
         self._warned = True
 
 
 def _read(path: Path) -> tuple[Owner | None, int] | None:
     """(owner, None if not valid; modification time in ns) of a lock file; None when there is none."""
     try:
-        text, beat = read_regular(path), path.stat().st_mtime_ns
+        text = read_regular(path)
+        beat = path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
     try:
         values = json.loads(text)
-        owner = Owner(**{field.name: field.type(values[field.name]) for field in fields(Owner)})
+        owner = Owner(
+            **{field.name: field.type(values[field.name]) for field in fields(Owner)}
+        )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, beat
     return owner if 0 < owner.pid < 2**31 else None, beat
@@ -258,7 +299,9 @@ def _read(path: Path) -> tuple[Owner | None, int] | None:
 def _write_new(path: Path, text: str) -> bool:
     """Create a file. False when there is one already."""
     try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644)
+        handle = os.open(
+            path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644
+        )
     except FileExistsError:
         return False
     with naming(path), open(handle, "w") as file:
@@ -272,26 +315,40 @@ _held: dict[tuple[int, str], SaveLock] = {}
 
 
 @contextlib.contextmanager
-def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STALE,
-           poll: float = 1.0) -> Iterator[SaveLock | None]:
+def locked(
+    folder: Path,
+    world: Group,
+    *,
+    beat: float = BEAT,
+    stale: float = STALE,
+    poll: float = 1.0,
+) -> Iterator[SaveLock | None]:
     """Hold the lock of `folder`, or reuse that of this process; yields it on rank 0, None elsewhere.
 
     Collective over `world`: while rank 0 watches another owner, one gather of results every `poll` seconds,
     so that no rank waits in a collective for long. beat, stale: see `SaveLock`. Raises CheckpointError on all
     ranks while a live process holds the lock.
     """
-    place, held, lock = (os.getpid(), os.path.realpath(folder)), None, None
+    place = (os.getpid(), os.path.realpath(folder))
+    held = None
+    lock = None
     if world.rank == 0:
         held = _held.get(place)
         lock = held or SaveLock(folder, beat, stale)
     acquire = held.check if held else lock and lock.try_acquire
     try:
         waiting = False
-        while owner := on_one_rank(world, acquire, doing=f"cannot save in {folder}", kind=CheckpointError):
+        while owner := on_one_rank(
+            world, acquire, doing=f"cannot save in {folder}", kind=CheckpointError
+        ):
             if lock and not waiting:
-                logger.warning("%s is locked by %s, which may have ended: waiting at most %.0f seconds for a "
-                               "renewal",
-                               folder, owner, stale)
+                logger.warning(
+                    "%s is locked by %s, which may have ended: waiting at most %.0f seconds for a "
+                    "renewal",
+                    folder,
+                    owner,
+                    stale,
+                )
             waiting = True
             time.sleep(poll)
         if lock:
@@ -304,6 +361,7 @@ def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STA
 
 
 # ---- processes of this machine
+
 
 def _machine() -> str:
     """Identifier of this boot of this machine and of this process namespace; empty when it cannot be read."""
@@ -323,7 +381,7 @@ def _born(pid: int) -> int | None:
             os.kill(pid, 0)
         except ProcessLookupError:
             return None
-        except OSError:                                     # exists, and belongs to another user
+        except OSError:  # exists, and belongs to another user
             pass
         return HIDDEN
     return None if state in "ZX" else int(rest[18])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 COPIED = (str, bytes, tuple, list, dict, set, frozenset)
-SPARE = 1000                             # elements beyond the size of the pickle
+SPARE = 1000  # elements beyond the size of the pickle
 MOST_DIMENSIONS = 64
 
 
@@ -36,13 +36,17 @@ class Allowance:
         """Take elements. Raises UnpicklingError when none are left."""
         self._left -= count
         if self._left < 0:
-            raise pickle.UnpicklingError("its calls ask for more memory than it has bytes")
+            raise pickle.UnpicklingError(
+                "its calls ask for more memory than it has bytes"
+            )
 
 
 def size_of(numbers: Any = ()) -> torch.Size:
     """A torch.Size of at most 64 numbers: keys that hold one are hashed often."""
     if not isinstance(numbers, tuple | list) or len(numbers) > MOST_DIMENSIONS:
-        raise pickle.UnpicklingError(f"a shape in it is no tuple of at most {MOST_DIMENSIONS} numbers")
+        raise pickle.UnpicklingError(
+            f"a shape in it is no tuple of at most {MOST_DIMENSIONS} numbers"
+        )
     return torch.Size(numbers)
 
 
@@ -52,10 +56,13 @@ class Function:
     __slots__ = ("function", "_allowance")
 
     def __init__(self, function: Callable, allowance: Allowance):
-        self.function, self._allowance = function, allowance
+        self.function = function
+        self._allowance = allowance
 
     def __call__(self, *args: Any) -> Any:
-        self._allowance.take(1 + sum(len(arg) for arg in args if isinstance(arg, COPIED)))
+        self._allowance.take(
+            1 + sum(len(arg) for arg in args if isinstance(arg, COPIED))
+        )
         return self.function(*args)
 
     def __setstate__(self, state: Any) -> None:
@@ -86,9 +93,12 @@ class Records:
         self._made: list[tuple[Any, type]] = []
         self._allowance = allowance
 
-    def class_of(self, kind: type, fields: Mapping[str, type | tuple[type, ...]]) -> type:
+    def class_of(
+        self, kind: type, fields: Mapping[str, type | tuple[type, ...]]
+    ) -> type:
         """The class for objects of `kind`."""
-        made, allowance = self._made, self._allowance
+        made = self._made
+        allowance = self._allowance
 
         def __eq__(self: Any, other: Any) -> bool:
             allowance.take(1)
@@ -96,16 +106,23 @@ class Records:
 
         def __setstate__(self: Any, state: Any) -> None:
             if not isinstance(state, dict):
-                raise pickle.UnpicklingError(f"the state of a {kind.__name__} is no table of fields")
+                raise pickle.UnpicklingError(
+                    f"the state of a {kind.__name__} is no table of fields"
+                )
             for name, value in state.items():
                 if name not in fields or not isinstance(value, fields[name]):
-                    raise pickle.UnpicklingError(f"a {kind.__name__} has another field, or one of another "
-                                                 f"type, than {', '.join(fields)}")
+                    raise pickle.UnpicklingError(
+                        f"a {kind.__name__} has another field, or one of another "
+                        f"type, than {', '.join(fields)}"
+                    )
             self.__dict__.update(state)
             made.append((self, kind))
 
-        return type(kind.__name__, (kind,), {
-            "__setstate__": __setstate__, "__eq__": __eq__, "__hash__": kind.__hash__})
+        return type(
+            kind.__name__,
+            (kind,),
+            {"__setstate__": __setstate__, "__eq__": __eq__, "__hash__": kind.__hash__},
+        )
 
     def finish(self) -> None:
         """Make all objects those of their dataclasses."""

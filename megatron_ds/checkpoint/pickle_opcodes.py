@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 STOP = b"."
-_MOST_AT_ONCE = 10_000       # bounds the memory that the regular expression takes
+_MOST_AT_ONCE = 10_000  # bounds the memory that the regular expression takes
 # Integers of more than 8 bytes: millions of them can have one hash, and fill a dict in quadratic time.
 _MOST_WIDE = 10_000
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
@@ -24,7 +24,8 @@ _TABLES = ("EMPTY_DICT", "EMPTY_SET")
 _FRAME_LENGTH = struct.Struct("<Q")
 _MEMO, _GLOBAL, _LONG, _PERSISTENT, _FRAME = (
     _OPCODES[name].code.encode("latin-1")
-    for name in ("LONG_BINPUT", "GLOBAL", "LONG1", "BINPERSID", "FRAME"))
+    for name in ("LONG_BINPUT", "GLOBAL", "LONG1", "BINPERSID", "FRAME")
+)
 
 
 class Opcodes:
@@ -35,19 +36,38 @@ class Opcodes:
     protocol2  also accept the opcodes of protocol 2 whose argument is a memo index or two lines of text
     """
 
-    def __init__(self, noun: str, fixed: Sequence[str], lengths: Mapping[str, str], protocol2: bool = False):
-        self._noun, self._fixed, self._protocol2 = noun, fixed, protocol2
-        codes = {name: _OPCODES[name].code.encode("latin-1") for name in (*fixed, *lengths)}
+    def __init__(
+        self,
+        noun: str,
+        fixed: Sequence[str],
+        lengths: Mapping[str, str],
+        protocol2: bool = False,
+    ):
+        self._noun = noun
+        self._fixed = fixed
+        self._protocol2 = protocol2
+        codes = {
+            name: _OPCODES[name].code.encode("latin-1") for name in (*fixed, *lengths)
+        }
         self._makes_table = {codes[name] for name in _TABLES if name in fixed}
         fixed = [name for name in fixed if name not in (*_TABLES, "FRAME")]
-        self._length_of = {codes[name]: struct.Struct(form) for name, form in lengths.items()}
+        self._length_of = {
+            codes[name]: struct.Struct(form) for name, form in lengths.items()
+        }
         # A run of opcodes of fixed length: for each length n, one of their codes and then n bytes.
-        bytes_of = {name: _OPCODES[name].arg.n if _OPCODES[name].arg else 0 for name in fixed}
-        by_length = {n: b"".join(re.escape(codes[name]) for name in fixed if bytes_of[name] == n)
-                     for n in sorted(set(bytes_of.values()))}
+        bytes_of = {
+            name: _OPCODES[name].arg.n if _OPCODES[name].arg else 0 for name in fixed
+        }
+        by_length = {
+            n: b"".join(re.escape(codes[name]) for name in fixed if bytes_of[name] == n)
+            for n in sorted(set(bytes_of.values()))
+        }
         self._run = re.compile(
-            b"(?:" + b"|".join(b"[" + code + b"].{%d}" % n for n, code in by_length.items())
-            + b"){1,%d}+" % _MOST_AT_ONCE, re.DOTALL)
+            b"(?:"
+            + b"|".join(b"[" + code + b"].{%d}" % n for n, code in by_length.items())
+            + b"){1,%d}+" % _MOST_AT_ONCE,
+            re.DOTALL,
+        )
 
     def check(self, content: bytes) -> bytes:
         """The pickle as one frame, with BINPERSID after each opcode that makes a dict or a set.
@@ -56,7 +76,9 @@ class Opcodes:
         """
         stop, kept = self._walk(content, 0)
         if stop != len(content):
-            raise ValueError(f"byte {stop - 1} of {len(content)}: STOP, and more bytes follow")
+            raise ValueError(
+                f"byte {stop - 1} of {len(content)}: STOP, and more bytes follow"
+            )
         changed = b"".join(content[start:end] + more for start, end, more in kept)
         # Frames of the file would be too short. The unpickler reads what is in one at once.
         return _FRAME + _FRAME_LENGTH.pack(len(changed)) + changed
@@ -65,14 +87,18 @@ class Opcodes:
         """The byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
         return self._walk(content, at)[0]
 
-    def _walk(self, content: bytes | mmap.mmap, at: int) -> tuple[int, list[tuple[int, int, bytes]]]:
+    def _walk(
+        self, content: bytes | mmap.mmap, at: int
+    ) -> tuple[int, list[tuple[int, int, bytes]]]:
         """(the byte after the pickle; (begin, end, bytes to add) of the parts between frames and tables)."""
-        end, wide = len(content), 0
-        kept, begin = [], at
+        end = len(content)
+        wide = 0
+        kept = []
+        begin = at
         while True:
             while run := self._run.match(content, at):
                 at = run.end()
-            code = content[at:at + 1]
+            code = content[at : at + 1]
             if code in self._makes_table:
                 at += 1
                 kept.append((begin, at, _PERSISTENT))
@@ -97,7 +123,9 @@ class Opcodes:
             count = length.unpack_from(content, at + 1)[0]
             wide += code == _LONG and count > 8
             if wide > _MOST_WIDE:
-                raise ValueError(f"byte {at} of {end}: more than {_MOST_WIDE} integers of over 8 bytes")
+                raise ValueError(
+                    f"byte {at} of {end}: more than {_MOST_WIDE} integers of over 8 bytes"
+                )
             at += 1 + length.size + count
             if at > end:
                 raise ValueError(f"a text in it would end at byte {at} of {end}")
@@ -108,18 +136,21 @@ class Opcodes:
             return "it ends without STOP"
         if known and known.name in self._fixed:
             return f"it ends within {known.name}"
-        return (f"{known.name}, which no {self._noun} needs" if known
-                else f"not an opcode of a pickle ({code.hex()})")
+        return (
+            f"{known.name}, which no {self._noun} needs"
+            if known
+            else f"not an opcode of a pickle ({code.hex()})"
+        )
 
 
 def _end_of_protocol2(content: bytes | mmap.mmap, at: int) -> int:
     """The byte after LONG_BINPUT, whose index is at most the size of the file, or after GLOBAL."""
-    if content[at:at + 1] == _GLOBAL:
+    if content[at : at + 1] == _GLOBAL:
         stop = content.find(b"\n", content.find(b"\n", at) + 1) + 1
         if content.find(b"\n", at) < 0 or stop == 0:
             raise ValueError(f"byte {at} of {len(content)}: it ends within a name")
         return stop
-    index = int.from_bytes(content[at + 1:at + 5], "little")
+    index = int.from_bytes(content[at + 1 : at + 5], "little")
     if at + 5 > len(content) or index > len(content):
         raise ValueError(f"byte {at} of {len(content)}: a memo of index {index}")
     return at + 5

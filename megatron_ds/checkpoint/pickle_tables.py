@@ -13,8 +13,8 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
-MOST_PARTS = 64              # elements of a tuple that is a key
-MOST_TUPLES = 10_000         # keys that are tuples: all of them can have one hash
+MOST_PARTS = 64  # elements of a tuple that is a key
+MOST_TUPLES = 10_000  # keys that are tuples: all of them can have one hash
 
 
 class Table(dict):
@@ -58,19 +58,27 @@ class Keys:
         if isinstance(key, tuple) and self._parts:
             self._check_tuple(key)
         elif not isinstance(key, self._types):
-            raise pickle.UnpicklingError(f"a key of a table in it is of the type {type(key).__name__}")
+            raise pickle.UnpicklingError(
+                f"a key of a table in it is of the type {type(key).__name__}"
+            )
 
     def _check_tuple(self, key: tuple) -> None:
         self._tuples += 1
         if self._tuples > MOST_TUPLES:
-            raise pickle.UnpicklingError(f"more than {MOST_TUPLES:,} keys of its tables are tuples")
+            raise pickle.UnpicklingError(
+                f"more than {MOST_TUPLES:,} keys of its tables are tuples"
+            )
         if len(key) > MOST_PARTS:
-            raise pickle.UnpicklingError(f"a key of a table in it is a tuple of {len(key):,} elements; the "
-                                         f"most is {MOST_PARTS}")
+            raise pickle.UnpicklingError(
+                f"a key of a table in it is a tuple of {len(key):,} elements; the "
+                f"most is {MOST_PARTS}"
+            )
         for part in key:
             if not isinstance(part, self._parts):
-                raise pickle.UnpicklingError(f"a key of a table in it is a tuple that holds a "
-                                             f"{type(part).__name__}")
+                raise pickle.UnpicklingError(
+                    f"a key of a table in it is a tuple that holds a "
+                    f"{type(part).__name__}"
+                )
 
     def table(self, items: Iterable = ()) -> Table:
         """A table of the items: a mapping, or pairs."""

@@ -89,8 +89,13 @@ def key(piece: Piece) -> str:
 def views(piece: Piece, coordinates: Coordinates) -> list[View]:
     """The rectangles of a piece as views of its memory. No view contains padding."""
     tensor = piece.tensor
-    assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == piece.stop - piece.start, (
-        f"{key(piece)}: elements [{piece.start}, {piece.stop}) in a tensor of shape {list(tensor.shape)}")
+    assert (
+        tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.numel() == piece.stop - piece.start
+    ), (
+        f"{key(piece)}: elements [{piece.start}, {piece.stop}) in a tensor of shape {list(tensor.shape)}"
+    )
     shape = shard_shape(piece.spec, coordinates)
     boxes = logical_boxes(piece.spec, coordinates, piece.start, piece.stop)
     return [View(box.logical, _view(piece, shape, box)) for box in boxes]
@@ -100,11 +105,15 @@ def values_of(piece: Piece, view: View) -> torch.Tensor:
     """The values of one of the `views` of a piece, made now if it is a `MadePiece`, before they are cast."""
     if not isinstance(piece, MadePiece):
         return view.tensor
-    made, dtype = piece.make(), view.tensor.dtype
-    is_alike = made.dtype == dtype or made.is_floating_point() and dtype.is_floating_point
+    made = piece.make()
+    dtype = view.tensor.dtype
+    is_alike = (
+        made.dtype == dtype or made.is_floating_point() and dtype.is_floating_point
+    )
     assert made.shape == view.tensor.shape and is_alike, (
         f"{key(piece)}: made {made.dtype} {list(made.shape)}, not {view.tensor.dtype} "
-        f"{list(view.tensor.shape)}")
+        f"{list(view.tensor.shape)}"
+    )
     return made
 
 
@@ -112,10 +121,14 @@ def _view(piece: Piece, shape: Corner, box: Box) -> torch.Tensor:
     """The box in the piece's memory, with the strides of the shard. It may be non-contiguous there."""
     tensor = piece.tensor.detach()
     first = flat_offset(shape, box.local) - piece.start
-    return tensor.as_strided(box.sizes, row_major_strides(shape), tensor.storage_offset() + first)
+    return tensor.as_strided(
+        box.sizes, row_major_strides(shape), tensor.storage_offset() + first
+    )
 
 
-def rectangle(tensor: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def rectangle(
+    tensor: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
     """A rectangle of a tensor as a view."""
     return tensor[tuple(slice(at, at + n) for at, n in zip(offset, sizes))]
 
@@ -132,12 +145,17 @@ def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piec
 def _is_writer(piece: Piece, coordinates: Coordinates) -> bool:
     turn, replica = divmod(zlib.crc32(key(piece).encode()), piece.replicas)
     tp_rank, tp_size = coordinates.get("tp", (0, 1))
-    return replica == piece.replica and (piece.spec.is_split_over("tp") or turn % tp_size == tp_rank)
+    return replica == piece.replica and (
+        piece.spec.is_split_over("tp") or turn % tp_size == tp_rank
+    )
 
 
 # ---- From an interval of a local shard to boxes of the logical tensor.
 
-def logical_boxes(spec: ParamSpec, coordinates: Coordinates, start: int, stop: int) -> tuple[Box, ...]:
+
+def logical_boxes(
+    spec: ParamSpec, coordinates: Coordinates, start: int, stop: int
+) -> tuple[Box, ...]:
     """The boxes of the logical tensor that hold elements [start, stop) of the flattened shard.
 
     Each element of the interval that is not padding lies in exactly one box. `Box.local` counts in the shard,
@@ -145,7 +163,11 @@ def logical_boxes(spec: ParamSpec, coordinates: Coordinates, start: int, stop: i
     """
     mirrors = spec.boxes(coordinates)
     rectangles = tuple(interval_boxes(shard_shape(spec, coordinates), start, stop))
-    met = (_intersect(corner, sizes, mirror) for mirror in mirrors for corner, sizes in rectangles)
+    met = (
+        _intersect(corner, sizes, mirror)
+        for mirror in mirrors
+        for corner, sizes in rectangles
+    )
     return tuple(box for box in met if box is not None)
 
 
@@ -154,7 +176,9 @@ def shard_shape(spec: ParamSpec, coordinates: Coordinates) -> Corner:
     return spec.local_shape({axis: size for axis, (_, size) in coordinates.items()})
 
 
-def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Corner, Corner]]:
+def interval_boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[Corner, Corner]]:
     """(corner, sizes) of the rectangles of the flat interval [start, stop) of a row-major tensor."""
     if start >= stop:
         return
@@ -162,8 +186,10 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tupl
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row           # rows first .. last are whole
-    if first > last:                                      # begins and ends inside one row
+    # rows first .. last are whole
+    first = -(-start // row)
+    last = stop // row
+    if first > last:  # begins and ends inside one row
         yield from _in_row(last, shape, start - last * row, stop - last * row)
         return
     if start < first * row:
@@ -181,17 +207,22 @@ def flat_offset(shape: Sequence[int], corner: Sequence[int]) -> int:
 
 def row_major_strides(shape: Sequence[int]) -> Corner:
     """Strides of a contiguous tensor, in elements."""
-    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Corner, Corner]]:
+def _in_row(
+    index: int, shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[Corner, Corner]]:
     for corner, sizes in interval_boxes(shape[1:], start, stop):
         yield (index, *corner), (1, *sizes)
 
 
 def _intersect(corner: Corner, sizes: Corner, mirror: Box) -> Box | None:
     low = tuple(max(a, b) for a, b in zip(corner, mirror.local))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(corner, sizes, mirror.local, mirror.sizes))
+    high = tuple(
+        min(a + n, b + m)
+        for a, n, b, m in zip(corner, sizes, mirror.local, mirror.sizes)
+    )
     if any(a >= b for a, b in zip(low, high)):
         return None
     logical = tuple(at + a - b for at, a, b in zip(mirror.logical, low, mirror.local))

@@ -28,25 +28,36 @@ from ..progress.ramps import Progress
 from .folder import INDEX_FILE, RUN_FILE, read_regular, write_durably
 
 FORMAT_VERSION = 2
-MOST = 2**62        # larger counters do not fit into the integers of torch
-BLOCK = 2**24       # bytes read at once to verify a file
+MOST = 2**62  # larger counters do not fit into the integers of torch
+BLOCK = 2**24  # bytes read at once to verify a file
 
 
 # ---- Writing.
+
 
 def plain(run: Mapping) -> dict:
     """`run` as it is after a round trip through JSON. Raises TypeError for a value that JSON cannot hold."""
     return json.loads(json.dumps(dict(run)))
 
 
-def write_run_file(path: Path, step: int, run: Mapping, save_id: str, files: Mapping[str, Mapping]) -> None:
+def write_run_file(
+    path: Path, step: int, run: Mapping, save_id: str, files: Mapping[str, Mapping]
+) -> None:
     """Write run.json durably. run: values of the caller; files: as `storage.write_index` returned them.
 
     Raises CheckpointError if `read_run_file` would refuse it, before the former checkpoint is replaced.
     """
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    content = plain({"format_version": FORMAT_VERSION, "step": step, "save_id": save_id, "versions": versions,
-                     **run, "files": files})
+    content = plain(
+        {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "save_id": save_id,
+            "versions": versions,
+            **run,
+            "files": files,
+        }
+    )
     content["checksum"] = checksum_of(content)
     if problem := next(_problems(content, step), None):
         raise CheckpointError(f"{RUN_FILE} could not be read again: {problem}.")
@@ -67,13 +78,18 @@ def entry_of(size: int, crc32: int) -> dict[str, Any]:
 def check_crc32(content: bytes, entry: Mapping) -> None:
     """Raises ValueError when `content` does not match its entry in `files`."""
     if len(content) != entry["bytes"]:
-        raise ValueError(f"it has {len(content)} bytes, and {entry['bytes']} were saved")
+        raise ValueError(
+            f"it has {len(content)} bytes, and {entry['bytes']} were saved"
+        )
     if (found := f"{zlib.crc32(content):08x}") != entry["crc32"]:
-        raise ValueError(f"its CRC-32 is {found}, and run.json records {entry['crc32']}. Either bytes have "
-                         "changed, or one of the two files is that of another save")
+        raise ValueError(
+            f"its CRC-32 is {found}, and run.json records {entry['crc32']}. Either bytes have "
+            "changed, or one of the two files is that of another save"
+        )
 
 
 # ---- Reading.
+
 
 def read_run_file(path: Path) -> dict:
     """The valid values. Raises CheckpointError when run.json is missing, damaged, or of a later format."""
@@ -81,12 +97,18 @@ def read_run_file(path: Path) -> dict:
     try:
         return _validated(file, json.loads(read_regular(file)))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {RUN_FILE}: it was not saved by this package, or is "
-                              "incomplete.") from error
+        raise CheckpointError(
+            f"{path} has no {RUN_FILE}: it was not saved by this package, or is "
+            "incomplete."
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror or error}."
+        ) from error
     except RecursionError as error:
-        raise CheckpointError(f"{file} is damaged: its values are nested too deeply.") from error
+        raise CheckpointError(
+            f"{file} is damaged: its values are nested too deeply."
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}.") from error
 
@@ -96,11 +118,17 @@ def _validated(file: Path, run: Any) -> dict:
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{file} is damaged: it has no format_version.")
     if version > FORMAT_VERSION:
-        raise CheckpointError(f"{file} is of format {version}; this version reads formats up to "
-                              f"{FORMAT_VERSION}. Load it with the version that wrote it, or a newer one.")
-    named = re.search(r"iter_(\d{7,})", file.parent.name)         # None when a user has renamed the directory
+        raise CheckpointError(
+            f"{file} is of format {version}; this version reads formats up to "
+            f"{FORMAT_VERSION}. Load it with the version that wrote it, or a newer one."
+        )
+    named = re.search(
+        r"iter_(\d{7,})", file.parent.name
+    )  # None when a user has renamed the directory
     if problem := next(_problems(run, int(named[1]) if named else None), None):
-        raise CheckpointError(f"{file} is damaged, or was changed after it was saved: {problem}.")
+        raise CheckpointError(
+            f"{file} is damaged, or was changed after it was saved: {problem}."
+        )
     return run
 
 
@@ -111,14 +139,18 @@ def require(run: Mapping, path: str | Path, *names: str) -> None:
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            raise CheckpointError(f"{RUN_FILE} of {path} has no {name!r}: it is damaged, or another program "
-                                  "wrote it.")
+            raise CheckpointError(
+                f"{RUN_FILE} of {path} has no {name!r}: it is damaged, or another program "
+                "wrote it."
+            )
 
 
 def progress_of(run: Mapping) -> Progress:
     """The progress of training; counters that this version does not know are left out."""
     known = {field.name for field in fields(Progress)}
-    return Progress(**{name: value for name, value in run["progress"].items() if name in known})
+    return Progress(
+        **{name: value for name, value in run["progress"].items() if name in known}
+    )
 
 
 def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
@@ -147,7 +179,11 @@ def _progress_problems(progress: Mapping, step: int) -> Iterator[str]:
     p = {field.name: progress.get(field.name, 0) for field in fields(Progress)}
     if p["step"] != step:
         yield f"progress.step is {p['step']} at step {step}"
-    for name, most in {"scheduled_samples": "samples", "skipped_steps": "step", "nan_steps": "step"}.items():
+    for name, most in {
+        "scheduled_samples": "samples",
+        "skipped_steps": "step",
+        "nan_steps": "step",
+    }.items():
         if p[name] > p[most]:
             yield f"progress.{name} is {p[name]}, more than progress.{most}, {p[most]}"
 
@@ -157,24 +193,41 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_file_table(value: Any) -> bool:
-    return isinstance(value, dict) and INDEX_FILE in value and all(
-        isinstance(entry, dict) and _is_count(entry.get("bytes"))
-        and isinstance(entry.get("crc32"), str) and re.fullmatch("[0-9a-f]{8}", entry["crc32"])
-        for entry in value.values())
+    return (
+        isinstance(value, dict)
+        and INDEX_FILE in value
+        and all(
+            isinstance(entry, dict)
+            and _is_count(entry.get("bytes"))
+            and isinstance(entry.get("crc32"), str)
+            and re.fullmatch("[0-9a-f]{8}", entry["crc32"])
+            for entry in value.values()
+        )
+    )
 
 
 def _is_progress(value: Any) -> bool:
-    return isinstance(value, dict) and {"step", "samples"} <= value.keys() and all(
-        _is_count(value.get(field.name, 0)) for field in fields(Progress))
+    return (
+        isinstance(value, dict)
+        and {"step", "samples"} <= value.keys()
+        and all(_is_count(value.get(field.name, 0)) for field in fields(Progress))
+    )
 
 
 def _is_optimizer(value: Any) -> bool:
     if not isinstance(value, dict) or not _is_count(value.get("num_updates")):
         return False
-    scaler = {"loss_scale": _is_scale, "loss_scale_lives": _is_count, "loss_scale_iteration": _is_count,
-              "loss_scale_last_overflow": lambda n: n == -1 and type(n) is int or _is_count(n)}
-    return (value.keys().isdisjoint(scaler)
-            or all(is_valid(value.get(name)) for name, is_valid in scaler.items()))
+    scaler = {
+        "loss_scale": _is_scale,
+        "loss_scale_lives": _is_count,
+        "loss_scale_iteration": _is_count,
+        "loss_scale_last_overflow": lambda n: (
+            n == -1 and type(n) is int or _is_count(n)
+        ),
+    }
+    return value.keys().isdisjoint(scaler) or all(
+        is_valid(value.get(name)) for name, is_valid in scaler.items()
+    )
 
 
 def _is_scale(value: Any) -> bool:
@@ -182,14 +235,25 @@ def _is_scale(value: Any) -> bool:
 
 
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "save_id": (lambda value: isinstance(value, str) and value != "", "the text that identifies a save"),
+    "save_id": (
+        lambda value: isinstance(value, str) and value != "",
+        "the text that identifies a save",
+    ),
     "run_id": (lambda value: isinstance(value, str), "the text that identifies a run"),
-    "files": (_is_file_table, f"a table with bytes and crc32 of each file, {INDEX_FILE} among them"),
+    "files": (
+        _is_file_table,
+        f"a table with bytes and crc32 of each file, {INDEX_FILE} among them",
+    ),
     "world_size": (lambda value: _is_count(value) and value > 0, "a number of ranks"),
     "progress": (_is_progress, "a table of counters with step and samples"),
-    "optimizer": (_is_optimizer, "a table of num_updates and, with dynamic loss scaling, its four numbers"),
-    **{name: (lambda value: isinstance(value, dict), "a table")
-       for name in ("versions", "config", "identity", "engine", "client_state")},
+    "optimizer": (
+        _is_optimizer,
+        "a table of num_updates and, with dynamic loss scaling, its four numbers",
+    ),
+    **{
+        name: (lambda value: isinstance(value, dict), "a table")
+        for name in ("versions", "config", "identity", "engine", "client_state")
+    },
 }
 
 
@@ -200,6 +264,7 @@ def _show(value: Any) -> str:
 
 # ---- Verifying all files, for instance after a copy. (Loading compares the chunks that it reads.)
 
+
 def damaged_files(path: Path) -> Iterator[str]:
     """A sentence for each file of the checkpoint at `path` whose size or checksum differs from the saved one.
 
@@ -208,8 +273,10 @@ def damaged_files(path: Path) -> Iterator[str]:
     """
     run = read_run_file(path)
     if "files" not in run:
-        raise CheckpointError(f"{path} was saved in format {run['format_version']}, without checksums of its "
-                              "files: it cannot be verified. A checkpoint that this version saves can.")
+        raise CheckpointError(
+            f"{path} was saved in format {run['format_version']}, without checksums of its "
+            "files: it cannot be verified. A checkpoint that this version saves can."
+        )
     for name, entry in run["files"].items():
         try:
             size, crc32 = _size_and_crc32(path / name)
@@ -226,5 +293,6 @@ def _size_and_crc32(file: Path) -> tuple[int, str]:
     size = crc32 = 0
     with open(file, "rb") as stream:
         while block := stream.read(BLOCK):
-            size, crc32 = size + len(block), zlib.crc32(block, crc32)
+            size = size + len(block)
+            crc32 = zlib.crc32(block, crc32)
     return size, f"{crc32:08x}"

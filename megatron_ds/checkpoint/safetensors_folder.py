@@ -27,9 +27,18 @@ from .folder import sync_directory, write_durably
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-         torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-         torch.uint8: "U8", torch.bool: "BOOL"}
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,13 @@ class TensorEntry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
-                 tensors: Callable[[Sequence[TensorEntry]], Iterable[torch.Tensor | None]], world: Group,
-                 max_shard_bytes: int) -> None:
+def write_folder(
+    directory: str | os.PathLike,
+    entries: Sequence[TensorEntry],
+    tensors: Callable[[Sequence[TensorEntry]], Iterable[torch.Tensor | None]],
+    world: Group,
+    max_shard_bytes: int,
+) -> None:
     """Write `entries` into files of at most `max_shard_bytes`, or of one tensor that is larger.
 
     tensors   given entries in the order of writing, yields their tensors, on all ranks. Floating-point ones
@@ -58,17 +71,29 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
     mixture. Other files stay. Collective over `world`. Raises CheckpointError when rank 0 cannot write.
     """
     folder = Path(directory)
-    failing = {"doing": f"could not write safetensors to {directory}", "kind": CheckpointError}
+    failing = {
+        "doing": f"could not write safetensors to {directory}",
+        "kind": CheckpointError,
+    }
     files = cut_into_files(entries, max_shard_bytes)
     on_one_rank(world, lambda: folder.mkdir(parents=True, exist_ok=True), **failing)
-    names = [SINGLE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors"
-                                              for i in range(1, len(files) + 1)]
-    named, error = dict(zip(names, files)), None
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [
+            f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            for i in range(1, len(files) + 1)
+        ]
+    )
+    named = dict(zip(names, files))
+    error = None
     arriving = iter(tensors([entry for file in files for entry in file]))
     try:
         if world.rank == 0:
             error = _write_hidden(folder, named, arriving)
-        for _ in arriving:      # send the tensors of this rank; on rank 0, receive the rest after an error
+        for _ in (
+            arriving
+        ):  # send the tensors of this rank; on rank 0, receive the rest after an error
             pass
         on_one_rank(world, lambda: _publish(folder, named, error), **failing)
     finally:
@@ -77,7 +102,9 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
                 _forget(folder, map(_hidden, names))
 
 
-def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
+def cut_into_files(
+    entries: Sequence[TensorEntry], max_bytes: int
+) -> list[list[TensorEntry]]:
     """Distribute entries over files, in order. Wide dtypes come first in a file, which aligns tensors."""
     files: list[list[TensorEntry]] = [[]]
     for entry in entries:
@@ -89,18 +116,25 @@ def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
     """The bytes of a file before its first tensor."""
-    places, at = {"__metadata__": {"format": "pt"}}, 0
+    places = {"__metadata__": {"format": "pt"}}
+    at = 0
     for entry in entries:
-        places[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape),
-                              "data_offsets": [at, at + entry.nbytes]}
+        places[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
         at += entry.nbytes
     text = json.dumps(places).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_hidden(folder: Path, files: Mapping[str, Sequence[TensorEntry]],
-                  tensors: Iterator[torch.Tensor]) -> OSError | None:
+def _write_hidden(
+    folder: Path,
+    files: Mapping[str, Sequence[TensorEntry]],
+    tensors: Iterator[torch.Tensor],
+) -> OSError | None:
     """Write all files under temporary names. An error is returned, since other ranks are still sending."""
     try:
         for name, entries in files.items():
@@ -109,9 +143,11 @@ def _write_hidden(folder: Path, files: Mapping[str, Sequence[TensorEntry]],
                 for entry in entries:
                     tensor = next(tensors)
                     is_alike = tensor.dtype == entry.dtype or (
-                        tensor.dtype.is_floating_point and entry.dtype.is_floating_point)
+                        tensor.dtype.is_floating_point and entry.dtype.is_floating_point
+                    )
                     assert tensor.shape == entry.shape and is_alike, (
-                        f"{entry}: got {tensor.dtype} {list(tensor.shape)}")
+                        f"{entry}: got {tensor.dtype} {list(tensor.shape)}"
+                    )
                     file.write_tensor(tensor, entry.dtype)
                 file.flush()
                 os.fsync(file.fileno())
@@ -120,19 +156,23 @@ def _write_hidden(folder: Path, files: Mapping[str, Sequence[TensorEntry]],
     return None
 
 
-def _publish(folder: Path, files: Mapping[str, Sequence[TensorEntry]], error: OSError | None) -> None:
+def _publish(
+    folder: Path, files: Mapping[str, Sequence[TensorEntry]], error: OSError | None
+) -> None:
     """Replace the old files. Raises `error` when writing failed; the old files then stay."""
     if error is not None:
         raise error
     several = len(files) > 1
-    if several or not (folder / SINGLE).exists():       # one file is replaced atomically
+    if several or not (folder / SINGLE).exists():  # one file is replaced atomically
         _forget(folder, (SINGLE, INDEX))
     for name in files:
         os.replace(folder / _hidden(name), folder / name)
     sync_directory(folder)
     if several:
         total = sum(entry.nbytes for entries in files.values() for entry in entries)
-        places = {entry.name: name for name, entries in files.items() for entry in entries}
+        places = {
+            entry.name: name for name, entries in files.items() for entry in entries
+        }
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
     present = {path.name for path in folder.glob("model*.safetensors*")}
@@ -148,7 +188,9 @@ def _hidden(name: str) -> str:
     return f".{name}.writing"
 
 
-def from_safetensors(directory: str | os.PathLike) -> Callable[[str, int, torch.Tensor], None]:
+def from_safetensors(
+    directory: str | os.PathLike,
+) -> Callable[[str, int, torch.Tensor], None]:
     """A function read(name, start, out) that fills flat `out` with elements of a tensor, from `start` on.
 
     It reads only the rows that it needs. Raises CheckpointError when the folder has no safetensors; the
@@ -161,20 +203,25 @@ def from_safetensors(directory: str | os.PathLike) -> Callable[[str, int, torch.
         from safetensors import safe_open
 
         if name not in file_of:
-            raise CheckpointError(f"{folder} has no tensor "
-                                  f"{name!r}{did_you_mean(name, list(file_of)) or '.'}")
+            raise CheckpointError(
+                f"{folder} has no tensor "
+                f"{name!r}{did_you_mean(name, list(file_of)) or '.'}"
+            )
         with safe_open(file_of[name], framework="pt") as file:
             stored = file.get_slice(name)
             shape = stored.get_shape()
             row = torch.Size(shape[1:]).numel()
             stop = start + out.numel()
             if stop > torch.Size(shape).numel():
-                raise CheckpointError(f"{name} in {folder} has shape {shape}, but the parameter reads its "
-                                      f"elements {start} to {stop - 1}. Use files of the same model.")
-            first, last = start // row if row else 0, -(-stop // row) if row else 0
+                raise CheckpointError(
+                    f"{name} in {folder} has shape {shape}, but the parameter reads its "
+                    f"elements {start} to {stop - 1}. Use files of the same model."
+                )
+            first = start // row if row else 0
+            last = -(-stop // row) if row else 0
             values = stored[first:last] if shape else file.get_tensor(name)
             flat = values.reshape(-1)
-            out.copy_(flat[start - first * row:stop - first * row] if shape else flat)
+            out.copy_(flat[start - first * row : stop - first * row] if shape else flat)
 
     return read
 
@@ -185,10 +232,13 @@ def _contents(folder: Path) -> Iterator[tuple[str, Path]]:
     try:
         if (folder / SINGLE).exists():
             with safe_open(folder / SINGLE, framework="pt") as file:
-                yield from ((name, folder / SINGLE) for name in file.keys())   # noqa: SIM118  not a dict
+                yield from ((name, folder / SINGLE) for name in file.keys())  # noqa: SIM118  not a dict
         else:
             index = json.loads((folder / INDEX).read_bytes())
-            yield from ((name, folder / file) for name, file in index["weight_map"].items())
+            yield from (
+                (name, folder / file) for name, file in index["weight_map"].items()
+            )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} has no readable safetensors ({SINGLE}, or {INDEX}): "
-                              f"{error}") from error
+        raise CheckpointError(
+            f"{folder} has no readable safetensors ({SINGLE}, or {INDEX}): {error}"
+        ) from error

@@ -29,8 +29,17 @@ from .run_file import plain, write_run_file
 T = TypeVar("T")
 
 
-def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
-         world: Group, run: Mapping, limit: int | None = None, retain: int | None = None) -> Path:
+def save(
+    directory: str | os.PathLike,
+    step: int,
+    pieces: Iterable[Piece],
+    *,
+    coordinates: Coordinates,
+    world: Group,
+    run: Mapping,
+    limit: int | None = None,
+    retain: int | None = None,
+) -> Path:
     """Write the checkpoint of `step`. Returns its path when it is complete, durable and named by the tracker.
 
     pieces   all state of this rank; one rank writes content that several hold
@@ -41,13 +50,21 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
     Collective over `world`. Raises CheckpointError on all ranks when any rank failed, or when another live
     job saves into the folder; the previous checkpoint is then unchanged.
     """
-    from .storage import write_index, write_pieces  # imports take 0.8 s; only processes that save need them
+    from .storage import (  # imports take 0.8 s; only processes that save need them
+        write_index,
+        write_pieces,
+    )
 
-    folder, pieces = Path(directory), list(pieces)
-    failing = {"doing": f"could not save iteration {step} to {directory}", "kind": CheckpointError}
+    folder = Path(directory)
+    pieces = list(pieces)
+    failing = {
+        "doing": f"could not save iteration {step} to {directory}",
+        "kind": CheckpointError,
+    }
     values = on_one_rank(world, lambda: plain(run), **failing)
     share = bytes_written_here(pieces, coordinates)
     with locked(folder, world) as lock:
+
         def prepare() -> tuple[int, int | None, Path | None]:
             """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
             if world.rank:
@@ -59,7 +76,9 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
         def finish() -> None:
             """Rank 0: index and run.json, then publish, then delete old checkpoints."""
             save_id = secrets.token_hex(16)
-            write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
+            write_run_file(
+                writing, step, values, save_id, write_index(writing, parts, save_id)
+            )
             lock.check()
             folders.publish(folder, step, writing)
             lock.saves.look(folder)
@@ -69,7 +88,9 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
         needed, (_, free, writing) = sum(share for share, *_ in begun), begun[0]
         guarded = lambda action: _explaining(action, folder, needed, free, share)
         try:
-            write = lambda: write_pieces(writing, written_here(pieces, coordinates), coordinates, world.rank)
+            write = lambda: write_pieces(
+                writing, written_here(pieces, coordinates), coordinates, world.rank
+            )
             parts = gather_from_all_ranks(world, lambda: guarded(write), **failing)
             on_one_rank(world, lambda: guarded(finish), **failing)
         except BaseException:

@@ -1,8 +1,8 @@
 """The run that a save folder holds, and how to move it aside. A run does not save into another run's folder.
 
-    s1/iter_0000030/ …                                   of run 4f1c…; another run may not save in s1
-    s1/replaced-4f1c…-20261122-171301/iter_0000030/ …    after --overwrite-save: itself a folder for --load
-    s1/tokenizer-…/                                      copied there too: run.json has its relative path
+s1/iter_0000030/ …                                   of run 4f1c…; another run may not save in s1
+s1/replaced-4f1c…-20261122-171301/iter_0000030/ …    after --overwrite-save: itself a folder for --load
+s1/tokenizer-…/                                      copied there too: run.json has its relative path
 """
 
 import json
@@ -24,7 +24,7 @@ from .run_file import read_run_file
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-TOKENIZERS = "tokenizer-*"       # folders that checkpoint/tokenizer_files.py creates
+TOKENIZERS = "tokenizer-*"  # folders that checkpoint/tokenizer_files.py creates
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,18 @@ class SavedRun:
     saved_at: str
 
     def __str__(self) -> str:
-        what = "files of a run without a checkpoint" if self.step is None else f"iteration {self.step}"
+        what = (
+            "files of a run without a checkpoint"
+            if self.step is None
+            else f"iteration {self.step}"
+        )
         return f"{what} (run id {self.run_id or 'unknown'}, written {self.saved_at})"
 
 
 def saved_run_in(folder: Path) -> SavedRun | None:
     """The run in `folder`; None when a new run may save there: it has no checkpoint and no metrics."""
-    steps, metrics = folders.steps_in(folder), folder / METRICS
+    steps = folders.steps_in(folder)
+    metrics = folder / METRICS
     if steps:
         path = folders.find(folder, steps[-1])
         run_id = None
@@ -55,7 +60,9 @@ def saved_run_in(folder: Path) -> SavedRun | None:
             run_id = run_id_of(read_run_file(path))
         return SavedRun(steps[-1], run_id, _time_of(path))
     if folders.read_tracker(folder) is not None:
-        return SavedRun(None, _run_of_metrics(metrics), _time_of(folder / folders.TRACKER))
+        return SavedRun(
+            None, _run_of_metrics(metrics), _time_of(folder / folders.TRACKER)
+        )
     if metrics.is_file() and metrics.stat().st_size:
         return SavedRun(None, _run_of_metrics(metrics), _time_of(metrics))
     return None
@@ -67,14 +74,20 @@ def check_vacant(folder: Path, run_id: str, step: int, to_continue: str) -> None
     Earlier checkpoints of the same run are allowed. to_continue: advice for continuing the run there.
     """
     there = saved_run_in(folder)
-    if there is None or there.run_id == run_id and there.step is not None and there.step <= step:
+    if (
+        there is None
+        or there.run_id == run_id
+        and there.step is not None
+        and there.step <= step
+    ):
         return
     whose = "a later iteration of this run" if there.run_id == run_id else "another run"
     if there.step is None:
         to_continue = f"Add --load {folder} to start that run again from scratch, as it has no checkpoint"
     raise CheckpointError(
         f"--save {folder} holds {whose}: {there}. Saving there would mix the two. {to_continue}; add "
-        "--overwrite-save to move it into a subfolder and start here; or give another --save folder.")
+        "--overwrite-save to move it into a subfolder and start here; or give another --save folder."
+    )
 
 
 def _run_of_metrics(metrics: Path) -> str | None:
@@ -90,7 +103,11 @@ def _run_of_metrics(metrics: Path) -> str | None:
             run = json.loads(line).get("run")
         except (ValueError, AttributeError, RecursionError):
             continue
-        return run if isinstance(run, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run) else None
+        return (
+            run
+            if isinstance(run, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run)
+            else None
+        )
     return None
 
 
@@ -108,7 +125,9 @@ def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
     for path in sorted(folder.glob(TOKENIZERS)):
         shutil.copytree(path, aside / path.name)
     for path in sorted(folder.iterdir()):
-        if path.name in (folders.TRACKER, METRICS) or path.name.lstrip(".").startswith("iter_"):
+        if path.name in (folders.TRACKER, METRICS) or path.name.lstrip(".").startswith(
+            "iter_"
+        ):
             os.rename(path, aside / path.name)
     folders.sync_directory(aside)
     folders.sync_directory(folder)
@@ -128,7 +147,11 @@ def _new_directory(folder: Path, name: str) -> Path:
 def run_id_of(run: Mapping) -> str | None:
     """The run id in a run.json; None when it has none, or one that cannot be part of a file name."""
     run_id = run.get("run_id")
-    return run_id if isinstance(run_id, str) and re.fullmatch("[0-9A-Za-z]{1,64}", run_id) else None
+    return (
+        run_id
+        if isinstance(run_id, str) and re.fullmatch("[0-9A-Za-z]{1,64}", run_id)
+        else None
+    )
 
 
 def _time_of(path: Path) -> str:

@@ -21,8 +21,16 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
@@ -34,13 +42,15 @@ from .index import index_of, read_index, without_compiled_names
 from .pieces import WEIGHT, Piece, View, key, rectangle, values_of, views
 from .run_file import entry_of
 
-LISTED = 20       # how many tensors an error message names
+LISTED = 20  # how many tensors an error message names
 
 
 # ---- Saving: each rank writes its chunks, then rank 0 writes the index of all chunks.
 
-def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
-                 rank: int) -> tuple[SavePlan, list[WriteResult]]:
+
+def write_pieces(
+    path: Path, pieces: Iterable[Piece], coordinates: Coordinates, rank: int
+) -> tuple[SavePlan, list[WriteResult]]:
     """Write and sync this rank's file. Returns its part of the index, for `write_index`. Not collective."""
     chunks = list(chunks_of(pieces, coordinates))
     plan = SavePlan([chunk.item for chunk in chunks])
@@ -49,7 +59,8 @@ def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
 
 def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
     """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
-    files, places = ChecksummedFiles(), []
+    files = ChecksummedFiles()
+    places = []
     with files.create_stream(path, "wb") as file:
         for chunk in chunks:
             values = values_of(chunk.piece, chunk.view).detach().cpu()
@@ -57,20 +68,28 @@ def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
         file.flush()
         os.fsync(file.fileno())
     for place in places:
-        place.crc32 = files.crc32_around(place)                         # ignored by DCP's reader
-    return [WriteResult(chunk.item.index, place.length, place) for chunk, place in zip(chunks, places)]
+        place.crc32 = files.crc32_around(place)  # ignored by DCP's reader
+    return [
+        WriteResult(chunk.item.index, place.length, place)
+        for chunk, place in zip(chunks, places)
+    ]
 
 
-def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]],
-                save_id: str) -> dict[str, dict]:
+def write_index(
+    path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]], save_id: str
+) -> dict[str, dict]:
     """Write the index of all ranks' chunks. Returns {file: its size and checksum}, for run.json.
 
     Raises CheckpointError unless the ranks wrote every element once and the files are readable on this rank.
     """
     writer = Writer(path, save_id)
-    writer.finish(merge_plans([plan for plan, _ in parts]), [results for _, results in parts])
+    writer.finish(
+        merge_plans([plan for plan, _ in parts]), [results for _, results in parts]
+    )
     files = _table_of(result.storage_data for _, results in parts for result in results)
-    crc32 = writer.fs.crc32_of(f"{INDEX_FILE}.tmp")     # `finish` writes this name and renames it
+    crc32 = writer.fs.crc32_of(
+        f"{INDEX_FILE}.tmp"
+    )  # `finish` writes this name and renames it
     files[INDEX_FILE] = entry_of((path / INDEX_FILE).stat().st_size, crc32)
     index_of(path, save_id, files)
     return files
@@ -78,9 +97,14 @@ def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]],
 
 def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
     """{file: its size and checksum}. The last chunk of a file ends where the file ends."""
-    last = {place.relative_path: place for place in sorted(places, key=lambda place: place.offset)}
-    return {name: entry_of(place.offset + place.length, saved_crc32(place)[1])
-            for name, place in sorted(last.items())}
+    last = {
+        place.relative_path: place
+        for place in sorted(places, key=lambda place: place.offset)
+    }
+    return {
+        name: entry_of(place.offset + place.length, saved_crc32(place)[1])
+        for name, place in sorted(last.items())
+    }
 
 
 @dataclass(frozen=True)
@@ -98,11 +122,22 @@ def chunks_of(pieces: Iterable[Piece], coordinates: Coordinates) -> Iterator[Chu
     for piece in pieces:
         for view in views(piece, coordinates):
             index = dcp.MetadataIndex(key(piece), view.offset)
-            assert index not in seen, f"{index.fqn} is written twice at {list(view.offset)}"
+            assert index not in seen, (
+                f"{index.fqn} is written twice at {list(view.offset)}"
+            )
             seen.add(index)
             properties = dcp.TensorProperties(dtype=view.tensor.dtype)
-            yield Chunk(piece, view, WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
-                _chunk(view), properties, torch.Size(piece.spec.shape))))
+            yield Chunk(
+                piece,
+                view,
+                WriteItem(
+                    index,
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        _chunk(view), properties, torch.Size(piece.spec.shape)
+                    ),
+                ),
+            )
 
 
 class Writer(FileSystemWriter):
@@ -110,7 +145,8 @@ class Writer(FileSystemWriter):
 
     def __init__(self, path: Path, save_id: str | None = None):
         super().__init__(path)
-        self.fs, self._save_id = ChecksummedFiles(), save_id
+        self.fs = ChecksummedFiles()
+        self._save_id = save_id
 
     def storage_meta(self) -> dcp.StorageMeta:
         """What the index records about the save as a whole: its id."""
@@ -123,19 +159,31 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
     for item in itertools.chain.from_iterable(plan.items for plan in plans):
         this = (list(item.tensor_data.size), item.tensor_data.properties.dtype)
         if seen.setdefault(item.index.fqn, this) != this:
-            raise CheckpointError(f"{item.index.fqn} is {seen[item.index.fqn]} on one rank and {this} on "
-                                  "another (shape, dtype), so they are not parts of one tensor. Give the "
-                                  "parameter the same full shape and dtype on all ranks.")
+            raise CheckpointError(
+                f"{item.index.fqn} is {seen[item.index.fqn]} on one rank and {this} on "
+                "another (shape, dtype), so they are not parts of one tensor. Give the "
+                "parameter the same full shape and dtype on all ranks."
+            )
     _, index = create_default_global_save_plan(plans)
-    counts = {name: (_elements(t.chunks), math.prod(t.size)) for name, t in index.state_dict_metadata.items()}
-    wrong = [f"{name} has {held} of {total}" for name, (held, total) in counts.items() if held != total]
+    counts = {
+        name: (_elements(t.chunks), math.prod(t.size))
+        for name, t in index.state_dict_metadata.items()
+    }
+    wrong = [
+        f"{name} has {held} of {total}"
+        for name, (held, total) in counts.items()
+        if held != total
+    ]
     if wrong:
-        raise CheckpointError("the ranks together do not hold each element of a tensor once: "
-                              f"{_listing(wrong)}")
+        raise CheckpointError(
+            "the ranks together do not hold each element of a tensor once: "
+            f"{_listing(wrong)}"
+        )
     return index
 
 
 # ---- Loading: each rank reads the index, and those chunks that intersect its pieces.
+
 
 class Reading:
     """A checked plan to fill pieces, which are unchanged until `run`.
@@ -145,8 +193,16 @@ class Reading:
     Raises CheckpointError listing each tensor that is missing or of another shape.
     """
 
-    def __init__(self, reader: "Reader", pieces: Iterable[Piece], coordinates: Coordinates, exact: bool):
-        self._reader, stored, pieces = reader, reader.index.state_dict_metadata, list(pieces)
+    def __init__(
+        self,
+        reader: "Reader",
+        pieces: Iterable[Piece],
+        coordinates: Coordinates,
+        exact: bool,
+    ):
+        self._reader = reader
+        stored = reader.index.state_dict_metadata
+        pieces = list(pieces)
         self._views: dict[str, list[View]] = {}
         self._padded: list[torch.Tensor] = []
         for piece in pieces:
@@ -154,11 +210,19 @@ class Reading:
             self._views.setdefault(key(piece), []).extend(found)
             if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
                 self._padded.append(piece.tensor.detach())
-        problems = {_problem(piece, stored.get(key(piece)), exact) for piece in pieces} - {None}
+        problems = {
+            _problem(piece, stored.get(key(piece)), exact) for piece in pieces
+        } - {None}
         if problems:
-            listed = sorted(problems, key=lambda text: (not text.startswith(WEIGHT), text))
+            listed = sorted(
+                problems, key=lambda text: (not text.startswith(WEIGHT), text)
+            )
             raise CheckpointError(_listing(listed) + _hint(stored))
-        self._items = [item for name, its in self._views.items() for item in _items(name, stored[name], its)]
+        self._items = [
+            item
+            for name, its in self._views.items()
+            for item in _items(name, stored[name], its)
+        ]
 
     def run(self) -> None:
         """Fill the pieces with the saved values; padding, which is not saved, becomes zero."""
@@ -169,7 +233,9 @@ class Reading:
             rectangle(target, item.dest_offsets, item.lengths).copy_(values)
 
 
-def _problem(piece: Piece, stored: dcp.TensorStorageMetadata | None, exact: bool) -> str | None:
+def _problem(
+    piece: Piece, stored: dcp.TensorStorageMetadata | None, exact: bool
+) -> str | None:
     if stored is None:
         return f"{key(piece)} is missing"
     if tuple(stored.size) != tuple(piece.spec.shape):
@@ -181,17 +247,24 @@ def _problem(piece: Piece, stored: dcp.TensorStorageMetadata | None, exact: bool
 
 def _hint(stored: Iterable[str]) -> str:
     without_optimizer = all(name.startswith(f"{WEIGHT}/") for name in stored)
-    advice = ". It was saved without optimizer state: give --no-load-optim or --finetune"
+    advice = (
+        ". It was saved without optimizer state: give --no-load-optim or --finetune"
+    )
     return advice if without_optimizer else ""
 
 
-def _items(name: str, stored: dcp.TensorStorageMetadata, targets: Iterable[View]) -> list[ReadItem]:
+def _items(
+    name: str, stored: dcp.TensorStorageMetadata, targets: Iterable[View]
+) -> list[ReadItem]:
     """The parts of stored chunks that fill the views `targets` of a tensor."""
     wanted = [_chunk(view) for view in targets]
     items = create_read_items_for_chunk_list(name, stored, wanted)
-    found, needed = sum(math.prod(item.lengths) for item in items), _elements(wanted)
+    found = sum(math.prod(item.lengths) for item in items)
+    needed = _elements(wanted)
     if found != needed:
-        raise CheckpointError(f"{name}: the stored chunks hold {found} of the {needed} elements wanted")
+        raise CheckpointError(
+            f"{name}: the stored chunks hold {found} of the {needed} elements wanted"
+        )
     return items
 
 
@@ -203,7 +276,8 @@ class Reader:
     """
 
     def __init__(self, path: Path):
-        self._path, self.index = path, without_compiled_names(read_index(path))
+        self._path = path
+        self.index = without_compiled_names(read_index(path))
         self.has_checksums = self.index.storage_meta.save_id is not None
 
     def whole(self, name: str) -> torch.Tensor | None:
@@ -213,7 +287,9 @@ class Reader:
             return None
         return self._read_chunk(dcp.MetadataIndex(name, stored.chunks[0].offsets), 0)
 
-    def read(self, items: Iterable[ReadItem]) -> Iterator[tuple[ReadItem, torch.Tensor]]:
+    def read(
+        self, items: Iterable[ReadItem]
+    ) -> Iterator[tuple[ReadItem, torch.Tensor]]:
         """Items with their values, chunk by chunk, in the order in which the chunks are stored."""
         place_of = lambda item: self.index.storage_data[item.storage_index]
         order = lambda item: (place_of(item).relative_path, place_of(item).offset)
@@ -227,9 +303,15 @@ class Reader:
 
     def _read_chunk(self, index: dcp.MetadataIndex, number: int) -> torch.Tensor:
         """number: of the chunk among those of its tensor."""
-        place, stored = self.index.storage_data[index], self.index.state_dict_metadata[index.fqn]
-        return read_chunk(self._path / place.relative_path, index.fqn, place, stored.chunks[number],
-                          stored.properties.dtype)
+        place = self.index.storage_data[index]
+        stored = self.index.state_dict_metadata[index.fqn]
+        return read_chunk(
+            self._path / place.relative_path,
+            index.fqn,
+            place,
+            stored.chunks[number],
+            stored.properties.dtype,
+        )
 
 
 def _chunk(view: View) -> dcp.ChunkStorageMetadata:

@@ -24,10 +24,21 @@ from .folder import naming, sync_directory
 from .save_folder import TOKENIZERS
 
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
-CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"    # have the end-of-document token
-OF_A_FOLDER = ("tokenizer.json", CONFIG, MAP, "added_tokens.json", "vocab.json",
-               "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
-KEY = "tokenizer_files"                                     # in run.json
+# have the end-of-document token
+CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+OF_A_FOLDER = (
+    "tokenizer.json",
+    CONFIG,
+    MAP,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+KEY = "tokenizer_files"  # in run.json
 
 
 def keep_tokenizer_files(config: RunConfig) -> dict:
@@ -36,26 +47,40 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
     Returns an entry for run.json, {KEY: {field: path relative to the folder}}; {} without files or without
     --save. Raises CheckpointError when the files cannot be copied.
     """
-    given = {field: Path(path) for field in FIELDS
-             if (path := getattr(config.data, field)) and os.path.exists(path)}
+    given = {
+        field: Path(path)
+        for field in FIELDS
+        if (path := getattr(config.data, field)) and os.path.exists(path)
+    }
     if not config.checkpoint.save or not given:
         return {}
     folder = Path(config.checkpoint.save)
     try:
-        contents = {f"{field}/{file.name}": file.read_bytes()
-                    for field, path in given.items() for file in _files_at(path)}
+        contents = {
+            f"{field}/{file.name}": file.read_bytes()
+            for field, path in given.items()
+            for file in _files_at(path)
+        }
         name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
             _write(folder / name, contents)
     except OSError as error:
-        raise CheckpointError(f"--save {folder}: the files of the tokenizer cannot be copied there: "
-                              f"{error}.") from error
-    ends = {field: "" if path.is_dir() else f"/{path.name}" for field, path in given.items()}
+        raise CheckpointError(
+            f"--save {folder}: the files of the tokenizer cannot be copied there: "
+            f"{error}."
+        ) from error
+    ends = {
+        field: "" if path.is_dir() else f"/{path.name}" for field, path in given.items()
+    }
     return {KEY: {field: f"{name}/{field}{end}" for field, end in ends.items()}}
 
 
-def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig,
-                 given: Mapping[str, str]) -> Tokenizer:
+def tokenizer_of(
+    directory: str | os.PathLike,
+    run: Mapping,
+    config: RunConfig,
+    given: Mapping[str, str],
+) -> Tokenizer:
     """The tokenizer of a checkpoint: of the `given` files, else of the copies, else of the original paths.
 
     run: the content of run.json, config: the one in it; given: {field: path}. Raises CheckpointError when
@@ -64,21 +89,33 @@ def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig,
     copies = {} if given else _copies(Path(directory), run)
     paths = {**copies, **given}
     data = replace(config.data, **paths)
-    missing = [field for field in FIELDS
-               if (path := getattr(data, field)) and not os.path.exists(path) and field not in given]
+    missing = [
+        field
+        for field in FIELDS
+        if (path := getattr(data, field))
+        and not os.path.exists(path)
+        and field not in given
+    ]
     if missing:
         flags = [f"--{field.replace('_', '-')}" for field in missing]
-        named = " and ".join(f"{flag} {getattr(data, field)}" for flag, field in zip(flags, missing))
-        raise CheckpointError(f"run.json of {directory} names {named}, which does not exist here, and there "
-                              "is no copy next to the checkpoints. Give the run's tokenizer with "
-                              f"{' and '.join(flags)}.")
-    tokenizer, wanted = build_tokenizer(data, config.model), run["identity"]["tokenizer"]["fingerprint"]
+        named = " and ".join(
+            f"{flag} {getattr(data, field)}" for flag, field in zip(flags, missing)
+        )
+        raise CheckpointError(
+            f"run.json of {directory} names {named}, which does not exist here, and there "
+            "is no copy next to the checkpoints. Give the run's tokenizer with "
+            f"{' and '.join(flags)}."
+        )
+    tokenizer = build_tokenizer(data, config.model)
+    wanted = run["identity"]["tokenizer"]["fingerprint"]
     if tokenizer.fingerprint != wanted:
         named = (str(path) for field in FIELDS if (path := getattr(data, field)))
         where = ", ".join(named) or "that type"
-        raise CheckpointError(f"the tokenizer of {where} is {tokenizer.fingerprint}, and {directory} was "
-                              f"trained with {wanted}: the same ids mean other text. Give the files of the "
-                              "latter with --tokenizer-model, or with --vocab-file and --merge-file.")
+        raise CheckpointError(
+            f"the tokenizer of {where} is {tokenizer.fingerprint}, and {directory} was "
+            f"trained with {wanted}: the same ids mean other text. Give the files of the "
+            "latter with --tokenizer-model, or with --vocab-file and --merge-file."
+        )
     return tokenizer
 
 
@@ -90,14 +127,19 @@ def named_copies(directory: Path, run: Mapping) -> dict[str, str]:
     named = run.get(KEY) or {}
     is_table = isinstance(named, dict) and set(named) <= set(FIELDS)
     if not is_table or not all(map(_is_below, named.values())):
-        raise CheckpointError(f"run.json of {directory} is damaged: {KEY} is not a table of paths in that "
-                              "folder.")
+        raise CheckpointError(
+            f"run.json of {directory} is damaged: {KEY} is not a table of paths in that "
+            "folder."
+        )
     return named
 
 
 def _copies(directory: Path, run: Mapping) -> dict[str, str]:
     """{field: path} of the copies that run.json names; {} unless all exist."""
-    paths = {field: str(directory / path) for field, path in named_copies(directory, run).items()}
+    paths = {
+        field: str(directory / path)
+        for field, path in named_copies(directory, run).items()
+    }
     return paths if all(map(os.path.exists, paths.values())) else {}
 
 
@@ -109,8 +151,14 @@ def _is_below(path: object) -> bool:
 def _files_at(path: Path) -> list[Path]:
     if path.is_dir():
         return [path / name for name in OF_A_FOLDER if (path / name).is_file()]
-    return [path, *(beside for name in (CONFIG, MAP)
-                    if (beside := path.with_name(name)).is_file() and path.name != name)]
+    return [
+        path,
+        *(
+            beside
+            for name in (CONFIG, MAP)
+            if (beside := path.with_name(name)).is_file() and path.name != name
+        ),
+    ]
 
 
 def _hash_of(contents: Mapping[str, bytes]) -> str:
@@ -122,8 +170,10 @@ def _hash_of(contents: Mapping[str, bytes]) -> str:
 
 
 def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
-    return all((folder / name).is_file() and (folder / name).read_bytes() == data
-               for name, data in contents.items())
+    return all(
+        (folder / name).is_file() and (folder / name).read_bytes() == data
+        for name, data in contents.items()
+    )
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> None:

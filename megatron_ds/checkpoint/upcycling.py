@@ -39,7 +39,10 @@ from .pieces import MadePiece
 from .whole_tensors import StoredTensors
 
 FEED_FORWARD = ".mlp."
-CHOOSING_OTHERWISE = ("sinkhorn", "expert_choice")     # routers whose weights do not follow from scores alone
+CHOOSING_OTHERWISE = (
+    "sinkhorn",
+    "expert_choice",
+)  # routers whose weights do not follow from scores alone
 
 
 @dataclass(frozen=True)
@@ -55,44 +58,72 @@ class Upcycling:
 
         The model itself is checked by the rules of its configuration.
         """
-        model, parts = self.model, self.granularity
+        model = self.model
+        parts = self.granularity
         numbers = sorted({number for number in model.experts if number})
         if not numbers:
-            raise ConfigError("the new model has no layer with experts. Give --num-experts, and with it "
-                              "--moe-layer-freq if not all layers are to have experts.")
-        named = {"--ffn-hidden-size": [model.ffn_size], "--moe-router-topk": [model.moe_router_topk],
-                 "--num-experts": numbers}
+            raise ConfigError(
+                "the new model has no layer with experts. Give --num-experts, and with it "
+                "--moe-layer-freq if not all layers are to have experts."
+            )
+        named = {
+            "--ffn-hidden-size": [model.ffn_size],
+            "--moe-router-topk": [model.moe_router_topk],
+            "--num-experts": numbers,
+        }
         for name, values in named.items():
             if odd := [value for value in values if parts < 1 or value % parts]:
-                raise ConfigError(f"--moe-upcycling-granularity {parts} does not divide {name} {odd[0]}: the "
-                                  f"{parts} experts that hold the parts of a feed-forward are chosen "
-                                  "together. Use a number that divides width, experts and k.")
+                raise ConfigError(
+                    f"--moe-upcycling-granularity {parts} does not divide {name} {odd[0]}: the "
+                    f"{parts} experts that hold the parts of a feed-forward are chosen "
+                    "together. Use a number that divides width, experts and k."
+                )
         if model.expert_ffn_size != model.ffn_size // parts:
-            raise ConfigError(f"--moe-ffn-hidden-size {model.expert_ffn_size}: an expert is one of {parts} "
-                              f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or "
-                              "choose the width by --moe-upcycling-granularity.")
+            raise ConfigError(
+                f"--moe-ffn-hidden-size {model.expert_ffn_size}: an expert is one of {parts} "
+                f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or "
+                "choose the width by --moe-upcycling-granularity."
+            )
         if model.moe_shared_expert_intermediate_size:
-            raise ConfigError("--moe-shared-expert-intermediate-size: a dense checkpoint has no weights for "
-                              "shared experts, and new ones would change the loss. Omit it, or use "
-                              "--mlp-type residual, whose dense part is the feed-forward.")
-        if odd := [kind for kind in model.moe_router_load_balancing_type if kind in CHOOSING_OTHERWISE]:
-            raise ConfigError(f"--moe-router-load-balancing-type {odd[0]}: a token's weights do not follow "
-                              "from its scores, so no factor keeps the loss. Upcycle with aux_loss, and "
-                              "change it in training.")
+            raise ConfigError(
+                "--moe-shared-expert-intermediate-size: a dense checkpoint has no weights for "
+                "shared experts, and new ones would change the loss. Omit it, or use "
+                "--mlp-type residual, whose dense part is the feed-forward."
+            )
+        if odd := [
+            kind
+            for kind in model.moe_router_load_balancing_type
+            if kind in CHOOSING_OTHERWISE
+        ]:
+            raise ConfigError(
+                f"--moe-router-load-balancing-type {odd[0]}: a token's weights do not follow "
+                "from its scores, so no factor keeps the loss. Upcycle with aux_loss, and "
+                "change it in training."
+            )
 
     def pieces(self, dense: StoredTensors) -> list[MadePiece]:
         """All weights of the model as pieces. Raises CheckpointError unless `dense` has what they need, and
         nothing else.
         """
-        entries = {entry.name: replace(entry, dtype=torch.float32) for entry in dense.entries}
-        read = lru_cache(maxsize=1)(lambda name: dense.read(entries[name]))     # by all experts of a layer
+        entries = {
+            entry.name: replace(entry, dtype=torch.float32) for entry in dense.entries
+        }
+        read = lru_cache(maxsize=1)(
+            lambda name: dense.read(entries[name])
+        )  # by all experts of a layer
         plans = [(spec, *self._made_of(spec)) for spec in specs_of(self.model)]
         used = {name for _, name, _ in plans if name}
         if differing := sorted(used ^ entries.keys()):
-            raise CheckpointError(f"the checkpoint and a dense model of these sizes differ in {differing[0]} "
-                                  f"and {len(differing) - 1} other tensors: it is damaged, or another "
-                                  "program wrote it.")
-        return [piece for spec, name, make in plans for piece in make(spec, partial(read, name))]
+            raise CheckpointError(
+                f"the checkpoint and a dense model of these sizes differ in {differing[0]} "
+                f"and {len(differing) - 1} other tensors: it is damaged, or another "
+                "program wrote it."
+            )
+        return [
+            piece
+            for spec, name, make in plans
+            for piece in make(spec, partial(read, name))
+        ]
 
     def _made_of(self, spec: ParamSpec) -> tuple[str | None, Callable]:
         """(name of the dense tensor or None, function from the spec and a reader to pieces)."""
@@ -111,7 +142,10 @@ class Upcycling:
 
     def _factor(self, spec: ParamSpec, leaf: str) -> float:
         weight = equal_scores_weight(self.model, spec.shape[0])
-        return {"linear_fc2.weight": self.granularity / weight, "linear_fc2.bias": 1 / weight}.get(leaf, 1.0)
+        return {
+            "linear_fc2.weight": self.granularity / weight,
+            "linear_fc2.bias": 1 / weight,
+        }.get(leaf, 1.0)
 
 
 def equal_scores_weight(model: ModelConfig, num_experts: int) -> float:
@@ -130,23 +164,35 @@ def is_exact(model: ModelConfig, granularity: int) -> bool:
     So: the weights of a token sum to a constant, no token is dropped, and neither noise nor the router's
     groups of experts divide a virtual group.
     """
-    is_constant = (model.moe_router_topk > 1 if model.moe_router_score_function == "sigmoid"
-                   else not model.moe_router_pre_softmax)
-    is_dropless = model.moe_expert_capacity_factor is None and model.moe_eval_capacity_factor is None
+    is_constant = (
+        model.moe_router_topk > 1
+        if model.moe_router_score_function == "sigmoid"
+        else not model.moe_router_pre_softmax
+    )
+    is_dropless = (
+        model.moe_expert_capacity_factor is None
+        and model.moe_eval_capacity_factor is None
+    )
     groups = model.moe_router_num_groups or 1
-    is_together = model.moe_router_noise != "gumbel" and all(number // groups % granularity == 0
-                                                             for number in model.experts)
+    is_together = model.moe_router_noise != "gumbel" and all(
+        number // groups % granularity == 0 for number in model.experts
+    )
     return is_constant and is_dropless and (granularity == 1 or is_together)
 
 
 def specs_of(model: ModelConfig) -> list[ParamSpec]:
     """Of all weights, and of what routers remember from step to step. Allocates nothing."""
-    modules = build_stage(MODELS[model.model](model, ParallelContext(device=torch.device("meta"))))
-    remembered = [spec for balance in balances_of(modules) for spec in balance.specs.values()]
+    modules = build_stage(
+        MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
+    )
+    remembered = [
+        spec for balance in balances_of(modules) for spec in balance.specs.values()
+    ]
     return [*(parameter.spec for parameter in modules.parameters()), *remembered]
 
 
 # ---- Functions from a spec, and a reader of the dense tensor, to pieces.
+
 
 def _copied(spec: ParamSpec, read: Callable[[], torch.Tensor]) -> list[MadePiece]:
     return [_piece(spec, spec.shape, read)]
@@ -164,30 +210,44 @@ def _drawn(seed: int, copies: int, spec: ParamSpec, _: Callable) -> list[MadePie
     return [_piece(spec, spec.shape, make)]
 
 
-def _experts(parts: int, factor: float, spec: ParamSpec, read: Callable[[], torch.Tensor]) -> list[MadePiece]:
+def _experts(
+    parts: int, factor: float, spec: ParamSpec, read: Callable[[], torch.Tensor]
+) -> list[MadePiece]:
     """One piece for each expert. The width is the dimension that tensor parallelism splits."""
     split = spec.split_over("tp")
 
     def make(expert: int) -> torch.Tensor:
         values = read()
         if split is not None:
-            width = split.dim - 1                             # that of a single expert
-            cut = values.unflatten(width, (split.parts, parts, -1))     # [.., 2 of [gate; up], G, f/G, ..]
+            width = split.dim - 1  # that of a single expert
+            cut = values.unflatten(
+                width, (split.parts, parts, -1)
+            )  # [.., 2 of [gate; up], G, f/G, ..]
             values = cut.select(width + 1, expert % parts).flatten(width, width + 1)
         return (values if factor == 1 else values * factor)[None]
 
-    return [_piece(spec, spec.shape[1:], partial(make, expert), expert) for expert in range(spec.shape[0])]
+    return [
+        _piece(spec, spec.shape[1:], partial(make, expert), expert)
+        for expert in range(spec.shape[0])
+    ]
 
 
-def _piece(spec: ParamSpec, shape: Sequence[int], make: Callable[[], torch.Tensor],
-           index: int = 0) -> MadePiece:
+def _piece(
+    spec: ParamSpec,
+    shape: Sequence[int],
+    make: Callable[[], torch.Tensor],
+    index: int = 0,
+) -> MadePiece:
     """The `index`-th piece of this shape. Without splits it is one rectangle."""
     blank = torch.empty(torch.Size(shape).numel(), device="meta")
     return MadePiece(replace(spec, splits=()), blank, make, index * blank.numel())
 
 
-def counted(pieces: Sequence[MadePiece], done: Callable[[int], object]) -> Iterator[MadePiece]:
+def counted(
+    pieces: Sequence[MadePiece], done: Callable[[int], object]
+) -> Iterator[MadePiece]:
     """The pieces, with done(bytes) called when one is made."""
+
     def make(piece: MadePiece) -> torch.Tensor:
         done(piece.tensor.nbytes)
         return piece.make()

@@ -35,9 +35,17 @@ class TensorStream:
     dtype_of  name → dtype to which the tensor is cast before it is sent; None: its own
     """
 
-    def __init__(self, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
-                 device: torch.device | str = "cpu", dtype_of: Callable[[str], torch.dtype] | None = None):
-        self._world, self._device = world, device
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        *,
+        coordinates: Coordinates,
+        world: Group,
+        device: torch.device | str = "cpu",
+        dtype_of: Callable[[str], torch.dtype] | None = None,
+    ):
+        self._world = world
+        self._device = device
         self._views: dict[str, list] = {}
         here: dict[str, tuple] = {}
         for piece in pieces:
@@ -68,7 +76,9 @@ class TensorStream:
     def _send(self, entry: TensorEntry) -> None:
         for view in self._views.get(entry.name, ()):
             message = view.tensor.to(self._device, entry.dtype).contiguous().view(-1)
-            self._world.traffic.add("send", self._world.axes, self._world.size, message.nbytes)
+            self._world.traffic.add(
+                "send", self._world.axes, self._world.size, message.nbytes
+            )
             self._world.transport.isend(message, 0, TAG).wait()
 
     def _receive(self, entry: TensorEntry) -> torch.Tensor:
@@ -78,7 +88,9 @@ class TensorStream:
         for rank, sent in enumerate(self._sent_by_rank[1:], 1):
             for offset, sizes in sent.get(entry.name, ((), None, ()))[2]:
                 target = rectangle(whole, offset, sizes)
-                message = torch.empty(target.numel(), dtype=entry.dtype, device=self._device)
+                message = torch.empty(
+                    target.numel(), dtype=entry.dtype, device=self._device
+                )
                 self._world.transport.irecv(message, rank, TAG).wait()
                 target.copy_(message.view(target.shape))
         return whole
@@ -98,11 +110,19 @@ def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
     for sent in sent_by_rank:
         for name, (shape, dtype, chunks) in sent.items():
             shapes.setdefault(name, (shape, dtype))
-            held[name] = held.get(name, 0) + sum(torch.Size(sizes).numel() for _, sizes in chunks)
-    wrong = [name for name, (shape, _) in shapes.items() if held[name] != torch.Size(shape).numel()]
+            held[name] = held.get(name, 0) + sum(
+                torch.Size(sizes).numel() for _, sizes in chunks
+            )
+    wrong = [
+        name
+        for name, (shape, _) in shapes.items()
+        if held[name] != torch.Size(shape).numel()
+    ]
     if wrong:
-        raise CheckpointError(f"the ranks together do not hold each element once of {len(wrong)} tensors, "
-                              f"first {wrong[0]}.")
+        raise CheckpointError(
+            f"the ranks together do not hold each element once of {len(wrong)} tensors, "
+            f"first {wrong[0]}."
+        )
     return [TensorEntry(name, shape, dtype) for name, (shape, dtype) in shapes.items()]
 
 
@@ -115,7 +135,8 @@ class StoredTensors:
     def __init__(self, directory: str | os.PathLike, step: int, kinds: tuple[str, ...]):
         from .storage import Reader
 
-        self._folder, self._step = Path(directory), step
+        self._folder = Path(directory)
+        self._step = step
         path = find_checkpoint(self._folder, step)
         with explain_way_back(self._folder, step):
             self._reader = Reader(path)
@@ -127,7 +148,9 @@ class StoredTensors:
             if kind in kinds:
                 self._kind_of[name] = kind
                 self._keys.append((kind, name))
-                self.entries.append(TensorEntry(name, tuple(stored.size), stored.properties.dtype))
+                self.entries.append(
+                    TensorEntry(name, tuple(stored.size), stored.properties.dtype)
+                )
 
     def keys(self) -> list[tuple[str, str]]:
         """(kind, name) of each tensor."""
@@ -142,7 +165,9 @@ class StoredTensors:
             if (whole := self._reader.whole(f"{kind}/{entry.name}")) is not None:
                 return whole.to(entry.dtype)
             flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
-            piece = ParameterPiece(ParamSpec(entry.name, entry.shape, Init("zeros")), flat, kind)
+            piece = ParameterPiece(
+                ParamSpec(entry.name, entry.shape, Init("zeros")), flat, kind
+            )
             Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 

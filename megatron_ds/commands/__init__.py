@@ -52,29 +52,63 @@ def _alone(module: str, summary: str) -> Command:
 COMMANDS: dict[str, Command] = {
     "train": _training("train a GPT, or a BERT with --model bert"),
     "train-bert": _training("train a BERT", model="bert"),
-    "plan": _training("print the memory, traffic and schedule of a training; nothing runs", "--dry-run"),
-    "generate": Command("generate_text", "continue text with a trained model", "run_tool"),
-    "check": Command("check_recipe", "list what a recipe of Megatron or DeepSpeed would do here"),
-    "engine-check": Command("check_recipe", "the same for the JSON of a program that calls initialize()",
-                            before=("--for", "engine")),
-    "corpus": Command("build_corpus", "build a corpus of English from the documentation of this Python"),
+    "plan": _training(
+        "print the memory, traffic and schedule of a training; nothing runs",
+        "--dry-run",
+    ),
+    "generate": Command(
+        "generate_text", "continue text with a trained model", "run_tool"
+    ),
+    "check": Command(
+        "check_recipe", "list what a recipe of Megatron or DeepSpeed would do here"
+    ),
+    "engine-check": Command(
+        "check_recipe",
+        "the same for the JSON of a program that calls initialize()",
+        before=("--for", "engine"),
+    ),
+    "corpus": Command(
+        "build_corpus",
+        "build a corpus of English from the documentation of this Python",
+    ),
     "tokenizer": Command("train_tokenizer", "train a tokenizer on text"),
     "preprocess": Command("preprocess_data", "turn text into tokens for training"),
     "merge": Command("merge_datasets", "merge several corpora into one"),
     "inspect": Command("inspect_dataset", "show what is in a corpus, and check it"),
-    "analyze": Command("analyze_data", "measure how difficult samples are, for a curriculum"),
-    "prepare-cache": Command("prepare_cache", "build the index maps of a training before it starts"),
-    "convert": _alone("convert_checkpoint", "convert checkpoints of Hugging Face, Megatron and DeepSpeed"),
-    "export": _alone("checkpoint_to_safetensors", "write weights, with this package's names, as safetensors"),
-    "zero-to-fp32": _alone("weights_of_zero", "take the fp32 weights out of an engine's checkpoint"),
-    "upcycle": _alone("upcycle_checkpoint", "make a checkpoint with experts from a dense one"),
+    "analyze": Command(
+        "analyze_data", "measure how difficult samples are, for a curriculum"
+    ),
+    "prepare-cache": Command(
+        "prepare_cache", "build the index maps of a training before it starts"
+    ),
+    "convert": _alone(
+        "convert_checkpoint",
+        "convert checkpoints of Hugging Face, Megatron and DeepSpeed",
+    ),
+    "export": _alone(
+        "checkpoint_to_safetensors",
+        "write weights, with this package's names, as safetensors",
+    ),
+    "zero-to-fp32": _alone(
+        "weights_of_zero", "take the fp32 weights out of an engine's checkpoint"
+    ),
+    "upcycle": _alone(
+        "upcycle_checkpoint", "make a checkpoint with experts from a dense one"
+    ),
     "verify": _alone("verify_checkpoint", "compare a checkpoint with its checksums"),
-    "longest-sequence": Command("find_longest_sequence", "find the longest sequence that fits the memory"),
-    "schedule": Command("show_schedule", "draw a pipeline schedule, planned or measured"),
+    "longest-sequence": Command(
+        "find_longest_sequence", "find the longest sequence that fits the memory"
+    ),
+    "schedule": Command(
+        "show_schedule", "draw a pipeline schedule, planned or measured"
+    ),
     "plot-loss": Command("plot_loss", "draw the loss curve of a run"),
-    "plot-experts": Command("plot_expert_load", "draw how evenly the experts of a run are used"),
-    "draw-context": Command("draw_context", "draw how context-parallel ranks share a sequence",
-                            "run_tool"),
+    "plot-experts": Command(
+        "plot_expert_load", "draw how evenly the experts of a run are used"
+    ),
+    "draw-context": Command(
+        "draw_context", "draw how context-parallel ranks share a sequence", "run_tool"
+    ),
 }
 EXAMPLES = f"""examples:
   {PROGRAM} train --mock-data --vocab-size 512 --num-layers 2 --hidden-size 64 --num-attention-heads 4 \\
@@ -101,14 +135,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     run(name, rest, f"{PROGRAM} {name}")
 
 
-def run(name: str, argv: Sequence[str] | None = None, program: str | None = None) -> NoReturn:
+def run(
+    name: str, argv: Sequence[str] | None = None, program: str | None = None
+) -> NoReturn:
     """Run one command, and exit with its code. program: its name in the page of --help"""
     command = COMMANDS[name]
     argv = [*command.before, *(sys.argv[1:] if argv is None else argv)]
     sys.argv = [program or sys.argv[0], *argv]
     if command.module == PRETRAIN:
         run_command(PRETRAIN, command.function, argv=argv, **command.defaults)
-    sys.exit(main_guard(lambda: _function_of(command)(argv, **command.defaults), rank=command.rank))
+    sys.exit(
+        main_guard(
+            lambda: _function_of(command)(argv, **command.defaults), rank=command.rank
+        )
+    )
 
 
 def _function_of(command: Command) -> Any:
@@ -119,11 +159,19 @@ def overview() -> str:
     """The page of `megatron-ds --help`."""
     width = max(map(len, COMMANDS)) + 4
     columns = min(shutil.get_terminal_size().columns, 110)
-    lines = [f"usage: {PROGRAM} COMMAND …   (or: python -m megatron_ds COMMAND …)", "",
-             f"megatron_ds {__version__}. `{PROGRAM} COMMAND --help` lists the flags of a command.", ""]
+    lines = [
+        f"usage: {PROGRAM} COMMAND …   (or: python -m megatron_ds COMMAND …)",
+        "",
+        f"megatron_ds {__version__}. `{PROGRAM} COMMAND --help` lists the flags of a command.",
+        "",
+    ]
     for name, command in COMMANDS.items():
-        lines += textwrap.wrap(command.summary, columns, initial_indent=f"  {name}".ljust(width),
-                               subsequent_indent=" " * width)
+        lines += textwrap.wrap(
+            command.summary,
+            columns,
+            initial_indent=f"  {name}".ljust(width),
+            subsequent_indent=" " * width,
+        )
     return "\n".join([*lines, "", EXAMPLES])
 
 
@@ -131,6 +179,12 @@ def _unknown(name: str) -> NoReturn:
     """Raise ConfigError with the nearest command. Names of files in tools/ are known, too."""
     tool = name.removeprefix("tools/").removesuffix(".py").replace("-", "_")
     modules = {command.module: known for known, command in reversed(COMMANDS.items())}
-    hint = (f"; it is {modules[tool]!r} here." if tool in modules
-            else did_you_mean(name, [*COMMANDS, "--help", "--version"]) or did_you_mean(tool, [*modules]))
-    raise ConfigError(f"unknown command {name!r}{hint or '.'} Commands: {', '.join(COMMANDS)}.")
+    hint = (
+        f"; it is {modules[tool]!r} here."
+        if tool in modules
+        else did_you_mean(name, [*COMMANDS, "--help", "--version"])
+        or did_you_mean(tool, [*modules])
+    )
+    raise ConfigError(
+        f"unknown command {name!r}{hint or '.'} Commands: {', '.join(COMMANDS)}."
+    )

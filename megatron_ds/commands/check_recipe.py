@@ -25,7 +25,7 @@ from megatron_ds.console import shortened
 from megatron_ds.errors import ConfigError
 
 WIDTH = 110
-LONGEST_ARGUMENT = 2**17 - 1         # bytes of a word that Linux passes to a program
+LONGEST_ARGUMENT = 2**17 - 1  # bytes of a word that Linux passes to a program
 UNREADABLE = "cannot be read"
 
 
@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in args.files:
         try:
             trainings = read_recipe(path, variables, args.arguments)
-            assessed = [assess(training, KNOWN_NAMES, RULES, args.world_size) for training in trainings]
+            assessed = [
+                assess(training, KNOWN_NAMES, RULES, args.world_size)
+                for training in trainings
+            ]
         except ConfigError as error:
             print(f"{path}: cannot be read: {error}" if args.summary else f"{error}\n")
             obstacles[UNREADABLE] += 1
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("\n".join(_report(path, training, one)))
     if args.summary:
         print(f"\n{accepted} of {len(args.files)} accepted")
-        for name, count in (+obstacles).most_common():       # those that occur
+        for name, count in (+obstacles).most_common():  # those that occur
             print(f"{count:5}  {name}")
     if obstacles[UNREADABLE]:
         return 2
@@ -81,19 +84,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON")
-    parser.add_argument("--arguments", nargs="*", default=[], metavar="WORD", help="$1, $2, … of the script")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="variables",
-                        help="environment variables of the script")
-    parser.add_argument("--world-size", type=int, help="number of processes, if the recipe does not state it")
-    parser.add_argument("--summary", action="store_true",
-                        help="one line for each file, then how often each flag is refused or unknown")
-    parser.add_argument("--run-tiny", action="store_true",
-                        help="train each accepted file for 3 steps, shrunk to what takes seconds, with "
-                             "its own parallelism, schedules and optimizer, on mock data and CPUs")
-    parser.add_argument("--for", choices=("train", "engine"), default="train", dest="reader",
-                        help="what reads a DeepSpeed JSON: pretrain_gpt.py (default), which has flags of its "
-                             "own, or megatron_ds.initialize, for training loops of your own")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON"
+    )
+    parser.add_argument(
+        "--arguments",
+        nargs="*",
+        default=[],
+        metavar="WORD",
+        help="$1, $2, … of the script",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="variables",
+        help="environment variables of the script",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        help="number of processes, if the recipe does not state it",
+    )
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="one line for each file, then how often each flag is refused or unknown",
+    )
+    parser.add_argument(
+        "--run-tiny",
+        action="store_true",
+        help="train each accepted file for 3 steps, shrunk to what takes seconds, with "
+        "its own parallelism, schedules and optimizer, on mock data and CPUs",
+    )
+    parser.add_argument(
+        "--for",
+        choices=("train", "engine"),
+        default="train",
+        dest="reader",
+        help="what reads a DeepSpeed JSON: pretrain_gpt.py (default), which has flags of its "
+        "own, or megatron_ds.initialize, for training loops of your own",
+    )
     return parser
 
 
@@ -101,6 +133,7 @@ def _problems_of_engine(path: Path, ranks: int) -> list[str]:
     """Why `megatron_ds.initialize` would refuse a DeepSpeed JSON."""
     from megatron_ds.compat.engine.json_settings import read_settings
     from megatron_ds.config.sources.reading import ConfigProblems
+
     try:
         read_settings(str(path), ranks)
     except ConfigProblems as error:
@@ -119,21 +152,26 @@ def _trains(path: Path, training, ranks: int) -> bool:
     from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 
     with tempfile.TemporaryDirectory() as folder:
+
         def parsed(text: str, size: int):
             file = Path(folder) / "parsed.yaml"
             file.write_text(text, encoding="utf-8")
-            return parse(["--config", str(file)], size, known=KNOWN_NAMES, rules=RULES, env={})
+            return parse(
+                ["--config", str(file)], size, known=KNOWN_NAMES, rules=RULES, env={}
+            )
 
         try:
             config = config_of(training, ranks)
             tiny = shrunk(config, parsed, folder)
-            processes = f"{tiny.ranks} process{'es' * (tiny.ranks > 1)}"
+            processes = f"{tiny.ranks} process{'es' if tiny.ranks > 1 else ''}"
             print(f"{path}, {processes}: {', '.join(changed(config, tiny))}")
             for flag, why in tiny.left_out.items():
                 print(f"  left out: {flag} ({why})")
             for record in losses_of(tiny, Path(folder)):
-                print(f"  step {record['step']}: lm loss {record['loss']:.6f}, "
-                      f"learning rate {record['learning_rate']:.3e}")
+                print(
+                    f"  step {record['step']}: lm loss {record['loss']:.6f}, "
+                    f"learning rate {record['learning_rate']:.3e}"
+                )
         except ConfigError as error:
             print(f"{path}: does not train: {error}")
             return False
@@ -149,15 +187,23 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _obstacles(assessment) -> Iterator[str]:
     from megatron_ds.compat.recipes.verdict import Kind
-    found = {f"{v.kind.value} {shortened(v.name)}" for v in assessment.verdicts
-             if v.kind in (Kind.REFUSED, Kind.UNKNOWN)}
+
+    found = {
+        f"{v.kind.value} {shortened(v.name)}"
+        for v in assessment.verdicts
+        if v.kind in (Kind.REFUSED, Kind.UNKNOWN)
+    }
     return found | {f"together: {problem[:90]}" for problem in assessment.problems}
 
 
 def _report(path: Path, training, assessment) -> Iterator[str]:
     """The lines for one training."""
     from megatron_ds.compat.recipes.verdict import Kind
-    reader = training.script or "a DeepSpeed JSON for pretrain_gpt.py (--for engine: for initialize)"
+
+    reader = (
+        training.script
+        or "a DeepSpeed JSON for pretrain_gpt.py (--for engine: for initialize)"
+    )
     yield f"{path}, {reader}"
     for kind in Kind:
         rows = [verdict for verdict in assessment.verdicts if verdict.kind is kind]
@@ -165,11 +211,15 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
             yield f"  {kind.value}:"
         for verdict in rows:
             left = f"    {shortened(verdict.name)} {shortened(verdict.value)}".rstrip()
-            yield left if not verdict.text else f"{left:<48}  {_with_short_words(verdict.text)}"
+            yield (
+                left
+                if not verdict.text
+                else f"{left:<48}  {_with_short_words(verdict.text)}"
+            )
     for problem in assessment.problems:
         yield f"  refused together: {_with_short_words(problem)}"
     if assessment.command:
-        yield f"  write here, for {assessment.ranks} process{'es' * (assessment.ranks > 1)}:"
+        yield f"  write here, for {assessment.ranks} process{'es' if assessment.ranks > 1 else ''}:"
         yield from _wrapped(map(_quoted, assessment.command))
     else:
         yield "  runs as it is" if assessment.is_accepted else "  does not run as it is"
@@ -191,6 +241,7 @@ def _quoted(word: str) -> str:
 def _open_word(word: str) -> str:
     """A word whose value the recipe does not state: its variable, or a gap where a command computes it."""
     from megatron_ds.compat.recipes.shell_values import IS_OPEN, shown
+
     if any(re.search(r"[(`]", inner) for inner in IS_OPEN.findall(word)):
         return IS_OPEN.sub("<computed>", word)
     return shown(word)

@@ -29,42 +29,79 @@ from megatron_ds.cli import Arguments
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.group import solo
 
-CONFIG, MODEL_TYPE = "config.json", "megatron_ds"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONFIG = "config.json"
+MODEL_TYPE = "megatron_ds"
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True,
-        help="checkpoint folder of a run (its --save), or of an engine's tag")
-    add("--output", type=Path, required=True, help="folder for the files; what else is in it stays")
-    add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
-    add("--dtype", choices=DTYPES, default="float32",
-        help="of the weights (default float32, as they are saved)")
-    add("--max-shard-bytes", type=int, default=5 * 10**9, help="longest file, in bytes (default 5000000000)")
+    add(
+        "--load",
+        type=Path,
+        required=True,
+        help="checkpoint folder of a run (its --save), or of an engine's tag",
+    )
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for the files; what else is in it stays",
+    )
+    add(
+        "--iteration",
+        type=int,
+        help="which checkpoint of the folder (default: the latest)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the weights (default float32, as they are saved)",
+    )
+    add(
+        "--max-shard-bytes",
+        type=int,
+        default=5 * 10**9,
+        help="longest file, in bytes (default 5000000000)",
+    )
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> int:
     """Write the folder, and print where it is."""
     if args.max_shard_bytes < 1:
-        raise ConfigError(f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive "
-                          "number of bytes.")
+        raise ConfigError(
+            f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive "
+            "number of bytes."
+        )
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
-        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in "
-                              "training.")
+        raise CheckpointError(
+            f"--load {args.load}: no complete checkpoint there. Give what was --save in "
+            "training."
+        )
     run = read_run(args.load, step)
     if "config" in run:
         require(run, args.load, "identity.model", "config.data.tokenizer_type")
     stored = StoredTensors(args.load, step, ("weight", "buffer"))
-    entries = [TensorEntry(e.name, e.shape, DTYPES[args.dtype] if e.dtype == torch.float32 else e.dtype)
-               for e in stored.entries]
+    entries = [
+        TensorEntry(
+            e.name, e.shape, DTYPES[args.dtype] if e.dtype == torch.float32 else e.dtype
+        )
+        for e in stored.entries
+    ]
     write_folder(args.output, entries, stored.read_all, solo(), args.max_shard_bytes)
     mebibytes = sum(entry.nbytes for entry in entries) / 2**20
-    print(f"wrote {len(entries)} tensors, {mebibytes:.1f} MiB, of iteration {step} to {args.output}")
+    print(
+        f"wrote {len(entries)} tensors, {mebibytes:.1f} MiB, of iteration {step} to {args.output}"
+    )
     if "config" in run:
         write_config(args.output / CONFIG, run, args.dtype)
     return 0
@@ -78,14 +115,25 @@ def write_config(file: Path, run: Mapping, dtype: str) -> None:
     if file.exists() and MODEL_TYPE not in file.read_text(errors="replace"):
         print(f"{file} was there and is left as it is")
         return
-    tokenizer = {name: value for name, value in run["config"]["data"].items() if name.startswith("tokenizer")}
-    values = {"model_type": MODEL_TYPE, "tensor_names": "megatron_ds", "dtype": dtype,
-              "iteration": run["step"],
-              "megatron_ds_version": run.get("version"), "model": run["identity"]["model"],
-              "tokenizer": tokenizer}
+    tokenizer = {
+        name: value
+        for name, value in run["config"]["data"].items()
+        if name.startswith("tokenizer")
+    }
+    values = {
+        "model_type": MODEL_TYPE,
+        "tensor_names": "megatron_ds",
+        "dtype": dtype,
+        "iteration": run["step"],
+        "megatron_ds_version": run.get("version"),
+        "model": run["identity"]["model"],
+        "tokenizer": tokenizer,
+    }
     write_durably(file, json.dumps(values, indent=2) + "\n")
-    print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs "
-          "those that megatron-ds convert writes")
+    print(
+        f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs "
+        "those that megatron-ds convert writes"
+    )
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:

@@ -22,18 +22,41 @@ from tqdm import tqdm
 
 from megatron_ds.cli import Arguments
 from megatron_ds.compat.conversion.files.stored_tensor import LogicalCheckpoint
-from megatron_ds.compat.conversion.formats import ALIASES, FORMATS, Format, Wishes, detected, format_of
+from megatron_ds.compat.conversion.formats import (
+    ALIASES,
+    FORMATS,
+    Format,
+    Wishes,
+    detected,
+    format_of,
+)
 from megatron_ds.errors import CheckpointError, ConfigError
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 # Wishes that some formats do not use → their flags.
-FLAGS = {"iteration": "--iteration", "vocab_size": "--vocab-size", "dtype": "--dtype", "family": "--family",
-         "shard_bytes": "--max-shard-size", "tensor_parallel": "--target-tensor-parallel-size",
-         "pipeline_parallel": "--target-pipeline-parallel-size",
-         "expert_parallel": "--target-expert-parallel-size", "allow_missing": "--allow-missing",
-         "allow_unused": "--allow-unused", "qkv_packing": "--qkv-packing"}
-OF_VERIFY = {"vocab_size", "qkv_packing"}           # also used to read what was written
+FLAGS = {
+    "iteration": "--iteration",
+    "vocab_size": "--vocab-size",
+    "dtype": "--dtype",
+    "family": "--family",
+    "shard_bytes": "--max-shard-size",
+    "tensor_parallel": "--target-tensor-parallel-size",
+    "pipeline_parallel": "--target-pipeline-parallel-size",
+    "expert_parallel": "--target-expert-parallel-size",
+    "allow_missing": "--allow-missing",
+    "allow_unused": "--allow-unused",
+    "qkv_packing": "--qkv-packing",
+}
+OF_VERIFY = {"vocab_size", "qkv_packing"}  # also used to read what was written
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -43,36 +66,98 @@ def make_parser() -> argparse.ArgumentParser:
     names = ", ".join((*FORMATS, *ALIASES))
     add("--load", type=Path, required=True, help="folder of the checkpoint")
     add("--save", type=Path, required=True, help="new folder")
-    add("--from", dest="source", metavar="FORMAT", help=f"format of --load: {names}. Default: detected")
-    add("--to", dest="target", metavar="FORMAT",
-        help="format of --save. Default: megatron_ds, or huggingface where --load is megatron_ds")
-    add("--iteration", type=int, help="which checkpoint of --load (default: the latest)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"),
-        help="of the written weights (default: as the source's)")
-    add("--family", help="family of models to write, such as llama (default: the source's, or the first that "
-                         "computes the same)")
-    add("--vocab-size", type=int, metavar="N", help="true number of tokens, where the files hold padded rows")
-    add("--max-shard-size", type=size_of, default=5 * 10**9, metavar="SIZE",
-        help="longest file of a Hugging Face folder, such as 5GB (default)")
-    add("--target-tensor-parallel-size", type=int, default=1, metavar="N",
-        help="tensor-parallel size of the written files, for formats whose files have one")
-    add("--target-pipeline-parallel-size", type=int, default=1, metavar="N",
-        help="pipeline-parallel size of the written files, for formats whose files have one")
-    add("--target-expert-parallel-size", type=int, default=1, metavar="N",
+    add(
+        "--from",
+        dest="source",
+        metavar="FORMAT",
+        help=f"format of --load: {names}. Default: detected",
+    )
+    add(
+        "--to",
+        dest="target",
+        metavar="FORMAT",
+        help="format of --save. Default: megatron_ds, or huggingface where --load is megatron_ds",
+    )
+    add(
+        "--iteration", type=int, help="which checkpoint of --load (default: the latest)"
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the written weights (default: as the source's)",
+    )
+    add(
+        "--family",
+        help="family of models to write, such as llama (default: the source's, or the first that "
+        "computes the same)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="true number of tokens, where the files hold padded rows",
+    )
+    add(
+        "--max-shard-size",
+        type=size_of,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="longest file of a Hugging Face folder, such as 5GB (default)",
+    )
+    add(
+        "--target-tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel size of the written files, for formats whose files have one",
+    )
+    add(
+        "--target-pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pipeline-parallel size of the written files, for formats whose files have one",
+    )
+    add(
+        "--target-expert-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
         help="expert-parallel size of the run that loads the written files, for formats whose optimizer "
-             "state depends on it")
-    add("--allow-missing", action="append", default=[], metavar="PATTERN",
-        help="tensors that the source may lack; they get the values of a new model")
-    add("--allow-unused", action="append", default=[], metavar="PATTERN",
-        help="tensors of the source that may be left out")
-    add("--qkv-packing", choices=("heads", "thirds"),
+        "state depends on it",
+    )
+    add(
+        "--allow-missing",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors that the source may lack; they get the values of a new model",
+    )
+    add(
+        "--allow-unused",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors of the source that may be left out",
+    )
+    add(
+        "--qkv-packing",
+        choices=("heads", "thirds"),
         help="order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record "
-             "it")
+        "it",
+    )
     add("--no-optim", action="store_true", help="convert weights only")
-    add("--verify", action="store_true",
-        help="compare the outputs of both checkpoints; needs the memory of both models in float32")
-    add("--tolerance", type=float, default=1e-4,
-        help="largest difference that --verify accepts, relative to the largest output (default 1e-4)")
+    add(
+        "--verify",
+        action="store_true",
+        help="compare the outputs of both checkpoints; needs the memory of both models in float32",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="largest difference that --verify accepts, relative to the largest output (default 1e-4)",
+    )
     return parser
 
 
@@ -80,7 +165,9 @@ def size_of(text: str) -> int:
     """Bytes of "5GB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
     if not match or not (size := int(float(match[1]) * UNITS[match[2] or ""])):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: use a number of bytes, or 500MB, 5GB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: use a number of bytes, or 500MB, 5GB"
+        )
     return size
 
 
@@ -92,22 +179,40 @@ def main(args: argparse.Namespace) -> int:
     if target.write is None:
         raise ConfigError(f"--to {target.name}: the {target.noun} is only read.")
     if args.verify and not target.can_verify:
-        raise ConfigError(f"--verify: a written {target.noun} does not describe its model, so it cannot be "
-                          "read again. Omit --verify.")
+        raise ConfigError(
+            f"--verify: a written {target.noun} does not describe its model, so it cannot be "
+            "read again. Omit --verify."
+        )
     if args.verify:
         check_transformers(source, target)
     if args.save.resolve() == args.load.resolve():
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
-    wishes = Wishes(args.iteration, args.vocab_size, args.dtype, args.max_shard_size, args.family,
-                    args.target_tensor_parallel_size, args.target_pipeline_parallel_size,
-                    args.target_expert_parallel_size, tuple(args.allow_missing), tuple(args.allow_unused),
-                    args.no_optim, args.qkv_packing)
+    wishes = Wishes(
+        args.iteration,
+        args.vocab_size,
+        args.dtype,
+        args.max_shard_size,
+        args.family,
+        args.target_tensor_parallel_size,
+        args.target_pipeline_parallel_size,
+        args.target_expert_parallel_size,
+        tuple(args.allow_missing),
+        tuple(args.allow_unused),
+        args.no_optim,
+        args.qkv_packing,
+    )
     check_used(wishes, source, target, args.verify)
     checkpoint = source.read(args.load, wishes)
     print(f"read {args.load}: {source.noun}{described(checkpoint)}", flush=True)
-    total = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
+    total = sum(
+        tensor.nbytes
+        for named in checkpoint.tensors.values()
+        for tensor in named.values()
+    )
     with progress(total) as done:
-        lines = target.write(checkpoint, args.save, Wishes(**{**vars(wishes), "done": done}))
+        lines = target.write(
+            checkpoint, args.save, Wishes(**{**vars(wishes), "done": done})
+        )
     print("\n".join(lines), flush=True)
     if args.verify:
         verify_written(checkpoint, args, target)
@@ -116,74 +221,129 @@ def main(args: argparse.Namespace) -> int:
 
 def check_transformers(*formats: Format) -> None:
     """Raises ConfigError if --verify would need transformers for a format, and it is not installed."""
-    if any(one.name == "huggingface" for one in formats) and find_spec("transformers") is None:
-        raise ConfigError("--verify computes the outputs of folders of Hugging Face with transformers, which "
-                          "is not installed. Nothing was written. Run pip install 'megatron_ds[verify]' or "
-                          "pip install transformers, or omit --verify.")
+    if (
+        any(one.name == "huggingface" for one in formats)
+        and find_spec("transformers") is None
+    ):
+        raise ConfigError(
+            "--verify computes the outputs of folders of Hugging Face with transformers, which "
+            "is not installed. Nothing was written. Run pip install 'megatron_ds[verify]' or "
+            "pip install transformers, or omit --verify."
+        )
 
 
 def check_used(wishes: Wishes, source: Format, target: Format, verify: bool) -> None:
     """Raises ConfigError naming the flags that neither the source nor the target uses."""
-    used = {*source.reads, *target.writes, *(OF_VERIFY & {*target.reads} if verify else ())}
-    if odd := [flag for name, flag in FLAGS.items()
-               if name not in used and getattr(wishes, name) != getattr(Wishes, name)]:
-        raise ConfigError(f"{' and '.join(odd)}: neither reading the {source.noun} nor writing the "
-                          f"{target.noun} uses it. Omit it.")
+    used = {
+        *source.reads,
+        *target.writes,
+        *(OF_VERIFY & {*target.reads} if verify else ()),
+    }
+    if odd := [
+        flag
+        for name, flag in FLAGS.items()
+        if name not in used and getattr(wishes, name) != getattr(Wishes, name)
+    ]:
+        raise ConfigError(
+            f"{' and '.join(odd)}: neither reading the {source.noun} nor writing the "
+            f"{target.noun} uses it. Omit it."
+        )
 
 
 def described(checkpoint: LogicalCheckpoint) -> str:
     """What was found, and what is left out."""
     weights = checkpoint.tensors["weight"]
-    elements = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights.values())
+    elements = sum(
+        tensor.nbytes // tensor.dtype.itemsize for tensor in weights.values()
+    )
     kinds = sorted(kind for kind in checkpoint.tensors if kind != "weight")
-    parts = [f", {checkpoint.source['family']}" if checkpoint.source.get("family") else "",
-             f", {len(weights)} tensors of {elements:,} weights",
-             f", optimizer state {', '.join(kinds)}" if kinds else "",
-             f", iteration {step}" if (step := checkpoint.progress.iteration) is not None else ""]
+    parts = [
+        f", {checkpoint.source['family']}" if checkpoint.source.get("family") else "",
+        f", {len(weights)} tensors of {elements:,} weights",
+        f", optimizer state {', '.join(kinds)}" if kinds else "",
+        f", iteration {step}"
+        if (step := checkpoint.progress.iteration) is not None
+        else "",
+    ]
     lists = {"left out": checkpoint.unused, "ignored": checkpoint.ignored}
     texts = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
-    return "\n".join(("".join(parts), *texts, *(f"differs here: {note}" for note in checkpoint.notes)))
+    return "\n".join(
+        (
+            "".join(parts),
+            *texts,
+            *(f"differs here: {note}" for note in checkpoint.notes),
+        )
+    )
 
 
-def verify_written(source: LogicalCheckpoint, args: argparse.Namespace, target: Format) -> None:
+def verify_written(
+    source: LogicalCheckpoint, args: argparse.Namespace, target: Format
+) -> None:
     """Read the new folder and compare it. Raises CheckpointError, and the folder stays."""
-    wishes = Wishes(vocab_size=source.model.get("vocab_size"), qkv_packing=args.qkv_packing,
-                    weights_only=True)
+    wishes = Wishes(
+        vocab_size=source.model.get("vocab_size"),
+        qkv_packing=args.qkv_packing,
+        weights_only=True,
+    )
     try:
         verify(source, target.read(args.save, wishes), args.tolerance)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} {args.save} was written, and this verification of it failed: delete "
-                              "it.") from error
+        raise CheckpointError(
+            f"{error} {args.save} was written, and this verification of it failed: delete "
+            "it."
+        ) from error
 
 
-def verify(source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float) -> None:
+def verify(
+    source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float
+) -> None:
     """Print the largest difference of the outputs. Raises CheckpointError if it is above the tolerance."""
     from megatron_ds.compat.conversion.family import model_of
     from megatron_ds.compat.conversion.huggingface.huggingface_format import detect
-    from megatron_ds.compat.conversion.logits_proof import largest_difference, outputs_of, random_tokens
+    from megatron_ds.compat.conversion.logits_proof import (
+        largest_difference,
+        outputs_of,
+        random_tokens,
+    )
 
     tokens = random_tokens(model_of(source.model, source.folder))
-    difference, largest = largest_difference(outputs_of(source, tokens), outputs_of(target, tokens))
-    text = (f"largest difference of outputs {difference:.3g} for {tokens.numel()} random tokens; largest "
-            f"output {largest:.3g}")
+    difference, largest = largest_difference(
+        outputs_of(source, tokens), outputs_of(target, tokens)
+    )
+    text = (
+        f"largest difference of outputs {difference:.3g} for {tokens.numel()} random tokens; largest "
+        f"output {largest:.3g}"
+    )
     if not difference <= tolerance * largest:
-        raise CheckpointError(f"{text}: above {tolerance:g} of it. The conversion is wrong, or the weights "
-                              "were rounded to another dtype; --tolerance sets the limit.")
+        raise CheckpointError(
+            f"{text}: above {tolerance:g} of it. The conversion is wrong, or the weights "
+            "were rounded to another dtype; --tolerance sets the limit."
+        )
     print(f"verified: {text}")
     if not detect(source.folder) and not detect(target.folder):
-        print("both outputs were computed by this package, none by the program that the files are of: an "
-              "error that reading and writing have in common is not noticed")
+        print(
+            "both outputs were computed by this package, none by the program that the files are of: an "
+            "error that reading and writing have in common is not noticed"
+        )
 
 
 @contextmanager
 def progress(total: int):
     """A bar of bytes on a terminal; yields the function that advances it."""
-    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", leave=False,
-              disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="converting",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
         yield bar.update
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")    # torch: huge pages, 3/4 of the system time
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # torch: huge pages, 3/4 of the system time
     return main(make_parser().parse_args(argv))

@@ -14,16 +14,32 @@ from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.context import Part, SequenceSlice
 
-COLOURS = ("#4878a8", "#e08c3c", "#62a06a", "#b8566b", "#8472a8", "#8c6f5a", "#cf86b8", "#7d7d7d")
-CELL, MARGIN, TOP = 26, 20, 84
-NARROWEST = 190                                    # pixels of a panel, for its captions
+COLOURS = (
+    "#4878a8",
+    "#e08c3c",
+    "#62a06a",
+    "#b8566b",
+    "#8472a8",
+    "#8c6f5a",
+    "#cf86b8",
+    "#7d7d7d",
+)
+CELL = 26
+MARGIN = 20
+TOP = 84
+NARROWEST = 190  # pixels of a panel, for its captions
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--context-parallel-size", type=int, default=4, help="ranks that share a sequence (default 4)")
+    add(
+        "--context-parallel-size",
+        type=int,
+        default=4,
+        help="ranks that share a sequence (default 4)",
+    )
     add("--output", type=Path, required=True, help="picture to write (.svg)")
     return parser.parse_args(argv)
 
@@ -40,21 +56,27 @@ def owners(ranks: int, zigzag: bool) -> list[int]:
 def shares(owner: list[int]) -> list[float]:
     """The part of all causal scores whose queries each rank holds; half of a chunk's own square counts."""
     whole = len(owner) ** 2 / 2
-    return [sum(chunk + 0.5 for chunk, of in enumerate(owner) if of == rank) / whole
-            for rank in range(max(owner) + 1)]
+    return [
+        sum(chunk + 0.5 for chunk, of in enumerate(owner) if of == rank) / whole
+        for rank in range(max(owner) + 1)
+    ]
 
 
 def svg(ranks: int) -> str:
     """Both panels as an SVG."""
-    panels = [("two chunks per rank (zigzag)", owners(ranks, True)),
-              ("one run per rank", owners(ranks, False))]
+    panels = [
+        ("two chunks per rank (zigzag)", owners(ranks, True)),
+        ("one run per rank", owners(ranks, False)),
+    ]
     size = 2 * ranks * CELL
     pitch = max(size, NARROWEST) + 2 * MARGIN
     width = 2 * pitch + MARGIN
     height = TOP + size + 3 * MARGIN
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-             f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-             f'<rect width="{width}" height="{height}" fill="white"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
     for number, (title, owner) in enumerate(panels):
         lines += _panel(title, owner, 2 * MARGIN + number * pitch)
     return "\n".join([*lines, "</svg>", ""])
@@ -64,30 +86,45 @@ def _panel(title: str, owner: list[int], left: int) -> list[str]:
     """The tokens in a row, the scores below: a row for the queries of a chunk, a column for its keys."""
     lines = [f'<text x="{left}" y="{MARGIN}" font-weight="bold">{title}</text>']
     for chunk, rank in enumerate(owner):
-        x, y, fill = left + chunk * CELL, TOP + chunk * CELL, COLOURS[rank % len(COLOURS)]
-        lines += [f'<rect x="{x}" y="{TOP - 50}" width="{CELL}" height="{CELL}" fill="{fill}" '
-                  'stroke="white"/>',
-                  f'<text x="{x + CELL // 2}" y="{TOP - 33}" fill="white" text-anchor="middle">{rank}</text>']
-        lines += [f'<rect x="{left + keys * CELL}" y="{y}" width="{CELL}" height="{CELL}" fill="{fill}" '
-                  'stroke="white"/>' for keys in range(chunk)]
-        lines.append(f'<path d="M{x} {y}V{y + CELL}H{x + CELL}Z" fill="{fill}" stroke="white"/>')
+        x = left + chunk * CELL
+        y = TOP + chunk * CELL
+        fill = COLOURS[rank % len(COLOURS)]
+        lines += [
+            f'<rect x="{x}" y="{TOP - 50}" width="{CELL}" height="{CELL}" fill="{fill}" '
+            'stroke="white"/>',
+            f'<text x="{x + CELL // 2}" y="{TOP - 33}" fill="white" text-anchor="middle">{rank}</text>',
+        ]
+        lines += [
+            f'<rect x="{left + keys * CELL}" y="{y}" width="{CELL}" height="{CELL}" fill="{fill}" '
+            'stroke="white"/>'
+            for keys in range(chunk)
+        ]
+        lines.append(
+            f'<path d="M{x} {y}V{y + CELL}H{x + CELL}Z" fill="{fill}" stroke="white"/>'
+        )
     size = len(owner) * CELL
     listed = " ".join(f"{share:.0%}" for share in shares(owner))
-    lines += [f'<text x="{left}" y="{TOP - 8}">keys</text>',
-              f'<text x="{left}" y="{TOP + size + MARGIN}">scores of ranks 0, 1, …:</text>',
-              f'<text x="{left}" y="{TOP + size + 2 * MARGIN}">{listed}</text>',
-              f'<text x="{left - 6}" y="{TOP}" text-anchor="end" transform="rotate(-90 {left - 6} {TOP})">'
-              'queries</text>']
+    lines += [
+        f'<text x="{left}" y="{TOP - 8}">keys</text>',
+        f'<text x="{left}" y="{TOP + size + MARGIN}">scores of ranks 0, 1, …:</text>',
+        f'<text x="{left}" y="{TOP + size + 2 * MARGIN}">{listed}</text>',
+        f'<text x="{left - 6}" y="{TOP}" text-anchor="end" transform="rotate(-90 {left - 6} {TOP})">'
+        "queries</text>",
+    ]
     return lines
 
 
 def main(args: argparse.Namespace) -> int:
     """Write the picture."""
     if args.context_parallel_size < 2:
-        raise ConfigError(f"--context-parallel-size {args.context_parallel_size}: one rank holds all tokens. "
-                          "Use 2 or more.")
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size}: one rank holds all tokens. "
+            "Use 2 or more."
+        )
     if args.output.suffix != ".svg":
-        raise ConfigError(f"--output {args.output} is not a .svg file. Use such a name.")
+        raise ConfigError(
+            f"--output {args.output} is not a .svg file. Use such a name."
+        )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(svg(args.context_parallel_size), encoding="utf-8")
     return 0

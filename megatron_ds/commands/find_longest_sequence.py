@@ -32,46 +32,72 @@ from megatron_ds.planning.longest_sequence import (
 )
 
 ON_A_GPU = 1 << 30
-SMALL = ("--num-layers 1 --num-attention-heads 4 --mock-data --micro-batch-size 1 --lr 1e-3 --eval-iters 0 "
-         "--hidden-dropout 0 --attention-dropout 0 --train-iters 1").split()
-TOKENS, MOST_CHANNELS, MOST_WORDS = 256, 512, 16384
+SMALL = (
+    "--num-layers 1 --num-attention-heads 4 --mock-data --micro-batch-size 1 --lr 1e-3 --eval-iters 0 "
+    "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"
+).split()
+TOKENS = 256
+MOST_CHANNELS = 512
+MOST_WORDS = 16384
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Search the longest sequence, and print it with its peak."""
     args, flags = _parser().parse_known_args(argv)
     flags = without_length(flags)
-    given = read(flags)                                                 # without rules, which need a length
+    given = read(flags)  # without rules, which need a length
     dry = ["--dry-run"] if given.is_default("plan.dry_run") else []
 
     def parse_length(length: int) -> RunConfig:
-        return parse([*flags, *dry, "--seq-length", str(length)], world_size=given.plan.world_size or 1)
+        return parse(
+            [*flags, *dry, "--seq-length", str(length)],
+            world_size=given.plan.world_size or 1,
+        )
 
     unit = length_unit(given, args.multiple_of)
     least, most = length_range(given, unit)
     libraries = _libraries(args, parse_length(least))
-    found = longest(peak_by_plan(parse_length, args.device), bytes_of(args.memory) - libraries, unit, most,
-                    least)
+    found = longest(
+        peak_by_plan(parse_length, args.device),
+        bytes_of(args.memory) - libraries,
+        unit,
+        most,
+        least,
+    )
     if found is None:
         print(f"not even {least:,} tokens fit in {args.memory}")
         return 1
     print(f"longest sequence: {found.length:,} tokens, a multiple of {unit:,}")
-    print(f"  peak of the worst rank {in_bytes(found.peak + libraries)} of {args.memory}, of which libraries "
-          f"take {in_bytes(libraries)}")
+    print(
+        f"  peak of the worst rank {in_bytes(found.peak + libraries)} of {args.memory}, of which libraries "
+        f"take {in_bytes(libraries)}"
+    )
     if found.beyond:
-        print(f"  {found.length + unit:,} tokens would take {in_bytes(found.beyond + libraries)}")
+        print(
+            f"  {found.length + unit:,} tokens would take {in_bytes(found.beyond + libraries)}"
+        )
     return 0
 
 
 def _parser() -> Arguments:
     parser = Arguments(description=__doc__)
-    parser.add_argument("--memory", required=True, help="of a rank, such as 4GiB or 4GB")
+    parser.add_argument(
+        "--memory", required=True, help="of a rank, such as 4GiB or 4GB"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--multiple-of", type=int, default=128, metavar="N",
-                        help="lengths are multiples of N tokens and of what the layout and blocks of "
-                             "sparse attention divide")
-    parser.add_argument("--libraries", metavar="SIZE",
-                        help="memory of a process beside the plan, such as 300MiB")
+    parser.add_argument(
+        "--multiple-of",
+        type=int,
+        default=128,
+        metavar="N",
+        help="lengths are multiples of N tokens and of what the layout and blocks of "
+        "sparse attention divide",
+    )
+    parser.add_argument(
+        "--libraries",
+        metavar="SIZE",
+        help="memory of a process beside the plan, such as 300MiB",
+    )
     return parser
 
 
@@ -81,15 +107,31 @@ def _libraries(args, config: RunConfig) -> int:
         return bytes_of(args.libraries)
     if args.device != "cpu":
         return ON_A_GPU
-    model, how = config.model, config.train.recompute_granularity       # for which torch loads its compiler
-    flags = [*SMALL, "--hidden-size", str(min(model.hidden_size, MOST_CHANNELS) // 8 * 8), "--vocab-size",
-             str(min(model.vocab_size or MOST_WORDS, MOST_WORDS)), "--seq-length", str(TOKENS),
-             *(["--recompute-granularity", how] if how else [])]
-    process = subprocess.Popen([sys.executable, "-m", "megatron_ds", "train", *flags],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # for which torch loads its compiler
+    model = config.model
+    how = config.train.recompute_granularity
+    flags = [
+        *SMALL,
+        "--hidden-size",
+        str(min(model.hidden_size, MOST_CHANNELS) // 8 * 8),
+        "--vocab-size",
+        str(min(model.vocab_size or MOST_WORDS, MOST_WORDS)),
+        "--seq-length",
+        str(TOKENS),
+        *(["--recompute-granularity", how] if how else []),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_ds", "train", *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit("training a small model to measure the memory of libraries failed: give "
-                         "--libraries.")
-    planned = peak_by_plan(lambda _: parse([*flags, "--dry-run"], world_size=1), "cpu")(TOKENS)
+        raise SystemExit(
+            "training a small model to measure the memory of libraries failed: give "
+            "--libraries."
+        )
+    planned = peak_by_plan(lambda _: parse([*flags, "--dry-run"], world_size=1), "cpu")(
+        TOKENS
+    )
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) - planned

@@ -18,13 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.text.corpus_record import CorpusRecord, check_sums, read_record, record_of, record_path
+from megatron_ds.data.text.corpus_record import (
+    CorpusRecord,
+    check_sums,
+    read_record,
+    record_of,
+    record_path,
+)
 from megatron_ds.data.text.indexed import IndexedDataset
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
-ROWS = 1 << 20                                              # documents read together
-BAR = 40                                                    # characters of the longest bar
+ROWS = 1 << 20  # documents read together
+BAR = 40  # characters of the longest bar
 SHOWN_TOKENS = 200
 SHOWN_FILES = 5
 TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
@@ -35,28 +41,56 @@ def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
-    add("--check", action="store_true", help="verify every offset and checksum; exit code 2 if one is wrong")
-    add("--write-checksums", action="store_true",
+    add(
+        "--check",
+        action="store_true",
+        help="verify every offset and checksum; exit code 2 if one is wrong",
+    )
+    add(
+        "--write-checksums",
+        action="store_true",
         help="write PREFIX.json with checksums of the files as they are now, if there is none. Do not use it "
-             "after a doubtful copy: existing damage is not noticed")
-    add("--document", type=int, metavar="N",
-        help="show this document, from 0; negative numbers count from the end")
-    add("--tokens", type=int, default=SHOWN_TOKENS, metavar="N",
-        help=f"how many of its tokens to show (default {SHOWN_TOKENS})")
-    add("--tokenizer-type",
-        help=f"the tokenizer of the corpus, to show its text: one of {', '.join(TOKENIZERS)}")
-    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
+        "after a doubtful copy: existing damage is not noticed",
+    )
+    add(
+        "--document",
+        type=int,
+        metavar="N",
+        help="show this document, from 0; negative numbers count from the end",
+    )
+    add(
+        "--tokens",
+        type=int,
+        default=SHOWN_TOKENS,
+        metavar="N",
+        help=f"how many of its tokens to show (default {SHOWN_TOKENS})",
+    )
+    add(
+        "--tokenizer-type",
+        help=f"the tokenizer of the corpus, to show its text: one of {', '.join(TOKENIZERS)}",
+    )
+    add(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer.json, its folder, or a sentencepiece .model",
+    )
     add("--vocab-file", metavar="FILE", help="vocab.json or vocab.txt")
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer only")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of ids, for NullTokenizer only",
+    )
     return parser
 
 
 def document_lengths(corpus: IndexedDataset) -> Iterator[np.ndarray]:
     """Tokens of each document, int64, ROWS at a time: the index may be larger than memory."""
-    size, item = corpus.num_tokens * corpus.dtype.itemsize, corpus.dtype.itemsize
+    size = corpus.num_tokens * corpus.dtype.itemsize
+    item = corpus.dtype.itemsize
     for first in range(0, corpus.num_documents, ROWS):
-        bounds = corpus.document_indices[first:first + ROWS + 1]
+        bounds = corpus.document_indices[first : first + ROWS + 1]
         starts = np.full(len(bounds), size, np.int64)
         inside = bounds < len(corpus)
         starts[inside] = corpus.offsets[bounds[inside]]
@@ -66,7 +100,9 @@ def document_lengths(corpus: IndexedDataset) -> Iterator[np.ndarray]:
 def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
     """(documents by length, the shortest, the longest). Entry 0: without tokens; entry k: of 2^(k−1) to 2^k −
     1."""
-    counts, least, most = np.zeros(64, np.int64), None, 0
+    counts = np.zeros(64, np.int64)
+    least = None
+    most = 0
     for lengths in document_lengths(corpus):
         least = int(lengths.min() if least is None else min(least, lengths.min()))
         most = max(most, int(lengths.max()))
@@ -79,38 +115,61 @@ def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
 def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     """Print the sizes of a corpus and how it was made."""
     counts, least, most = histogram(corpus)
-    print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, "
-          f"{corpus.num_tokens:,} tokens of {corpus.dtype.newbyteorder('=')}")
-    print(f"tokens of a document: {least:,} to {most:,}, "
-          f"{corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average")
+    print(
+        f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, "
+        f"{corpus.num_tokens:,} tokens of {corpus.dtype.newbyteorder('=')}"
+    )
+    print(
+        f"tokens of a document: {least:,} to {most:,}, "
+        f"{corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average"
+    )
     for k, count in enumerate(counts):
-        span = "none" if k == 0 else f"{1 << k - 1:,} to {(1 << k) - 1:,}" if k > 1 else "1"
+        span = (
+            "none"
+            if k == 0
+            else f"{1 << k - 1:,} to {(1 << k) - 1:,}"
+            if k > 1
+            else "1"
+        )
         if count:
-            print(f"  {span:>23}  {count:>13,}  {'#' * int(np.ceil(BAR * count / counts.max()))}")
+            print(
+                f"  {span:>23}  {count:>13,}  {'#' * int(np.ceil(BAR * count / counts.max()))}"
+            )
     if record:
         made = [name for name, *_ in record.made_from.get("inputs", [])]
         shown = ", ".join(made[:SHOWN_FILES])
         if len(made) > SHOWN_FILES:
             shown += f" and {len(made) - SHOWN_FILES:,} other files"
-        print(f"tokenizer {record.tokenizer or 'not recorded'}" + (f", from {shown}" if made else "") +
-              (f", {record.skipped:,} bad lines left out" if record.skipped else ""))
+        print(
+            f"tokenizer {record.tokenizer or 'not recorded'}"
+            + (f", from {shown}" if made else "")
+            + (f", {record.skipped:,} bad lines left out" if record.skipped else "")
+        )
 
 
 def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
     """Print the tokens of one document, and their text if a tokenizer is given."""
     count = corpus.num_documents
     if not -count <= number < count:
-        raise ConfigError(f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}.")
+        raise ConfigError(
+            f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}."
+        )
     number %= count
-    first, last = corpus.document_indices[number:number + 2].tolist()
+    first, last = corpus.document_indices[number : number + 2].tolist()
     left = args.tokens
     tokenizer = args.tokenizer_type and make_tokenizer(
-        args.tokenizer_type, **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
-    print(f"document {number}: {last - first} sequences, {int(corpus.lengths[first:last].sum())} tokens")
+        args.tokenizer_type, **{name: getattr(args, name) for name in TOKENIZER_FLAGS}
+    )
+    print(
+        f"document {number}: {last - first} sequences, {int(corpus.lengths[first:last].sum())} tokens"
+    )
     for i in range(first, last):
         ids = corpus.get(i, 0, min(left, int(corpus.lengths[i]))).tolist()
         left -= len(ids)
-        print(f"  [{' '.join(map(str, ids))}]" + (f" {tokenizer.decode(ids)!r}" if tokenizer else ""))
+        print(
+            f"  [{' '.join(map(str, ids))}]"
+            + (f" {tokenizer.decode(ids)!r}" if tokenizer else "")
+        )
         if not left:
             break
 
@@ -120,13 +179,17 @@ def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     corpus.check()
     corpus.check_tokens()
     if record is None:
-        print("the index is whole. The tokens cannot be verified: there are no checksums (see "
-              "--write-checksums)")
+        print(
+            "the index is whole. The tokens cannot be verified: there are no checksums (see "
+            "--write-checksums)"
+        )
         return
     if (record.documents, record.tokens) != (corpus.num_documents, corpus.num_tokens):
-        raise DataError(f"{corpus.prefix} has {corpus.num_documents} documents and {corpus.num_tokens} "
-                        f"tokens, and its record is about {record.documents} and {record.tokens}: they do "
-                        "not belong together. Copy both again.")
+        raise DataError(
+            f"{corpus.prefix} has {corpus.num_documents} documents and {corpus.num_tokens} "
+            f"tokens, and its record is about {record.documents} and {record.tokens}: they do "
+            "not belong together. Copy both again."
+        )
     with ThreadPoolExecutor() as pool:
         check_sums(corpus.prefix, record, pool.map)
     print("the index is whole, and all checksums are right")
@@ -138,14 +201,17 @@ def write_checksums(corpus: IndexedDataset) -> CorpusRecord:
     with ThreadPoolExecutor() as pool:
         record = record_of(corpus.prefix, pool.map)
     record.write(corpus.prefix)
-    print(f"checksums of {len(record.pieces):,} pieces are in {record_path(corpus.prefix)}")
+    print(
+        f"checksums of {len(record.pieces):,} pieces are in {record_path(corpus.prefix)}"
+    )
     return record
 
 
 def run(args: argparse.Namespace) -> None:
     """Do what the flags name for each corpus."""
     for prefix in args.prefix:
-        corpus, record = IndexedDataset(prefix), read_record(prefix)
+        corpus = IndexedDataset(prefix)
+        record = read_record(prefix)
         if args.write_checksums and not record:
             record = write_checksums(corpus)
         describe(corpus, record)

@@ -30,12 +30,26 @@ def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH",
-        help="prefixes of .bin/.idx pairs, in order, or folders of them")
-    add("--output-prefix", required=True, metavar="PREFIX",
-        help="the merged pair is PREFIX.bin and PREFIX.idx")
-    add("--workers", type=int, default=4, metavar="N",
-        help="number of threads that copy (default 4); more are faster with several disks")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="prefixes of .bin/.idx pairs, in order, or folders of them",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="the merged pair is PREFIX.bin and PREFIX.idx",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=4,
+        metavar="N",
+        help="number of threads that copy (default 4); more are faster with several disks",
+    )
     return parser
 
 
@@ -46,8 +60,11 @@ def prefixes_of(inputs: Sequence[str], output: str) -> list[str]:
         if not Path(path).is_dir():
             found.append(str(corpus_paths(path)[0])[:-4])
             continue
-        pairs = sorted(str(p)[:-4] for p in Path(path).glob("*.idx")
-                       if corpus_paths(output)[1].resolve() != p.resolve())
+        pairs = sorted(
+            str(p)[:-4]
+            for p in Path(path).glob("*.idx")
+            if corpus_paths(output)[1].resolve() != p.resolve()
+        )
         if not pairs:
             raise DataError(f"--input {path}: there is no .idx file in this folder.")
         found += pairs
@@ -64,26 +81,38 @@ def check_shards(prefixes: Sequence[str]) -> None:
     for (name, count, key), found in there.items():
         if missing := sorted(set(range(count)) - found):
             more = " …" if len(missing) > 10 else ""
-            raise DataError(f"of {count} shards {name}_…{key} {len(missing)} are missing: "
-                            f"{', '.join(map(str, missing[:10]))}{more}. Make them with "
-                            f"megatron-ds preprocess --num-shards {count} --shard-index I before merging.")
+            raise DataError(
+                f"of {count} shards {name}_…{key} {len(missing)} are missing: "
+                f"{', '.join(map(str, missing[:10]))}{more}. Make them with "
+                f"megatron-ds preprocess --num-shards {count} --shard-index I before merging."
+            )
 
 
 def run(args: argparse.Namespace) -> None:
     """Merge the corpora, and log the size of the result."""
     if args.workers < 1:
         raise ConfigError(f"--workers {args.workers}: use a positive number.")
-    prefixes, started = prefixes_of(args.input, args.output_prefix), time.monotonic()
+    prefixes = prefixes_of(args.input, args.output_prefix)
+    started = time.monotonic()
     check_shards(prefixes)
     output = str(corpus_paths(args.output_prefix)[0])[:-4]
     record = merge(prefixes, output, workers=args.workers)
     if record is None:
-        logger.info("%s has no checksums, since some of its parts have none. To add them: "
-                    "megatron-ds inspect %s --write-checksums", output, output)
+        logger.info(
+            "%s has no checksums, since some of its parts have none. To add them: "
+            "megatron-ds inspect %s --write-checksums",
+            output,
+            output,
+        )
     corpus = IndexedDataset(output)
-    logger.info("%s documents, %s tokens of %d corpora in %.1f s: "
-                "%s", f"{corpus.num_documents:,}", f"{corpus.num_tokens:,}",
-                len(prefixes), time.monotonic() - started, output)
+    logger.info(
+        "%s documents, %s tokens of %d corpora in %.1f s: %s",
+        f"{corpus.num_documents:,}",
+        f"{corpus.num_tokens:,}",
+        len(prefixes),
+        time.monotonic() - started,
+        output,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

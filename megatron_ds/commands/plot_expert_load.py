@@ -28,9 +28,11 @@ class Panel:
     level: float | None
 
 
-PANELS = (Panel("max_load", "largest load / mean", 1.0),
-          Panel("router_entropy", "router entropy (nats)", None),
-          Panel("dropped", "share of dropped slots", 0.0))
+PANELS = (
+    Panel("max_load", "largest load / mean", 1.0),
+    Panel("router_entropy", "router entropy (nats)", None),
+    Panel("dropped", "share of dropped slots", 0.0),
+)
 Curves = dict[str, dict[int, list[tuple[int, float]]]]
 
 
@@ -48,15 +50,17 @@ def curves_of(records: list[dict]) -> Curves:
                 layers = curves.setdefault(found[2], {})
                 layers.setdefault(int(found[1]), []).append((record["step"], value))
     if not curves:
-        raise DataError("no record of a training step has the load of experts, such as "
-                        "decoder.layers.1_max_load. Give the metrics.jsonl of a run with --num-experts.")
+        raise DataError(
+            "no record of a training step has the load of experts, such as "
+            "decoder.layers.1_max_load. Give the metrics.jsonl of a run with --num-experts."
+        )
     return curves
 
 
 def smoothed(points: list[tuple[int, float]], window: int) -> list[tuple[int, float]]:
     """Means over the last `window` points, at most."""
     values = [value for _, value in points]
-    mean = lambda i: sum(values[max(0, i + 1 - window):i + 1]) / min(window, i + 1)
+    mean = lambda i: sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1)
     return [(step, mean(i)) for i, (step, _) in enumerate(points)]
 
 
@@ -65,16 +69,25 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("drawing needs matplotlib, which is not installed: pip install "
-                          "matplotlib") from None
+        raise ConfigError(
+            "drawing needs matplotlib, which is not installed: pip install matplotlib"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+
     shown = [panel for panel in PANELS if panel.metric in curves]
-    figure, rows = plt.subplots(len(shown), sharex=True, squeeze=False, layout="constrained",
-                                figsize=(8, 1 + 2.4 * len(shown)))
+    figure, rows = plt.subplots(
+        len(shown),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+        figsize=(8, 1 + 2.4 * len(shown)),
+    )
     for axes, panel in zip(rows[:, 0], shown):
         for layer, points in sorted(curves[panel.metric].items()):
-            axes.plot(*zip(*smoothed(points, window)), label=f"layer {layer}", linewidth=1.3)
+            axes.plot(
+                *zip(*smoothed(points, window)), label=f"layer {layer}", linewidth=1.3
+            )
         if panel.level is not None:
             axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
         axes.set_ylabel(panel.label)
@@ -92,17 +105,36 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
     parser = Arguments(__doc__)
-    parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
-    parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
-    parser.add_argument("--title", default="Load of the experts", help="title of the picture")
-    parser.add_argument("--window", type=int, default=5,
-                        help="draw the mean over this many points (default 5; 1: every point)")
+    parser.add_argument(
+        "--metrics", type=Path, required=True, help="metrics.jsonl of a run"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)"
+    )
+    parser.add_argument(
+        "--title", default="Load of the experts", help="title of the picture"
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=5,
+        help="draw the mean over this many points (default 5; 1: every point)",
+    )
     args = parser.parse_args(argv)
     if args.window < 1:
-        raise ConfigError(f"--window {args.window} is not a number of points. Use 1 or more.")
+        raise ConfigError(
+            f"--window {args.window} is not a number of points. Use 1 or more."
+        )
     if not args.metrics.exists():
-        raise DataError(f"--metrics {args.metrics}: no such file. Start the run with --save or "
-                        "--metrics-jsonl to write one.")
-    draw(curves_of(read_metrics(args.metrics)), args.output, title=args.title, window=args.window)
+        raise DataError(
+            f"--metrics {args.metrics}: no such file. Start the run with --save or "
+            "--metrics-jsonl to write one."
+        )
+    draw(
+        curves_of(read_metrics(args.metrics)),
+        args.output,
+        title=args.title,
+        window=args.window,
+    )
     print(f"wrote {args.output}")
     return 0

@@ -34,12 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, world_size = _world_size(argv)
     config = parse(flags, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
     if config.data.mock_data:
-        raise ConfigError("--mock-data has no index maps to prepare. Give the --data-path of the run.")
+        raise ConfigError(
+            "--mock-data has no index maps to prepare. Give the --data-path of the run."
+        )
     for folder in _folders(config):
         _check_writable(folder)
     config = fit_default_split(config, wanted_samples(config))
-    build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model),
-                   one_epoch=bool(config.curriculum.curriculum_metrics))
+    build_datasets(
+        config,
+        wanted_samples(config),
+        build_tokenizer(config.data, config.model),
+        one_epoch=bool(config.curriculum.curriculum_metrics),
+    )
     print("index maps are in", ", ".join(map(str, _folders(config))))
     return 0
 
@@ -47,12 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _world_size(argv: Sequence[str] | None) -> tuple[list[str], int]:
     """(the flags of the run, the world size)."""
     parser = Arguments(__doc__)
-    parser.add_argument(WORLD, default="1", metavar="N", dest="size",
-                        help="world size of the run (default 1)")
+    parser.add_argument(
+        WORLD,
+        default="1",
+        metavar="N",
+        dest="size",
+        help="world size of the run (default 1)",
+    )
     args, flags = parser.parse_known_args(argv)
     number = args.size
     if not number.isdigit() or int(number) < 1:
-        raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give the world size of the run.")
+        raise ConfigError(
+            f"{WORLD} {number} is not a number of ranks. Give the world size of the run."
+        )
     return flags, int(number)
 
 
@@ -60,8 +73,16 @@ def _folders(config: RunConfig) -> list[Path]:
     if config.data.data_cache_path:
         return [Path(config.data.data_cache_path)]
     sources = read_sources(config.data)
-    named = [sources.whole] if sources.whole else [part for part in sources.parts if part.values]
-    prefixes = [prefix for flag, values in named for prefix in parse_blend(values, flag).prefixes]
+    named = (
+        [sources.whole]
+        if sources.whole
+        else [part for part in sources.parts if part.values]
+    )
+    prefixes = [
+        prefix
+        for flag, values in named
+        for prefix in parse_blend(values, flag).prefixes
+    ]
     return list(dict.fromkeys(map(default_cache, prefixes)))
 
 
@@ -71,5 +92,7 @@ def _check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise DataError(f"{folder} cannot be written: {error.strerror}. Name another folder with "
-                        "--data-cache-path, here and in the run.") from None
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror}. Name another folder with "
+            "--data-cache-path, here and in the run."
+        ) from None

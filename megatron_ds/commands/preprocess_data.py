@@ -27,7 +27,11 @@ from itertools import accumulate
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.text.corpus_shards import preprocess_in_shards, run_here, run_on_ray
+from megatron_ds.data.text.corpus_shards import (
+    preprocess_in_shards,
+    run_here,
+    run_on_ray,
+)
 from megatron_ds.data.text.plain_text import WHERE, TextCut
 from megatron_ds.data.text.preprocess import (
     PreprocessOptions,
@@ -37,7 +41,12 @@ from megatron_ds.data.text.preprocess import (
     preprocess,
     shard_prefix,
 )
-from megatron_ds.data.text.sentences import ABBREVIATIONS, TRAINING_BYTES, Splitter, learn_splitter
+from megatron_ds.data.text.sentences import (
+    ABBREVIATIONS,
+    TRAINING_BYTES,
+    Splitter,
+    learn_splitter,
+)
 from megatron_ds.data.text.text_files import (
     INPUT_HELP,
     STDIN,
@@ -60,59 +69,135 @@ def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument_group("text").add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
-    add("--text-documents", choices=WHERE, default="file",
+    add(
+        "--text-documents",
+        choices=WHERE,
+        default="file",
         help="what one document is in plain text: the file (default), a paragraph between blank lines, or a "
-             "line. Do not use paragraph or line if consecutive ones belong together, as in a novel: "
-             "training shuffles documents. Other inputs are not affected")
-    add("--text-separator", metavar="LINE",
+        "line. Do not use paragraph or line if consecutive ones belong together, as in a novel: "
+        "training shuffles documents. Other inputs are not affected",
+    )
+    add(
+        "--text-separator",
+        metavar="LINE",
         help="in plain text, documents are separated by lines that are equal to this, such as "
-             "'<|endoftext|>'. Do not use it if such a line may be part of a document")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY",
+        "'<|endoftext|>'. Do not use it if such a line may be part of a document",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
         help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a "
-             "corpus")
-    add("--skip-bad-lines", action="store_true",
+        "corpus",
+    )
+    add(
+        "--skip-bad-lines",
+        action="store_true",
         help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and "
-             "documents of plain text that are not UTF-8, and report how many; without it the first one is "
-             "an error. Look at the corpus first: a wrong key leaves out everything")
-    add("--split-sentences", action="store_true",
+        "documents of plain text that are not UTF-8, and report how many; without it the first one is "
+        "an error. Look at the corpus first: a wrong key leaves out everything",
+    )
+    add(
+        "--split-sentences",
+        action="store_true",
         help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are "
-             f"learned from the first {TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents "
-             "are one sequence")
-    add("--keep-newlines", action="store_true",
-        help="keep the white space between two sentences with the first of them")
-    add("--lang", choices=ABBREVIATIONS,
-        help="language whose common abbreviations are given in advance (default english)")
+        f"learned from the first {TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents "
+        "are one sequence",
+    )
+    add(
+        "--keep-newlines",
+        action="store_true",
+        help="keep the white space between two sentences with the first of them",
+    )
+    add(
+        "--lang",
+        choices=ABBREVIATIONS,
+        help="language whose common abbreviations are given in advance (default english)",
+    )
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
-    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
-    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece…")
+    add(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer.json, its folder, or a sentencepiece .model",
+    )
+    add(
+        "--vocab-file",
+        metavar="FILE",
+        help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece…",
+    )
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer only")
-    add("--tokenizer-backend", default="auto", choices=BACKENDS,
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of ids, for NullTokenizer only",
+    )
+    add(
+        "--tokenizer-backend",
+        default="auto",
+        choices=BACKENDS,
         help="which encoder to use; the ids are the same. auto takes the compiled encoder if it supports the "
-             "tokenizer. gigatoken needs the package of that name, and is not faster where native works")
-    add("--append-eod", action="store_true",
+        "tokenizer. gigatoken needs the package of that name, and is not faster where native works",
+    )
+    add(
+        "--append-eod",
+        action="store_true",
         help="end each document with the end-of-document token; almost always right: without it a model "
-             "cannot learn where a document ends")
+        "cannot learn where a document ends",
+    )
     add = parser.add_argument_group("output").add_argument
-    add("--output-prefix", required=True, metavar="PREFIX",
-        help="files are named {prefix}_{key}_document.bin and .idx")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="files are named {prefix}_{key}_document.bin and .idx",
+    )
     add = parser.add_argument_group("work").add_argument
-    add("--workers", type=int, default=1, metavar="N",
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
         help="number of processes that tokenize, over all partitions (default 1); the output does not depend "
-             "on it")
-    add("--partitions", type=int, default=1, metavar="N",
+        "on it",
+    )
+    add(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
         help="make N shards at the same time and merge them; useful above about 16 workers, the most that "
-             "one process can feed")
-    add("--num-shards", type=int, metavar="N",
-        help="cut the input into N shards; this command makes one of them")
-    add("--shard-index", type=int, metavar="I",
-        help="the shard to make, from 0; default: SLURM_ARRAY_TASK_ID minus SLURM_ARRAY_TASK_MIN, or RANK")
-    add("--ray", nargs="?", const="auto", metavar="ADDRESS",
+        "one process can feed",
+    )
+    add(
+        "--num-shards",
+        type=int,
+        metavar="N",
+        help="cut the input into N shards; this command makes one of them",
+    )
+    add(
+        "--shard-index",
+        type=int,
+        metavar="I",
+        help="the shard to make, from 0; default: SLURM_ARRAY_TASK_ID minus SLURM_ARRAY_TASK_MIN, or RANK",
+    )
+    add(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
         help="make the --num-shards shards as tasks of a Ray cluster and merge them; all machines must share "
-             "the disk")
-    add("--log-interval", type=int, default=1000, metavar="N",
-        help="without a terminal for a progress bar: documents between two log lines (default 1000)")
+        "the disk",
+    )
+    add(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="without a terminal for a progress bar: documents between two log lines (default 1000)",
+    )
     return parser
 
 
@@ -121,26 +206,43 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = make_parser().parse_args(argv)
     for name in ("workers", "log_interval", "partitions", "num_shards"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number."
+            )
     if len(set(args.json_keys)) < len(args.json_keys):
-        raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one "
-                          "output. Name each key once.")
+        raise ConfigError(
+            f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one "
+            "output. Name each key once."
+        )
     if args.text_separator is not None and args.text_documents != "file":
-        raise ConfigError(f"--text-separator {args.text_separator!r} and --text-documents "
-                          f"{args.text_documents} both set where documents end; give only one.")
+        raise ConfigError(
+            f"--text-separator {args.text_separator!r} and --text-documents "
+            f"{args.text_documents} both set where documents end; give only one."
+        )
     if args.partitions > 1 and args.workers % args.partitions:
-        raise ConfigError(f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, "
-                          "and all partitions have equally many: use --workers "
-                          f"{args.partitions * -(-args.workers // args.partitions)}.")
+        raise ConfigError(
+            f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, "
+            "and all partitions have equally many: use --workers "
+            f"{args.partitions * -(-args.workers // args.partitions)}."
+        )
     if args.partitions > 1 and args.num_shards:
-        raise ConfigError("--partitions divides the work of this machine, --num-shards that of many "
-                          "machines: give only one of them.")
+        raise ConfigError(
+            "--partitions divides the work of this machine, --num-shards that of many "
+            "machines: give only one of them."
+        )
     if args.shard_index is not None and (args.num_shards is None or args.ray):
-        raise ConfigError("--shard-index chooses one of --num-shards" +
-                          (", and --ray makes all of them: remove it." if args.ray else ": give --num-shards "
-                                                                                        "too."))
+        raise ConfigError(
+            "--shard-index chooses one of --num-shards"
+            + (
+                ", and --ray makes all of them: remove it."
+                if args.ray
+                else ": give --num-shards too."
+            )
+        )
     if args.ray and not args.num_shards:
-        raise ConfigError("--ray needs --num-shards: give a few times the number of the cluster's cores.")
+        raise ConfigError(
+            "--ray needs --num-shards: give a few times the number of the cluster's cores."
+        )
     return args
 
 
@@ -150,15 +252,21 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
         return None
     index = args.shard_index
     if index is None and "SLURM_ARRAY_TASK_ID" in env:
-        index = int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", 0))
+        index = int(env["SLURM_ARRAY_TASK_ID"]) - int(
+            env.get("SLURM_ARRAY_TASK_MIN", 0)
+        )
     elif index is None and "RANK" in env:
         index = int(env["RANK"])
     if index is None:
-        raise ConfigError(f"--num-shards {args.num_shards} does not choose the shard to make. Give "
-                          "--shard-index, or run in a Slurm array or with RANK in the environment.")
+        raise ConfigError(
+            f"--num-shards {args.num_shards} does not choose the shard to make. Give "
+            "--shard-index, or run in a Slurm array or with RANK in the environment."
+        )
     if not 0 <= index < args.num_shards:
-        raise ConfigError(f"shard {index} of {args.num_shards} does not exist: shards are numbered 0 to "
-                          f"{args.num_shards - 1}.")
+        raise ConfigError(
+            f"shard {index} of {args.num_shards} does not exist: shards are numbered 0 to "
+            f"{args.num_shards - 1}."
+        )
     return index, args.num_shards
 
 
@@ -166,16 +274,30 @@ def run(args: argparse.Namespace) -> None:
     """Write the corpus, or one shard of it, and log what was written."""
     args.input = files_of(args.input)
     check_files(args.input, args.json_keys)
-    shard, started = shard_of(args, os.environ), time.monotonic()
-    make = partial(make_tokenizer, args.tokenizer_type, backend=args.tokenizer_backend,
-                   **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
-    options = PreprocessOptions(args.json_keys, args.append_eod, args.skip_bad_lines, splitter(args),
-                                cut_of(args))
+    shard = shard_of(args, os.environ)
+    started = time.monotonic()
+    make = partial(
+        make_tokenizer,
+        args.tokenizer_type,
+        backend=args.tokenizer_backend,
+        **{name: getattr(args, name) for name in TOKENIZER_FLAGS},
+    )
+    options = PreprocessOptions(
+        args.json_keys,
+        args.append_eod,
+        args.skip_bad_lines,
+        splitter(args),
+        cut_of(args),
+    )
     task = partial(preprocess, args.input, args.output_prefix, make, options)
     if args.partitions > 1 or args.ray:
         written = run_in_shards(args, make, task)
     else:
-        show, close = progress_bar(args) if sys.stderr.isatty() else (progress_lines(args), lambda: None)
+        show, close = (
+            progress_bar(args)
+            if sys.stderr.isatty()
+            else (progress_lines(args), lambda: None)
+        )
         try:
             written = task(workers=args.workers, shard=shard, progress=show)
         finally:
@@ -185,16 +307,25 @@ def run(args: argparse.Namespace) -> None:
 
 def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Written:
     """Make all shards in processes of this machine or on Ray, and merge them."""
-    make()                                               # raises here, once, if the tokenizer flags are wrong
+    make()  # raises here, once, if the tokenizer flags are wrong
     each = args.workers // args.partitions
     address = None if args.ray == "local" else args.ray
     run = partial(run_on_ray, address=address, cores=each) if args.ray else run_here
     return preprocess_in_shards(
-        partial(task, workers=each), args.num_shards or args.partitions, args.output_prefix, args.json_keys,
+        partial(task, workers=each),
+        args.num_shards or args.partitions,
+        args.output_prefix,
+        args.json_keys,
         run=run,
-        sentences=args.split_sentences, workers=args.workers,
-        done=lambda w: logger.info("a shard %s: %s documents, %s tokens", "was done before" if w.done_before
-                                   else "is done", f"{w.documents:,}", f"{w.tokens:,}"))
+        sentences=args.split_sentences,
+        workers=args.workers,
+        done=lambda w: logger.info(
+            "a shard %s: %s documents, %s tokens",
+            "was done before" if w.done_before else "is done",
+            f"{w.documents:,}",
+            f"{w.tokens:,}",
+        ),
+    )
 
 
 def cut_of(args: argparse.Namespace) -> TextCut:
@@ -206,25 +337,41 @@ def splitter(args: argparse.Namespace) -> Splitter | None:
     """Learned from the start of the whole input, so that all shards have the same splitter."""
     if not args.split_sentences:
         if args.keep_newlines or args.lang:
-            raise ConfigError("--keep-newlines and --lang only apply with --split-sentences: add it.")
+            raise ConfigError(
+                "--keep-newlines and --lang only apply with --split-sentences: add it."
+            )
         return None
     if STDIN in args.input:
-        raise ConfigError("--split-sentences reads the start of the input twice, which standard input does "
-                          "not allow: write it to a file first.")
-    texts = (text for path in args.input for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args))
-             for column in texts_of(block, args.json_keys, True)[0] for text in column
-             if isinstance(text, str))
+        raise ConfigError(
+            "--split-sentences reads the start of the input twice, which standard input does "
+            "not allow: write it to a file first."
+        )
+    texts = (
+        text
+        for path in args.input
+        for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args))
+        for column in texts_of(block, args.json_keys, True)[0]
+        for text in column
+        if isinstance(text, str)
+    )
     return learn_splitter(texts, args.lang or "english", args.keep_newlines)
 
 
-def report(args: argparse.Namespace, written: Written, shard: Shard | None, seconds: float) -> None:
+def report(
+    args: argparse.Namespace, written: Written, shard: Shard | None, seconds: float
+) -> None:
     """Log what was written."""
     prefix = shard_prefix(args.output_prefix, shard) if shard else args.output_prefix
-    outputs = ", ".join(output_prefix(prefix, key, args.split_sentences) for key in args.json_keys)
+    outputs = ", ".join(
+        output_prefix(prefix, key, args.split_sentences) for key in args.json_keys
+    )
     if written.done_before:
-        logger.info("%s documents, %s tokens, done before: "
-                    "%s", f"{written.documents:,}", f"{written.tokens:,}",
-                    outputs)
+        logger.info(
+            "%s documents, %s tokens, done before: %s",
+            f"{written.documents:,}",
+            f"{written.tokens:,}",
+            outputs,
+        )
         return
     for line in written.bad:
         logger.warning("skipped %s", line)
@@ -232,9 +379,14 @@ def report(args: argparse.Namespace, written: Written, shard: Shard | None, seco
         logger.warning("skipped %d bad lines in all", written.num_bad)
     size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
     rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""
-    logger.info("%s documents, %s tokens in %.1f s%s: "
-                "%s", f"{written.documents:,}", f"{written.tokens:,}", seconds, rate,
-                outputs)
+    logger.info(
+        "%s documents, %s tokens in %.1f s%s: %s",
+        f"{written.documents:,}",
+        f"{written.tokens:,}",
+        seconds,
+        rate,
+        outputs,
+    )
 
 
 def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
@@ -247,6 +399,7 @@ def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
 def progress_bar(args: argparse.Namespace):
     """(function that shows the progress, function that ends the bar), for a terminal."""
     from tqdm import tqdm
+
     total, done = bytes_done(args.input)
     bar = tqdm(total=total or None, unit="B", unit_scale=True, unit_divisor=1000)
 
@@ -266,8 +419,12 @@ def progress_lines(args: argparse.Namespace):
         nonlocal shown
         if written.documents - shown >= args.log_interval:
             shown = written.documents
-            logger.info("%s documents, %.1f of %.1f MB "
-                        "read", f"{shown:,}", done(path, position) / 1e6, total / 1e6)
+            logger.info(
+                "%s documents, %.1f of %.1f MB read",
+                f"{shown:,}",
+                done(path, position) / 1e6,
+                total / 1e6,
+            )
 
     return show
 

@@ -33,9 +33,13 @@ from megatron_ds.pipeline.timeline import (
     write_trace,
 )
 
-WIDEST = 240                                       # columns of a drawing in the terminal
-DRAW = {".svg": lambda panels, path, width: path.write_text(svg(panels, width), encoding="utf-8"),
-        ".png": save_png}
+WIDEST = 240  # columns of a drawing in the terminal
+DRAW = {
+    ".svg": lambda panels, path, width: path.write_text(
+        svg(panels, width), encoding="utf-8"
+    ),
+    ".png": save_png,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(panel.timeline)
     if args.output:
         if args.output.suffix not in DRAW:
-            raise ConfigError(f"--output {args.output}: the file name must end in {' or '.join(DRAW)}.")
+            raise ConfigError(
+                f"--output {args.output}: the file name must end in {' or '.join(DRAW)}."
+            )
         args.output.parent.mkdir(parents=True, exist_ok=True)
         DRAW[args.output.suffix](panels, args.output, args.width)
         print(f"wrote {args.output}")
@@ -62,90 +68,175 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--schedule", nargs="+", default=["1f1b"], metavar="NAME",
-                      help=f"one or more of {', '.join(SCHEDULES)}")
-    plan.add_argument("--pipeline-size", type=int, metavar="P",
-                      help="pipeline ranks (default 4, or as --measured)")
-    plan.add_argument("--microbatches", type=int, metavar="M",
-                      help="micro-batches of a step (default 8, or as --measured)")
-    plan.add_argument("--chunks", type=int, metavar="V", help="stages per rank (default: the fewest the "
-                      "schedule takes; 2 for interleaved)")
-    plan.add_argument("--costs", nargs=3, type=float, metavar=("F", "I", "W"),
-                      help="time of a rank's share of the model for one micro-batch: forward, backward of "
-                      "the input, of the weights; B takes I + W, and each of V stages takes 1/V of it "
-                      "(default 1 1 1; with --measured the measured times of each stage)")
-    plan.add_argument("--transfer", type=float, default=0.0, metavar="T",
-                      help="time to send a tensor between two ranks (default 0)")
-    plan.add_argument("--memory-limit", type=float, metavar="A",
-                      help="zb-auto: maximum number of micro-batches alive on a rank (default: P)")
-    plan.add_argument("--group-size", type=int, metavar="G",
-                      help="interleaved: minimum number of consecutive micro-batches of a stage (default: P)")
-    parser.add_argument("--measured", nargs="+", type=Path, metavar="PATH",
-                        help="timelines written by a run with --trace: a folder, or the files of one "
-                             "pipeline")
-    parser.add_argument("--step", type=int, default=-1, metavar="N",
-                        help="step of --measured to show, from 0 (default: the last)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
-    parser.add_argument("--width", type=int, default=1100, metavar="PIXELS",
-                        help="width of the picture (default 1100)")
-    parser.add_argument("--chrome-trace", type=Path, metavar="FILE",
-                        help="JSON file to write, with the first schedule")
+    plan.add_argument(
+        "--schedule",
+        nargs="+",
+        default=["1f1b"],
+        metavar="NAME",
+        help=f"one or more of {', '.join(SCHEDULES)}",
+    )
+    plan.add_argument(
+        "--pipeline-size",
+        type=int,
+        metavar="P",
+        help="pipeline ranks (default 4, or as --measured)",
+    )
+    plan.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="micro-batches of a step (default 8, or as --measured)",
+    )
+    plan.add_argument(
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="stages per rank (default: the fewest the "
+        "schedule takes; 2 for interleaved)",
+    )
+    plan.add_argument(
+        "--costs",
+        nargs=3,
+        type=float,
+        metavar=("F", "I", "W"),
+        help="time of a rank's share of the model for one micro-batch: forward, backward of "
+        "the input, of the weights; B takes I + W, and each of V stages takes 1/V of it "
+        "(default 1 1 1; with --measured the measured times of each stage)",
+    )
+    plan.add_argument(
+        "--transfer",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="time to send a tensor between two ranks (default 0)",
+    )
+    plan.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="A",
+        help="zb-auto: maximum number of micro-batches alive on a rank (default: P)",
+    )
+    plan.add_argument(
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="interleaved: minimum number of consecutive micro-batches of a stage (default: P)",
+    )
+    parser.add_argument(
+        "--measured",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="timelines written by a run with --trace: a folder, or the files of one "
+        "pipeline",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="step of --measured to show, from 0 (default: the last)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="picture to write, .svg or .png"
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=1100,
+        metavar="PIXELS",
+        help="width of the picture (default 1100)",
+    )
+    parser.add_argument(
+        "--chrome-trace",
+        type=Path,
+        metavar="FILE",
+        help="JSON file to write, with the first schedule",
+    )
     return parser
 
 
 def _planned(name: str, args, measured: dict | None) -> Panel:
     p = _or(args.pipeline_size, len(measured) if measured else 4)
-    m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured
-            else 8)
-    chunks = _or(args.chunks, 2 if name == "interleaved" else SCHEDULES[name].default_chunks)
-    make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
+    m = _or(
+        args.microbatches,
+        len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8,
+    )
+    chunks = _or(
+        args.chunks, 2 if name == "interleaved" else SCHEDULES[name].default_chunks
+    )
+    make = SCHEDULES[name]
+    whole = args.costs or (1.0, 1.0, 1.0)
     costs = StageCosts(*(time / chunks for time in whole), transfer=args.transfer)
-    said = {"costs": costs, "memory_limit": args.memory_limit, "group_size": args.group_size}
+    said = {
+        "costs": costs,
+        "memory_limit": args.memory_limit,
+        "group_size": args.group_size,
+    }
     options = {option: said[option] for option in SCHEDULES[name].options}
     cost = costs.of
     if measured and not args.costs:
         cost = typical_cost(measured)
     order = make(p, m, chunks, **options)
     if measured and not args.costs:
-        _check_stages(name, p * chunks, {i.stage for its in measured.values() for i, *_ in its})
+        _check_stages(
+            name, p * chunks, {i.stage for its in measured.values() for i, *_ in its}
+        )
     timeline = simulate(add_transfers(order, p * chunks), cost)
-    what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (f", {chunks} stages a rank"
-                                                                         if chunks > 1 else "")
-    return Panel(f"{what}, bubble {timeline.bubble:.1%}, span {timeline.span:.4g}", timeline)
+    what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (
+        f", {chunks} stages a rank" if chunks > 1 else ""
+    )
+    return Panel(
+        f"{what}, bubble {timeline.bubble:.1%}, span {timeline.span:.4g}", timeline
+    )
 
 
 def _check_stages(name: str, planned: int, measured: set[int]) -> None:
     if measured != {*range(planned)}:
-        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} would have {planned} "
-                          "stages, whose times were not measured. Give --costs, or sizes that make "
-                          f"{len(measured)} stages.")
+        raise ConfigError(
+            f"--measured has times of {len(measured)} stages, but {name} would have {planned} "
+            "stages, whose times were not measured. Give --costs, or sizes that make "
+            f"{len(measured)} stages."
+        )
 
 
 def _measured(args) -> dict[int, list[Entry]]:
     """The timelines of the step that was asked for."""
-    paths = [file for path in args.measured
-             for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    paths = [
+        file
+        for path in args.measured
+        for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])
+    ]
     if not paths:
-        raise DataError(f"no timelines in {', '.join(map(str, args.measured))}: a run writes them (*.json) "
-                        "when started with --trace.")
+        raise DataError(
+            f"no timelines in {', '.join(map(str, args.measured))}: a run writes them (*.json) "
+            "when started with --trace."
+        )
     steps = steps_of(read_traces(paths))
     if not -len(steps) <= args.step < len(steps):
-        raise ConfigError(f"--step {args.step}: {len(steps)} steps were recorded. Valid: 0 to "
-                          f"{len(steps) - 1}, or -1 for the last.")
+        raise ConfigError(
+            f"--step {args.step}: {len(steps)} steps were recorded. Valid: 0 to "
+            f"{len(steps) - 1}, or -1 for the last."
+        )
     return steps[args.step]
 
 
 def _measured_panel(timelines: dict[int, list[Entry]]) -> Panel:
     timeline = as_simulation(timelines)
-    return Panel(f"measured: {_count(len(timeline.schedule), 'rank')}, bubble {timeline.bubble:.1%}, "
-                 f"span {timeline.span:.4g} s", timeline)
+    return Panel(
+        f"measured: {_count(len(timeline.schedule), 'rank')}, bubble {timeline.bubble:.1%}, "
+        f"span {timeline.span:.4g} s",
+        timeline,
+    )
 
 
 def _print(timeline: Simulation) -> None:
     picture = draw(timeline)
     widest = max(len(line) for line in picture.splitlines())
     if widest > WIDEST:
-        print(f"  ({widest} columns wide, too wide for the terminal: use --output for a picture)")
+        print(
+            f"  ({widest} columns wide, too wide for the terminal: use --output for a picture)"
+        )
     else:
         print(picture)
     print(f"  peak alive {' '.join(map(str, timeline.peak_live))}\n")
@@ -154,7 +245,9 @@ def _print(timeline: Simulation) -> None:
 def _write_trace(panel: Panel, args) -> None:
     args.chrome_trace.parent.mkdir(parents=True, exist_ok=True)
     write_trace(args.chrome_trace, timelines_of(panel.timeline, unit=1e-3))
-    print(f"wrote {args.chrome_trace}: {panel.title}; one unit of time is one millisecond")
+    print(
+        f"wrote {args.chrome_trace}: {panel.title}; one unit of time is one millisecond"
+    )
 
 
 def _or(value: int | None, default: int) -> int:

@@ -18,33 +18,73 @@ from functools import partial
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.text.text_files import INPUT_HELP, check_files, files_of, read_blocks, texts_of
-from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe, train_word_pieces
+from megatron_ds.data.text.text_files import (
+    INPUT_HELP,
+    check_files,
+    files_of,
+    read_blocks,
+    texts_of,
+)
+from megatron_ds.data.tokenizers.vocabulary_training import (
+    train_byte_level_bpe,
+    train_word_pieces,
+)
 from megatron_ds.errors import DataError
 
 logger = logging.getLogger(__name__)
-KINDS = {"bpe": train_byte_level_bpe, "wordpiece": train_word_pieces,
-         "wordpiece-cased": partial(train_word_pieces, lower=False)}
+KINDS = {
+    "bpe": train_byte_level_bpe,
+    "wordpiece": train_word_pieces,
+    "wordpiece-cased": partial(train_word_pieces, lower=False),
+}
 
 
 def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP + ". About 100 MB of text are "
-                                                                               "enough")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of JSON lines, or columns of tables, whose text to learn from (default: text)")
-    add("--vocab-size", type=int, required=True, metavar="N",
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=INPUT_HELP + ". About 100 MB of text are enough",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of JSON lines, or columns of tables, whose text to learn from (default: text)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
         help="number of entries, including bytes and special tokens; 2048 for a toy model, 32000 to 128000 "
-             "for real ones")
-    add("--kind", choices=KINDS, default="bpe",
+        "for real ones",
+    )
+    add(
+        "--kind",
+        choices=KINDS,
+        default="bpe",
         help="bpe for a GPT; wordpiece (which lower-cases all text) or wordpiece-cased for a BERT (default: "
-             "bpe)")
-    add("--min-frequency", type=int, default=2, metavar="N",
-        help="merge a pair only if it occurs at least this often (default 2)")
-    add("--output", required=True, metavar="FOLDER",
-        help="folder for tokenizer.json and the vocabulary's own files")
+        "bpe)",
+    )
+    add(
+        "--min-frequency",
+        type=int,
+        default=2,
+        metavar="N",
+        help="merge a pair only if it occurs at least this often (default 2)",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="FOLDER",
+        help="folder for tokenizer.json and the vocabulary's own files",
+    )
     return parser
 
 
@@ -68,8 +108,12 @@ def run(args: argparse.Namespace) -> None:
     """Train the tokenizer and write its files."""
     paths = files_of(args.input)
     check_files(paths, args.json_keys)
-    size = KINDS[args.kind](read_texts(paths, args.json_keys), args.vocab_size, args.output,
-                            min_frequency=args.min_frequency)
+    size = KINDS[args.kind](
+        read_texts(paths, args.json_keys),
+        args.vocab_size,
+        args.output,
+        min_frequency=args.min_frequency,
+    )
     logger.info("wrote a vocabulary of %d entries to %s", size, args.output)
 
 

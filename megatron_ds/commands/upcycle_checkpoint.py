@@ -30,7 +30,12 @@ from tqdm import tqdm
 from megatron_ds import __version__
 from megatron_ds.checkpoint.disk_space import check_room
 from megatron_ds.checkpoint.folder import RUN_FILE, check_writable
-from megatron_ds.checkpoint.load import check_same_model, find_checkpoint, latest, read_run
+from megatron_ds.checkpoint.load import (
+    check_same_model,
+    find_checkpoint,
+    latest,
+    read_run,
+)
 from megatron_ds.checkpoint.lock import locked
 from megatron_ds.checkpoint.pieces import WEIGHT
 from megatron_ds.checkpoint.run_file import require
@@ -57,14 +62,34 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of the tool itself; all others are those of the training."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="checkpoint folder of the dense run (its --save)")
-    add("--save", type=Path, required=True, help="folder for the new checkpoint, which holds no other run")
-    add("--iteration", type=int, help="which checkpoint of --load (default: the latest)")
-    add("--moe-upcycling-granularity", type=int, default=1, metavar="G",
+    add(
+        "--load",
+        type=Path,
+        required=True,
+        help="checkpoint folder of the dense run (its --save)",
+    )
+    add(
+        "--save",
+        type=Path,
+        required=True,
+        help="folder for the new checkpoint, which holds no other run",
+    )
+    add(
+        "--iteration", type=int, help="which checkpoint of --load (default: the latest)"
+    )
+    add(
+        "--moe-upcycling-granularity",
+        type=int,
+        default=1,
+        metavar="G",
         help="cut the width of the feed-forward into G parts, each of which is an expert (default 1). G "
-             "divides the number of experts and --moe-router-topk")
-    options = [f"  {invocation(option)}\n      {explanation(option)}" for option in options_in("model")
-               if option.name in {field.name for field in fields(MoEOptions)}]
+        "divides the number of experts and --moe-router-topk",
+    )
+    options = [
+        f"  {invocation(option)}\n      {explanation(option)}"
+        for option in options_in("model")
+        if option.name in {field.name for field in fields(MoEOptions)}
+    ]
     parser.epilog = "\n".join(["experts and routers, as in training:", *options])
     return parser
 
@@ -73,13 +98,21 @@ def main(args: argparse.Namespace, flags: Sequence[str]) -> int:
     """flags: those of training."""
     check_writable(args.save)
     with locked(args.save, solo()):
-        run_id, step = secrets.token_hex(4), find_step(args)
-        check_vacant(args.save, run_id, 0, f"Give an empty folder, or delete what is in {args.save}")
+        run_id = secrets.token_hex(4)
+        step = find_step(args)
+        check_vacant(
+            args.save,
+            run_id,
+            0,
+            f"Give an empty folder, or delete what is in {args.save}",
+        )
         run = read_run(args.load, step)
         check_dense(run, args.load)
         config = config_with_experts(args, flags, run, step)
-        model = config.with_values({"model.vocab_size": run["identity"]["model"]["vocab_size"]},
-                                   Source("derived", "the checkpoint")).model
+        model = config.with_values(
+            {"model.vocab_size": run["identity"]["model"]["vocab_size"]},
+            Source("derived", "the checkpoint"),
+        ).model
         identity = model_identity(model)
         check_rest(run["identity"]["model"], identity, args.load)
         upcycling = Upcycling(model, config.train.seed, args.moe_upcycling_granularity)
@@ -92,63 +125,116 @@ def find_step(args: argparse.Namespace) -> int:
     """The iteration to read: --iteration, or the latest. Raises CheckpointError."""
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
-        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give the folder that was "
-                              "--save in the training of the dense model.")
+        raise CheckpointError(
+            f"--load {args.load}: no complete checkpoint there. Give the folder that was "
+            "--save in the training of the dense model."
+        )
     return step
 
 
 def check_dense(run: Mapping, directory: Path) -> None:
     """Raise CheckpointError for a checkpoint that has experts or no options."""
     if "engine" in run:
-        raise CheckpointError(f"--load {directory} was saved by an engine (megatron_ds.initialize), whose "
-                              "modules are not known. Give a checkpoint of pretrain_gpt.py or "
-                              "pretrain_bert.py.")
-    require(run, directory, "identity.model.vocab_size", "identity.tokenizer", "identity.data", "config",
-            "progress", "world_size")
+        raise CheckpointError(
+            f"--load {directory} was saved by an engine (megatron_ds.initialize), whose "
+            "modules are not known. Give a checkpoint of pretrain_gpt.py or "
+            "pretrain_bert.py."
+        )
+    require(
+        run,
+        directory,
+        "identity.model.vocab_size",
+        "identity.tokenizer",
+        "identity.data",
+        "config",
+        "progress",
+        "world_size",
+    )
     if "experts" in run["identity"]["model"]:
-        raise CheckpointError(f"--load {directory} has experts already, "
-                              f"{run['identity']['model']['experts']} in its layers. Give a checkpoint of a "
-                              "dense model.")
+        raise CheckpointError(
+            f"--load {directory} has experts already, "
+            f"{run['identity']['model']['experts']} in its layers. Give a checkpoint of a "
+            "dense model."
+        )
 
 
-def config_with_experts(args: argparse.Namespace, flags: Sequence[str], run: Mapping, step: int) -> RunConfig:
+def config_with_experts(
+    args: argparse.Namespace, flags: Sequence[str], run: Mapping, step: int
+) -> RunConfig:
     """The configuration of the dense run with `flags`, checked by all rules of training."""
-    file, width = find_checkpoint(args.load, step) / RUN_FILE, run["identity"]["model"]["ffn_size"]
+    file = find_checkpoint(args.load, step) / RUN_FILE
+    width = run["identity"]["model"]["ffn_size"]
     parts = args.moe_upcycling_granularity
     if parts < 1:
-        raise ConfigError(f"--moe-upcycling-granularity {parts} is not a number of parts. Use 1 for whole "
-                          "copies.")
-    if parts > 1 and not any(flag.startswith("--moe-ffn-hidden-size") for flag in flags):
+        raise ConfigError(
+            f"--moe-upcycling-granularity {parts} is not a number of parts. Use 1 for whole "
+            "copies."
+        )
+    if parts > 1 and not any(
+        flag.startswith("--moe-ffn-hidden-size") for flag in flags
+    ):
         flags = [*flags, "--moe-ffn-hidden-size", str(width // parts)]
-    config = parse([CONFIG_FLAG, str(file), *flags], world_size=run["world_size"], known=KNOWN_NAMES,
-                   rules=RULES)
+    config = parse(
+        [CONFIG_FLAG, str(file), *flags],
+        world_size=run["world_size"],
+        known=KNOWN_NAMES,
+        rules=RULES,
+    )
     # The new run.json, used as --config, trains the new model.
-    start = {"checkpoint.load": str(args.save), "checkpoint.save": None, "checkpoint.finetune": True,
-             "checkpoint.overwrite_save": False}
+    start = {
+        "checkpoint.load": str(args.save),
+        "checkpoint.save": None,
+        "checkpoint.finetune": True,
+        "checkpoint.overwrite_save": False,
+    }
     return config.with_values(start, Source("derived", "upcycling"))
 
 
 def check_rest(dense: Mapping, model: Mapping, directory: Path) -> None:
     """Raises CheckpointError if a flag changes more of the model than its experts."""
-    rest = {name: value for name, value in model.items() if name not in ("experts", *MOE_FIELDS)}
+    rest = {
+        name: value
+        for name, value in model.items()
+        if name not in ("experts", *MOE_FIELDS)
+    }
     try:
         check_same_model({"model": dense}, {"model": rest})
     except CheckpointError as error:
-        raise CheckpointError(f"--load {directory}: only experts and routers can be added. {error}") from None
+        raise CheckpointError(
+            f"--load {directory}: only experts and routers can be added. {error}"
+        ) from None
 
 
-def new_run(run: Mapping, run_id: str, config: RunConfig, identity: Mapping,
-            args: argparse.Namespace) -> dict:
+def new_run(
+    run: Mapping,
+    run_id: str,
+    config: RunConfig,
+    identity: Mapping,
+    args: argparse.Namespace,
+) -> dict:
     """run.json of the new checkpoint. Progress is that of the dense run; there is no optimizer state."""
-    made_of = {"load": str(args.load), "step": run["step"], "run_id": run.get("run_id"),
-               "granularity": args.moe_upcycling_granularity}
-    return {"version": __version__, "run_id": run_id, "identity": {**run["identity"], "model": identity},
-            "config": to_dict(config), "world_size": run["world_size"], "progress": run["progress"],
-            "optimizer": {"num_updates": 0}, "upcycled_from": made_of,
-            **{name: run[name] for name in (TOKENIZER_FILES,) if name in run}}
+    made_of = {
+        "load": str(args.load),
+        "step": run["step"],
+        "run_id": run.get("run_id"),
+        "granularity": args.moe_upcycling_granularity,
+    }
+    return {
+        "version": __version__,
+        "run_id": run_id,
+        "identity": {**run["identity"], "model": identity},
+        "config": to_dict(config),
+        "world_size": run["world_size"],
+        "progress": run["progress"],
+        "optimizer": {"num_updates": 0},
+        "upcycled_from": made_of,
+        **{name: run[name] for name in (TOKENIZER_FILES,) if name in run},
+    }
 
 
-def write(args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mapping) -> None:
+def write(
+    args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mapping
+) -> None:
     """Write the checkpoint with experts."""
     pieces = upcycling.pieces(StoredTensors(args.load, step, (WEIGHT,)))
     check_room(args.save, pieces, coordinates={}, world=solo(), saves=1, limit=None)
@@ -156,21 +242,42 @@ def write(args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mappin
         if (args.load / path).is_dir():
             shutil.copytree(args.load / path, args.save / path, dirs_exist_ok=True)
     with progress(sum(piece.tensor.nbytes for piece in pieces)) as done:
-        path = save(args.save, step, counted(pieces, done), coordinates={}, world=solo(), run=run)
-    model, added = upcycling.model, sum(upcycling.model.experts)
-    print(f"wrote {path}: {added} experts in {sum(map(bool, model.experts))} of {model.num_layers} layers")
-    print("the model computes what the dense one did" if is_exact(model, upcycling.granularity) else
-          "the model computes what the dense one did only where the router scores all experts alike and no "
-          "token is dropped")
-    print(f"to train it: pretrain_{model.model}.py {CONFIG_FLAG} {shlex.quote(str(path / RUN_FILE))} --save "
-          "DIR")
+        path = save(
+            args.save,
+            step,
+            counted(pieces, done),
+            coordinates={},
+            world=solo(),
+            run=run,
+        )
+    model = upcycling.model
+    added = sum(upcycling.model.experts)
+    print(
+        f"wrote {path}: {added} experts in {sum(map(bool, model.experts))} of {model.num_layers} layers"
+    )
+    print(
+        "the model computes what the dense one did"
+        if is_exact(model, upcycling.granularity)
+        else "the model computes what the dense one did only where the router scores all experts alike and no "
+        "token is dropped"
+    )
+    print(
+        f"to train it: pretrain_{model.model}.py {CONFIG_FLAG} {shlex.quote(str(path / RUN_FILE))} --save "
+        "DIR"
+    )
 
 
 @contextmanager
 def progress(total: int):
     """A bar of bytes on a terminal; yields the function that advances it."""
-    with tqdm(total=total, unit="B", unit_scale=True, desc="writing", leave=False,
-              disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="writing",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
         yield bar.update
 
 

@@ -19,9 +19,17 @@ from megatron_ds.errors import CheckpointError
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
-    parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
-    parser.add_argument("--iteration", type=int,
-                        help="which checkpoint of the folder (default: the one in the tracker)")
+    parser.add_argument(
+        "--load",
+        type=Path,
+        required=True,
+        help="checkpoint folder of a run (its --save)",
+    )
+    parser.add_argument(
+        "--iteration",
+        type=int,
+        help="which checkpoint of the folder (default: the one in the tracker)",
+    )
     return parser.parse_args(argv)
 
 
@@ -31,15 +39,19 @@ def main(args: argparse.Namespace) -> int:
     if step is None:
         tracker = read_tracker(args.load)
         if tracker is None or not tracker.isdecimal():
-            raise CheckpointError(f"--load {args.load}: no tracker there names an iteration. Give "
-                                  "--iteration, one of "
-                                  f"{', '.join(map(str, steps_in(args.load))) or 'none'}.")
+            raise CheckpointError(
+                f"--load {args.load}: no tracker there names an iteration. Give "
+                "--iteration, one of "
+                f"{', '.join(map(str, steps_in(args.load))) or 'none'}."
+            )
         step = int(tracker)
     path = find_checkpoint(args.load, step)
     problems = list(damaged_files(path))
     if problems:
-        raise CheckpointError(f"{path} is not what was saved: {'; '.join(problems)}. Copy these files again, "
-                              "or load another iteration.")
+        raise CheckpointError(
+            f"{path} is not what was saved: {'; '.join(problems)}. Copy these files again, "
+            "or load another iteration."
+        )
     print(f"{path}: all files are as they were saved")
     return 0
 

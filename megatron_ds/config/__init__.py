@@ -1,6 +1,6 @@
 """Configuration: flags, YAML and DeepSpeed JSON → one frozen `RunConfig` with the source of every value.
 
-    config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
+config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
 """
 
 from .options.data_options import BertConfig, DataConfig
@@ -11,5 +11,17 @@ from .options.training_options import CheckpointConfig, OptimizerConfig, TrainCo
 from .parse import parse
 from .run import RunConfig, Source
 
-__all__ = ["BertConfig", "CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig",
-           "ParallelConfig", "RunConfig", "Source", "TrainConfig", "ZeroConfig", "parse"]
+__all__ = [
+    "BertConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "Source",
+    "TrainConfig",
+    "ZeroConfig",
+    "parse",
+]

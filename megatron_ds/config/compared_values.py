@@ -18,32 +18,52 @@ from ..version import __version__
 from .options.option import Option
 from .run import RunConfig, all_options
 
-PACKAGES = ("torch", "numpy")           # their versions decide numbers: kernels, shuffles
+PACKAGES = ("torch", "numpy")  # their versions decide numbers: kernels, shuffles
 # Variables that change the precision or the order of operations. CUBLAS_WORKSPACE_CONFIG is not among them:
 # the package sets it where it is missing.
 ENVIRONMENT = (
-    "ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "MEGATRON_DS_HIP_KERNELS",
-    "MKL_CBWR", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "MEGATRON_DS_HIP_KERNELS",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
 
 
-def compared_values(config: RunConfig, name_of: Callable[[Option], str] = lambda option: option.flag,
-                    env: Mapping[str, str] = os.environ) -> dict[str, tuple[Any, str]]:
+def compared_values(
+    config: RunConfig,
+    name_of: Callable[[Option], str] = lambda option: option.flag,
+    env: Mapping[str, str] = os.environ,
+) -> dict[str, tuple[Any, str]]:
     """name → (value, source) of everything that ranks compare before they build anything.
 
     name_of: the name of an option in messages
     """
-    options = {name_of(option): (config.get(path), config.source(path))
-               for path, option in all_options().items() if not option.per_host}
+    options = {
+        name_of(option): (config.get(path), config.source(path))
+        for path, option in all_options().items()
+        if not option.per_host
+    }
     size = {"the world size": (config.world_size, "")}
-    variables = {name: (env.get(name, "not set"), "the environment") for name in ENVIRONMENT}
+    variables = {
+        name: (env.get(name, "not set"), "the environment") for name in ENVIRONMENT
+    }
     return {**size, **options, **_versions(), **variables}
 
 
 def _versions() -> dict[str, tuple[str, str]]:
     """Versions of this package and of those that compute; a package of the same version may be edited."""
-    found = {"the version of megatron_ds": (__version__, ""),
-             "the hash of megatron_ds's source files": (_hash_of_source(Path(__file__).parents[1]), "")}
+    found = {
+        "the version of megatron_ds": (__version__, ""),
+        "the hash of megatron_ds's source files": (
+            _hash_of_source(Path(__file__).parents[1]),
+            "",
+        ),
+    }
     for name in PACKAGES:
         try:
             found[f"the version of {name}"] = (version_of(name), "")

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..mpu import grid
 from .run import RunConfig, all_options
 
-MOST_SHOWN = 100                         # alternatives of a message
+MOST_SHOWN = 100  # alternatives of a message
 Rule = Callable[[RunConfig], Iterable[str]]
 
 
@@ -43,14 +43,25 @@ def flag(path: str) -> str:
 
 def written(config: RunConfig, path: str) -> str:
     """An option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
-    option, source, value = all_options()[path], config.sources.get(path), config.get(path)
-    if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
-        return source.name                                            # a switch: --fp16, --swiglu
+    option = all_options()[path]
+    source = config.sources.get(path)
+    value = config.get(path)
+    if (
+        source is not None
+        and source.kind == "flag"
+        and source.name not in (option.flag, *option.flags)
+    ):
+        return source.name  # a switch: --fp16, --swiglu
     name = source.name if source is not None and source.kind == "flag" else option.flag
     if option.kind is bool:
         text = option.flag if value else option.negative
-    elif source is not None and source.kind == "flag" and option.alone is not None and value == option.alone:
-        text = name                                                   # --tiled-mlp, without a number
+    elif (
+        source is not None
+        and source.kind == "flag"
+        and option.alone is not None
+        and value == option.alone
+    ):
+        text = name  # --tiled-mlp, without a number
     else:
         text = f"{name} {value_text(value)}"
     if source is None:

@@ -12,9 +12,23 @@ from typing import Any
 from .options.training_options import OptimizerConfig
 
 # What the update of an element depends on, besides that element.
-ELEMENT, NORMS, MATRIX = "nothing else", "norms of whole parameters", "the whole matrix"
-COMMON = {"lr": ("lr",), "weight_decay": ("weight_decay",), "max_grad_norm": ("clip_grad",)}
-GROUP_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff")
+ELEMENT = "nothing else"
+NORMS = "norms of whole parameters"
+MATRIX = "the whole matrix"
+COMMON = {
+    "lr": ("lr",),
+    "weight_decay": ("weight_decay",),
+    "max_grad_norm": ("clip_grad",),
+}
+GROUP_NUMBERS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "max_coeff",
+    "min_coeff",
+)
 
 
 @dataclass(frozen=True)
@@ -45,59 +59,151 @@ class OptimizerFacts:
     @property
     def own_fields(self) -> tuple[str, ...]:
         """Fields of `OptimizerConfig` that it reads and not every optimizer reads."""
-        return (*(name for names in self.params.values() for name in names), *self.fields)
+        return (
+            *(name for names in self.params.values() for name in names),
+            *self.fields,
+        )
 
     def numbers(self, settings: OptimizerConfig) -> dict[str, Any]:
         """The hyper-parameters of a parameter group, under torch's names."""
-        values = {key: tuple(getattr(settings, name) for name in names)
-                  for key, names in self.all_params.items() if key in GROUP_NUMBERS}
-        return {key: value if key == "betas" else value[0] for key, value in values.items()}
+        values = {
+            key: tuple(getattr(settings, name) for name in names)
+            for key, names in self.all_params.items()
+            if key in GROUP_NUMBERS
+        }
+        return {
+            key: value if key == "betas" else value[0] for key, value in values.items()
+        }
 
 
-MOMENTS = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",),
-           "bias_correction": ("adam_bias_correction",)}
+MOMENTS = {
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_eps",),
+    "bias_correction": ("adam_bias_correction",),
+}
 # Of 1-bit optimizers: DeepSpeed's choice of a transport has no effect here.
 ONE_BIT = MOMENTS | {"cuda_aware": (), "comm_backend_name": ()}
-FACTS: Mapping[str, OptimizerFacts] = {facts.name: facts for facts in (
-    OptimizerFacts(
-        "adam", ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"),
-        MOMENTS | {"adam_w_mode": ("decoupled_weight_decay",), "amsgrad": ("adam_amsgrad",)},
-        ("exp_avg", "exp_avg_sq")),
-    OptimizerFacts("sgd", ("SGD",), {"momentum": ("sgd_momentum",)}, ("momentum_buffer",),
-                   defaults={"sgd_momentum": 0.0}),
-    OptimizerFacts(
-        "lion", ("Lion", "FusedLion", "DeepSpeedCPULion"), {"betas": ("lion_beta1", "lion_beta2")},
-        ("exp_avg",), defaults={"lion_beta1": 0.9, "lion_beta2": 0.999}),
-    OptimizerFacts("adagrad", ("Adagrad", "DeepSpeedCPUAdagrad"), {"eps": ("adagrad_eps",)}, ("sum",)),
-    OptimizerFacts(
-        "lamb", ("Lamb", "FusedLamb"),
-        MOMENTS | {"eps_inside_sqrt": ("lamb_eps_inside_sqrt",), "max_coeff": ("lamb_max_coeff",),
-                   "min_coeff": ("lamb_min_coeff",)},
-        ("exp_avg", "exp_avg_sq"), ("lamb_form",), depends=NORMS),
-    OptimizerFacts("onebit_adam", ("OneBitAdam",), ONE_BIT | {"freeze_step": ("freeze_step",)},
-                   ("exp_avg", "exp_avg_sq")),
-    OptimizerFacts(
-        "zero_one_adam", ("ZeroOneAdam",),
-        ONE_BIT | {key: (key,) for key in ("var_freeze_step", "var_update_scaler", "local_step_scaler",
-                                           "local_step_clipper")},
-        ("exp_avg", "exp_avg_sq", "local_sum")),
-    OptimizerFacts(
-        "onebit_lamb", ("OneBitLamb",),
-        ONE_BIT | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
-        | {key: (key,) for key in ("freeze_step", "coeff_beta", "factor_max", "factor_min",
-                                   "factor_threshold")},
-        ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"), depends=NORMS),
-    OptimizerFacts(
-        "muon", ("Muon",),
-        MOMENTS | {"adam_w_mode": ("decoupled_weight_decay",), "momentum": ("muon_momentum",),
-                   "muon_lr": ("muon_lr",), "adam_lr": ("muon_scalar_lr",),
-                   "per_head_muon": ("muon_per_head",)},
-        ("momentum_buffer",),
-        ("muon_use_nesterov", "muon_coefficient_type", "muon_num_ns_steps", "muon_scale_mode",
-         "muon_extra_scale_factor", "muon_split_qkv", "muon_ns_dtype", "muon_scalar_optimizer", "lion_beta1",
-         "lion_beta2"),
-        {"muon_momentum": 0.95, "muon_use_nesterov": True, "muon_coefficient_type": "simple",
-         "muon_scale_mode": "shape_scaling", "adam_beta2": 0.95, "adam_eps": 1e-10}, MATRIX))}
+FACTS: Mapping[str, OptimizerFacts] = {
+    facts.name: facts
+    for facts in (
+        OptimizerFacts(
+            "adam",
+            ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"),
+            MOMENTS
+            | {
+                "adam_w_mode": ("decoupled_weight_decay",),
+                "amsgrad": ("adam_amsgrad",),
+            },
+            ("exp_avg", "exp_avg_sq"),
+        ),
+        OptimizerFacts(
+            "sgd",
+            ("SGD",),
+            {"momentum": ("sgd_momentum",)},
+            ("momentum_buffer",),
+            defaults={"sgd_momentum": 0.0},
+        ),
+        OptimizerFacts(
+            "lion",
+            ("Lion", "FusedLion", "DeepSpeedCPULion"),
+            {"betas": ("lion_beta1", "lion_beta2")},
+            ("exp_avg",),
+            defaults={"lion_beta1": 0.9, "lion_beta2": 0.999},
+        ),
+        OptimizerFacts(
+            "adagrad",
+            ("Adagrad", "DeepSpeedCPUAdagrad"),
+            {"eps": ("adagrad_eps",)},
+            ("sum",),
+        ),
+        OptimizerFacts(
+            "lamb",
+            ("Lamb", "FusedLamb"),
+            MOMENTS
+            | {
+                "eps_inside_sqrt": ("lamb_eps_inside_sqrt",),
+                "max_coeff": ("lamb_max_coeff",),
+                "min_coeff": ("lamb_min_coeff",),
+            },
+            ("exp_avg", "exp_avg_sq"),
+            ("lamb_form",),
+            depends=NORMS,
+        ),
+        OptimizerFacts(
+            "onebit_adam",
+            ("OneBitAdam",),
+            ONE_BIT | {"freeze_step": ("freeze_step",)},
+            ("exp_avg", "exp_avg_sq"),
+        ),
+        OptimizerFacts(
+            "zero_one_adam",
+            ("ZeroOneAdam",),
+            ONE_BIT
+            | {
+                key: (key,)
+                for key in (
+                    "var_freeze_step",
+                    "var_update_scaler",
+                    "local_step_scaler",
+                    "local_step_clipper",
+                )
+            },
+            ("exp_avg", "exp_avg_sq", "local_sum"),
+        ),
+        OptimizerFacts(
+            "onebit_lamb",
+            ("OneBitLamb",),
+            ONE_BIT
+            | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
+            | {
+                key: (key,)
+                for key in (
+                    "freeze_step",
+                    "coeff_beta",
+                    "factor_max",
+                    "factor_min",
+                    "factor_threshold",
+                )
+            },
+            ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"),
+            depends=NORMS,
+        ),
+        OptimizerFacts(
+            "muon",
+            ("Muon",),
+            MOMENTS
+            | {
+                "adam_w_mode": ("decoupled_weight_decay",),
+                "momentum": ("muon_momentum",),
+                "muon_lr": ("muon_lr",),
+                "adam_lr": ("muon_scalar_lr",),
+                "per_head_muon": ("muon_per_head",),
+            },
+            ("momentum_buffer",),
+            (
+                "muon_use_nesterov",
+                "muon_coefficient_type",
+                "muon_num_ns_steps",
+                "muon_scale_mode",
+                "muon_extra_scale_factor",
+                "muon_split_qkv",
+                "muon_ns_dtype",
+                "muon_scalar_optimizer",
+                "lion_beta1",
+                "lion_beta2",
+            ),
+            {
+                "muon_momentum": 0.95,
+                "muon_use_nesterov": True,
+                "muon_coefficient_type": "simple",
+                "muon_scale_mode": "shape_scaling",
+                "adam_beta2": 0.95,
+                "adam_eps": 1e-10,
+            },
+            MATRIX,
+        ),
+    )
+}
 
 SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 

@@ -35,9 +35,16 @@ from .sources.reading import Reading, Setting, attempt, reject
 HELP = {"help": help_text, "short help": short_help_text}
 
 
-def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
-          known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
-          env: Mapping[str, str] | None = None, settings: Sequence[Setting] = ()) -> RunConfig:
+def parse(
+    argv: Sequence[str],
+    world_size: int = 1,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    known: Mapping[str, Container[str]] | None = None,
+    rules: Sequence[Rule] = (),
+    env: Mapping[str, str] | None = None,
+    settings: Sequence[Setting] = (),
+) -> RunConfig:
     """The configuration that `argv` describes, for `world_size` ranks.
 
     defaults  field name → value: the defaults of an entry script. Files and flags override them
@@ -51,17 +58,32 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
 
     Raises one ConfigError with all problems.
     """
-    config, line, readings, problems = _read_all(argv, world_size, defaults, env, settings)
+    config, line, readings, problems = _read_all(
+        argv, world_size, defaults, env, settings
+    )
     if not all(reading.is_complete for reading in readings):
-        reject(problems)                     # what seems to be missing may be in the file that cannot be read
-    check(config, known, rules, problems, unread=set().union(*(reading.unread for reading in readings)))
+        reject(
+            problems
+        )  # what seems to be missing may be in the file that cannot be read
+    check(
+        config,
+        known,
+        rules,
+        problems,
+        unread=set().union(*(reading.unread for reading in readings)),
+    )
     if line.asks_for == "config":
         _print_and_exit(to_yaml(config), env)
     return config
 
 
-def read(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
-         env: Mapping[str, str] | None = None) -> RunConfig:
+def read(
+    argv: Sequence[str],
+    world_size: int = 1,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> RunConfig:
     """`parse` without rules, for a tool that needs only some of a run's options."""
     config, _, _, problems = _read_all(argv, world_size, defaults, env)
     reject(problems)
@@ -78,9 +100,13 @@ def version_text() -> str:
     return f"megatron_ds {__version__}, torch {torch}, Python {python}"
 
 
-def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] | None,
-              env: Mapping[str, str] | None, settings: Sequence[Setting] = (),
-              ) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
+def _read_all(
+    argv: Sequence[str],
+    world_size: int,
+    defaults: Mapping[str, Any] | None,
+    env: Mapping[str, str] | None,
+    settings: Sequence[Setting] = (),
+) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
     """(the configuration, the command line, one reading for it and for each file, their problems)."""
     line = read_flags(argv)
     if line.asks_for in HELP:
@@ -96,26 +122,44 @@ def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] 
     readings = [line, *yamls, *jsons]
     config, problems = assembled(line, readings[1:], world_size, defaults, settings)
     if line.is_strict:
-        problems += [f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."
-                     for name, why in config.without_effect.items()]
-    problems += problems_of_local_rank(os.environ if env is None else env, line.local_rank)
+        problems += [
+            f"{name} changes nothing here: {why}. Remove it, or remove --strict-flags."
+            for name, why in config.without_effect.items()
+        ]
+    problems += problems_of_local_rank(
+        os.environ if env is None else env, line.local_rank
+    )
     return config, line, readings, problems
 
 
-def assembled(line: CommandLine, files: Sequence[Reading], world_size: int,
-              defaults: Mapping[str, Any] | None = None, settings: Sequence[Setting] = (),
-              ) -> tuple[RunConfig, list[str]]:
+def assembled(
+    line: CommandLine,
+    files: Sequence[Reading],
+    world_size: int,
+    defaults: Mapping[str, Any] | None = None,
+    settings: Sequence[Setting] = (),
+) -> tuple[RunConfig, list[str]]:
     """(the configuration that a command line and its files describe, the problems of reading them).
 
     defaults, settings: as of `parse`
     """
     of_files = [setting for reading in files for setting in reading.settings]
     source = Source("script", "the script")
-    scripted = [Setting(names()[name].path, value, source) for name, value in (defaults or {}).items()]
+    scripted = [
+        Setting(names()[name].path, value, source)
+        for name, value in (defaults or {}).items()
+    ]
     config = combined(of_files, line.settings, world_size, [*scripted, *settings])
-    notes = {name: why for reading in (line, *files) for name, why in reading.without_effect.items()}
+    notes = {
+        name: why
+        for reading in (line, *files)
+        for name, why in reading.without_effect.items()
+    }
     problems = [problem for reading in (line, *files) for problem in reading.problems]
-    return config.with_notes(notes), [*problems, *contradictions(of_files, line.settings)]
+    return config.with_notes(notes), [
+        *problems,
+        *contradictions(of_files, line.settings),
+    ]
 
 
 def _print_and_exit(text: str, env: Mapping[str, str] | None) -> None:
@@ -124,8 +168,13 @@ def _print_and_exit(text: str, env: Mapping[str, str] | None) -> None:
     raise SystemExit(0)
 
 
-def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
-          problems: Sequence[str] = (), unread: Collection[str] = ()) -> None:
+def check(
+    config: RunConfig,
+    known: Mapping[str, Container[str]] | None = None,
+    rules: Sequence[Rule] = (),
+    problems: Sequence[str] = (),
+    unread: Collection[str] = (),
+) -> None:
     """Raise one ConfigError with all problems, if there are any.
 
     known, rules  see `parse`
@@ -133,30 +182,54 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    own = (*LAYOUT_RULES, *ATTENTION_RULES, *SPARSE_RULES, *MOE_RULES, *TRAINING_RULES, *DATA_RULES)
+    own = (
+        *LAYOUT_RULES,
+        *ATTENTION_RULES,
+        *SPARSE_RULES,
+        *MOE_RULES,
+        *TRAINING_RULES,
+        *DATA_RULES,
+    )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
-    reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
+    reject(
+        [
+            *problems,
+            *missing(config, unread),
+            *(p for p in found if not _names_one_of(p, unread)),
+        ]
+    )
     higher: list[str] = []
-    for rule in rules:                       # they rely on the rules above
+    for rule in rules:  # they rely on the rules above
         higher += attempt(higher, lambda rule=rule: list(rule(config))) or []
     reject(higher)
 
 
 def _names_one_of(problem: str, paths: Collection[str]) -> bool:
     flags = set(re.findall(r"--[a-zA-Z0-9_-]+", problem))
-    return any(spelling.option.path in paths for flag, spelling in spellings().items() if flag in flags)
+    return any(
+        spelling.option.path in paths
+        for flag, spelling in spellings().items()
+        if flag in flags
+    )
 
 
 def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
     """One problem with all required options that have no value."""
-    names = [option.flag for path, option in all_options().items()
-             if option.required and config.get(path) is None and path not in unread]
+    names = [
+        option.flag
+        for path, option in all_options().items()
+        if option.required and config.get(path) is None and path not in unread
+    ]
     if names:
-        yield (f"missing: {', '.join(names)}. Give {'it' if len(names) == 1 else 'them'} as flags or in a "
-               "--config file.")
+        yield (
+            f"missing: {', '.join(names)}. Give {'it' if len(names) == 1 else 'them'} as flags or in a "
+            "--config file."
+        )
 
 
-def unknown_names(config: RunConfig, known: Mapping[str, Container[str]]) -> Iterator[str]:
+def unknown_names(
+    config: RunConfig, known: Mapping[str, Container[str]]
+) -> Iterator[str]:
     """Names that are not in their registry. known: path of the option → the registry."""
     for path, registry in known.items():
         name = config.get(path)

@@ -19,7 +19,12 @@ from .options.model_options import ModelConfig
 from .options.option import Option, options_of
 from .options.parallel_options import ParallelConfig, ZeroConfig
 from .options.profiler_options import ProfilerConfig
-from .options.training_options import CheckpointConfig, OptimizerConfig, PlanConfig, TrainConfig
+from .options.training_options import (
+    CheckpointConfig,
+    OptimizerConfig,
+    PlanConfig,
+    TrainConfig,
+)
 
 # Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})
@@ -77,10 +82,14 @@ class RunConfig:
     def grid(self, world_size: int | None = None) -> Grid:
         """The grid of the ranks. Raises ConfigError if the sizes of the axes do not divide their number."""
         p = self.parallel
-        return Grid.fit(self.world_size if world_size is None else world_size,
-                        tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
-                        ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size,
-                        order=p.rank_order)
+        return Grid.fit(
+            self.world_size if world_size is None else world_size,
+            tp=p.tensor_model_parallel_size,
+            cp=p.context_parallel_size,
+            ep=p.expert_model_parallel_size,
+            pp=p.pipeline_model_parallel_size,
+            order=p.rank_order,
+        )
 
     @property
     def is_zigzag(self) -> bool:
@@ -91,7 +100,8 @@ class RunConfig:
     @property
     def sequence_parts(self) -> int:
         """The number of tokens of a sequence, or kept of it, is a multiple of this."""
-        parallel, c = self.parallel, self.parallel.context_parallel_size
+        parallel = self.parallel
+        c = self.parallel.context_parallel_size
         t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         return lcm(c * (1 + (self.is_zigzag and c > 1)), c * t)
 
@@ -102,16 +112,27 @@ class RunConfig:
 
     def microbatches(self, global_batch_size: int) -> int:
         """Micro-batches of a step of this size, on each data-parallel rank."""
-        return global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+        return global_batch_size // (
+            self.train.micro_batch_size * self.data_parallel_size
+        )
 
     @property
     def pipeline_chunks(self) -> int | None:
         """Stages on each pipeline rank, if an option sets their number."""
         p = self.parallel
-        if p.num_virtual_stages_per_pipeline_rank or not p.num_layers_per_virtual_pipeline_stage:
+        if (
+            p.num_virtual_stages_per_pipeline_rank
+            or not p.num_layers_per_virtual_pipeline_stage
+        ):
             return p.num_virtual_stages_per_pipeline_rank
         layers = self.model.num_layers or 0
-        return layers // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage) or None
+        return (
+            layers
+            // (
+                p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage
+            )
+            or None
+        )
 
     def get(self, path: str) -> Any:
         """The value of `section.field`."""
@@ -128,10 +149,20 @@ class RunConfig:
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
         """A copy with other values for some paths, all from one source."""
-        sections = {section: replace(getattr(self, section), **{
-            path.split(".")[1]: value for path, value in values.items() if path.startswith(section + ".")})
-            for section in SECTIONS}
-        return replace(self, **sections, sources={**self.sources, **dict.fromkeys(values, source)})
+        sections = {
+            section: replace(
+                getattr(self, section),
+                **{
+                    path.split(".")[1]: value
+                    for path, value in values.items()
+                    if path.startswith(section + ".")
+                },
+            )
+            for section in SECTIONS
+        }
+        return replace(
+            self, **sections, sources={**self.sources, **dict.fromkeys(values, source)}
+        )
 
     def with_notes(self, notes: Mapping[str, str]) -> "RunConfig":
         """A copy with more entries of `without_effect`."""
@@ -139,15 +170,25 @@ class RunConfig:
 
 
 # Name of each section → its dataclass.
-SECTIONS: Mapping[str, type] = MappingProxyType({
-    f.name: f.default_factory for f in fields(RunConfig) if is_dataclass(f.default_factory)})
+SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        f.name: f.default_factory
+        for f in fields(RunConfig)
+        if is_dataclass(f.default_factory)
+    }
+)
 
 
 @cache
 def all_options() -> Mapping[str, Option]:
     """path → option, in the order of declaration."""
-    return MappingProxyType({o.path: o for section, cls in SECTIONS.items()
-                             for o in options_of(section, cls)})
+    return MappingProxyType(
+        {
+            o.path: o
+            for section, cls in SECTIONS.items()
+            for o in options_of(section, cls)
+        }
+    )
 
 
 def options_in(section: str) -> list[Option]:
@@ -157,5 +198,8 @@ def options_in(section: str) -> list[Option]:
 
 def non_default(config: RunConfig) -> Iterator[tuple[Option, Any]]:
     """The options whose value is not the default."""
-    return ((option, config.get(path)) for path, option in all_options().items()
-            if not config.is_default(path))
+    return (
+        (option, config.get(path))
+        for path, option in all_options().items()
+        if not config.is_default(path)
+    )

@@ -15,50 +15,92 @@ from ..progress.ramps import (
     scheduled_samples,
 )
 from .options.cycle_options import ONE_CYCLE, RANGE_TEST
-from .options.training_options import DECOUPLED_RATE, DEEPSPEED_STYLES, MAIN_RATE, TrainConfig
+from .options.training_options import (
+    DECOUPLED_RATE,
+    DEEPSPEED_STYLES,
+    MAIN_RATE,
+    TrainConfig,
+)
 from .run import RunConfig
 
 
 def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:
     """The learning rates of a run by name: MAIN_RATE, and DECOUPLED_RATE with --decoupled-lr."""
-    optimizer, rates = config.optimizer, {MAIN_RATE: make_learning_rate(config)}
+    optimizer = config.optimizer
+    rates = {MAIN_RATE: make_learning_rate(config)}
     if optimizer.decoupled_lr is not None:
-        lowest = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
-        rates[DECOUPLED_RATE] = make_learning_rate(config, (optimizer.decoupled_lr, lowest))
+        lowest = (
+            optimizer.min_lr
+            if optimizer.decoupled_min_lr is None
+            else optimizer.decoupled_min_lr
+        )
+        rates[DECOUPLED_RATE] = make_learning_rate(
+            config, (optimizer.decoupled_lr, lowest)
+        )
     return rates
 
 
-def make_learning_rate(config: RunConfig, limits: tuple[float, float] | None = None) -> Ramp[float]:
+def make_learning_rate(
+    config: RunConfig, limits: tuple[float, float] | None = None
+) -> Ramp[float]:
     """The learning rate, over tokens (`counts_tokens`) or over samples of steps that were not skipped.
 
     limits: the highest and the lowest; None: --lr and --min-lr
     """
-    optimizer, train = config.optimizer, config.train
-    style, batch = optimizer.lr_decay_style, train.global_batch_size
+    optimizer = config.optimizer
+    train = config.train
+    style = optimizer.lr_decay_style
+    batch = train.global_batch_size
     highest, lowest = limits or (optimizer.lr, optimizer.min_lr)
     values = {"highest": highest, "lowest": lowest, "initial": optimizer.lr_warmup_init}
     if counts_tokens(config):
-        decay = optimizer.lr_decay_tokens or train.train_tokens or 1      # a constant rate needs none
-        warmup = _fraction(optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens)
-        return LearningRate(**values, warmup=warmup, decay=decay, style=style, count=token_count(config))
+        decay = (
+            optimizer.lr_decay_tokens or train.train_tokens or 1
+        )  # a constant rate needs none
+        warmup = _fraction(
+            optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens
+        )
+        return LearningRate(
+            **values, warmup=warmup, decay=decay, style=style, count=token_count(config)
+        )
     if style == ONE_CYCLE:
         return OneCycle(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
     if style == RANGE_TEST:
         cycle = config.cycle
-        return RangeTest(batch, highest, cycle.lr_range_test_step_size, cycle.lr_range_test_step_rate,
-                         cycle.lr_range_test_staircase)
-    decay = _span(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or train_span(train)
+        return RangeTest(
+            batch,
+            highest,
+            cycle.lr_range_test_step_size,
+            cycle.lr_range_test_step_rate,
+            cycle.lr_range_test_staircase,
+        )
+    decay = _span(
+        optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
+    ) or train_span(train)
     if style in DEEPSPEED_STYLES:
         warmup = optimizer.lr_warmup_iters
         if optimizer.lr_warmup_fraction is not None:
             warmup = int(optimizer.lr_warmup_fraction * decay / batch)
-        return DeepSpeedRate(style, **values, warmup=warmup, total=decay // batch,
-                             warmup_style=optimizer.lr_warmup_style, batch=batch)
+        return DeepSpeedRate(
+            style,
+            **values,
+            warmup=warmup,
+            total=decay // batch,
+            warmup_style=optimizer.lr_warmup_style,
+            batch=batch,
+        )
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
     first = batch if optimizer.lr_warmup_style == "linear_from_one" else 0
-    return LearningRate(**values, warmup=_fraction(optimizer.lr_warmup_fraction, decay, warmup), decay=decay,
-                        style=style, final=final, final_style=optimizer.lr_wsd_decay_style, first=first)
+    return LearningRate(
+        **values,
+        warmup=_fraction(optimizer.lr_warmup_fraction, decay, warmup),
+        decay=decay,
+        style=style,
+        final=final,
+        final_style=optimizer.lr_wsd_decay_style,
+        first=first,
+    )
 
 
 def make_beta1(config: RunConfig) -> Ramp[float] | None:
@@ -66,23 +108,38 @@ def make_beta1(config: RunConfig) -> Ramp[float] | None:
     cycle = config.cycle
     if config.optimizer.lr_decay_style != ONE_CYCLE or not cycle.cycle_momentum:
         return None
-    return CycledBeta(_cycle(config), cycle.cycle_max_mom, cycle.cycle_min_mom, cycle.decay_mom_rate)
+    return CycledBeta(
+        _cycle(config), cycle.cycle_max_mom, cycle.cycle_min_mom, cycle.decay_mom_rate
+    )
 
 
 def _cycle(config: RunConfig) -> Cycle:
     cycle = config.cycle
-    first, second = cycle.cycle_first_step_size, cycle.cycle_second_step_size
-    stairs, falling = cycle.cycle_first_stair_count, cycle.cycle_second_stair_count
-    return Cycle(config.train.global_batch_size, first, first if second is None else second, stairs,
-                 stairs if falling is None else falling, cycle.decay_step_size)
+    first = cycle.cycle_first_step_size
+    second = cycle.cycle_second_step_size
+    stairs = cycle.cycle_first_stair_count
+    falling = cycle.cycle_second_stair_count
+    return Cycle(
+        config.train.global_batch_size,
+        first,
+        first if second is None else second,
+        stairs,
+        stairs if falling is None else falling,
+        cycle.decay_step_size,
+    )
 
 
 def counts_tokens(config: RunConfig) -> bool:
     """Whether the learning rate counts tokens: a span, or the length of training alone, is in tokens."""
-    optimizer, spans = config.optimizer, ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    optimizer = config.optimizer
+    spans = ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
         return True
-    others = any(getattr(optimizer, f"{span}_{unit}") for span in spans for unit in ("iters", "samples"))
+    others = any(
+        getattr(optimizer, f"{span}_{unit}")
+        for span in spans
+        for unit in ("iters", "samples")
+    )
     is_of_deepspeed = optimizer.lr_decay_style in DEEPSPEED_STYLES
     return bool(config.train.train_tokens) and not others and not is_of_deepspeed
 
@@ -94,20 +151,26 @@ def token_count(config: RunConfig) -> Tokens:
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:
     """The weight decay of a run, over tokens if its length is in tokens."""
-    optimizer, tokens = config.optimizer, config.train.train_tokens
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    optimizer = config.optimizer
+    tokens = config.train.train_tokens
+    start = optimizer.start_weight_decay
+    end = optimizer.end_weight_decay
     return WeightDecay(
         start=optimizer.weight_decay if start is None else start,
         end=optimizer.weight_decay if end is None else end,
-        span=tokens or train_span(config.train), style=optimizer.weight_decay_incr_style,
-        count=token_count(config) if tokens else scheduled_samples)
+        span=tokens or train_span(config.train),
+        style=optimizer.weight_decay_incr_style,
+        count=token_count(config) if tokens else scheduled_samples,
+    )
 
 
 def make_batch_size(config: RunConfig) -> BatchSize:
     """The global batch size of a run as a function of the consumed samples, valid on its number of ranks."""
     ramp = stated_batch_size(config)
     if config.train.decrease_batch_size_if_needed:
-        return ramp.rounded_down(config.train.micro_batch_size * config.data_parallel_size)
+        return ramp.rounded_down(
+            config.train.micro_batch_size * config.data_parallel_size
+        )
     return ramp
 
 
@@ -115,14 +178,18 @@ def stated_batch_size(config: RunConfig) -> BatchSize:
     """The batch size without --decrease-batch-size-if-needed, which depends on the number of ranks."""
     train = config.train
     if train.step_batch_size_schedule:
-        return BatchSize(parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length))
+        return BatchSize(
+            parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length)
+        )
     if train.rampup_batch_size is None:
         return BatchSize.constant(train.global_batch_size)
     start, increment, span = train.rampup_batch_size
     return BatchSize.growing(start, increment, train.global_batch_size, span)
 
 
-def parse_batch_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int], ...]:
+def parse_batch_steps(
+    words: Sequence[str], seq_length: int
+) -> tuple[tuple[int, int], ...]:
     """TOKENS:SIZE pairs, as in "0:768 250B:1536", as ((samples, size), …) in rising order.
 
     As in Megatron, the suffixes K, M, B, T are powers of a thousand, and tokens become samples by integer
@@ -131,12 +198,18 @@ def parse_batch_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int,
     pairs = [pair.split(":") for pair in " ".join(words).replace(",", " ").split()]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError("is not a list of TOKENS:SIZE, such as 0:256 2B:512")
-    steps = sorted((_count(tokens) // seq_length, _count(size)) for tokens, size in pairs)
+    steps = sorted(
+        (_count(tokens) // seq_length, _count(size)) for tokens, size in pairs
+    )
     if steps[0][0] != 0:
-        raise ValueError(f"begins after {steps[0][0]} samples; the first size must begin at 0 tokens")
+        raise ValueError(
+            f"begins after {steps[0][0]} samples; the first size must begin at 0 tokens"
+        )
     for (samples, _), (after, _) in zip(steps, steps[1:]):
         if samples == after:
-            raise ValueError(f"has two sizes from {samples} samples on (tokens / {seq_length})")
+            raise ValueError(
+                f"has two sizes from {samples} samples on (tokens / {seq_length})"
+            )
     return tuple(steps)
 
 
@@ -146,7 +219,9 @@ def _count(text: str) -> int:
     try:
         number = Fraction(text[:-1] if unit > 1 else text) * unit
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"has {text!r}, which is not a number like 200000, 200K or 1.5B") from None
+        raise ValueError(
+            f"has {text!r}, which is not a number like 200000, 200K or 1.5B"
+        ) from None
     if number < 0 or number.denominator != 1:
         raise ValueError(f"has {text!r}, which is not a whole number of at least 0")
     return int(number)
@@ -169,12 +244,18 @@ def _fraction(fraction: float | None, whole: float, span: float) -> float:
 
 def make_token_drop(config: RunConfig) -> TokenDrop | None:
     """The tokens that blocks keep; None without --random-ltd."""
-    ltd, model = config.random_ltd, config.model
+    ltd = config.random_ltd
+    model = config.model
     if not ltd.random_ltd:
         return None
     most = ltd.random_ltd_max_tokens or model.seq_length
     # lowest=0: DeepSpeed rounds down below the minimum if that is not a multiple, and the integers are to be
     # equal.
-    kept = Rise(ltd.random_ltd_min_tokens, most, ltd.random_ltd_steps, ltd.random_ltd_tokens_per_step,
-                lowest=0)
+    kept = Rise(
+        ltd.random_ltd_min_tokens,
+        most,
+        ltd.random_ltd_steps,
+        ltd.random_ltd_tokens_per_step,
+        lowest=0,
+    )
     return TokenDrop(ltd.dropping_blocks(model.num_layers), model.num_layers, kept)

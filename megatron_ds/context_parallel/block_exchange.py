@@ -29,13 +29,17 @@ AddGradient = Callable[[int, torch.Tensor, torch.Tensor], None]
 class BlockExchange(Protocol):
     """A way of the two above. `own` is this rank's block, contiguous; all blocks have its shape."""
 
-    def forward(self, own: torch.Tensor, group: Group) -> Iterator[tuple[int, torch.Tensor]]:
+    def forward(
+        self, own: torch.Tensor, group: Group
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """(rank that owns the block, the block) for each rank. Collective over the group.
 
         A block may be overwritten when the next one is asked for.
         """
 
-    def backward(self, own: torch.Tensor, group: Group, add: AddGradient) -> torch.Tensor:
+    def backward(
+        self, own: torch.Tensor, group: Group, add: AddGradient
+    ) -> torch.Tensor:
         """The sum over the group of the gradients of this rank's block, fp32. Collective over the group.
 
         add: called for each block, which may be overwritten or freed after the call
@@ -45,9 +49,12 @@ class BlockExchange(Protocol):
 class Ring:
     """A block travels from rank to rank."""
 
-    def forward(self, own: torch.Tensor, group: Group) -> Iterator[tuple[int, torch.Tensor]]:
+    def forward(
+        self, own: torch.Tensor, group: Group
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """See `BlockExchange`."""
-        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        after = (group.rank + 1) % group.size
+        before = (group.rank - 1) % group.size
         block = own
         coming = spare = None
         for step in range(group.size - 1):
@@ -56,17 +63,21 @@ class Ring:
             yield (group.rank - step) % group.size, block
             work.wait()
             block, spare = coming, None if block is own else block
-        last = [block]                  # not held here, so that the caller can free it
+        last = [block]  # not held here, so that the caller can free it
         del block, spare, coming
         yield (group.rank + 1) % group.size, last.pop()
 
-    def backward(self, own: torch.Tensor, group: Group, add: AddGradient) -> torch.Tensor:
+    def backward(
+        self, own: torch.Tensor, group: Group, add: AddGradient
+    ) -> torch.Tensor:
         """See `BlockExchange`. The gradient that a block brings along is added after this rank's own."""
-        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        after = (group.rank + 1) % group.size
+        before = (group.rank - 1) % group.size
         total = torch.zeros_like(own, dtype=torch.float32)
         blocks = self.forward(own, group)
         add(*next(blocks), total)
-        work, coming = DONE, None
+        work = DONE
+        coming = None
         for owner, block in blocks:
             gradient = torch.zeros_like(total)
             add(owner, block, gradient)
@@ -75,7 +86,8 @@ class Ring:
             work.wait()
             if coming is not None:
                 gradient += coming
-            sent, coming = gradient, torch.empty_like(total)
+            sent = gradient
+            coming = torch.empty_like(total)
             work = exchange([(sent, after)], [(coming, before)], group, async_op=True)
         work.wait()
         return total if coming is None else total.add_(coming)
@@ -84,7 +96,9 @@ class Ring:
 class Gather:
     """All blocks at once."""
 
-    def forward(self, own: torch.Tensor, group: Group) -> Iterator[tuple[int, torch.Tensor]]:
+    def forward(
+        self, own: torch.Tensor, group: Group
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """See `BlockExchange`."""
         blocks = own.new_empty(group.size, *own.shape)
         all_gather_into_(blocks.view(-1), own.view(-1), group)
@@ -92,7 +106,9 @@ class Gather:
             owner = (group.rank - step) % group.size
             yield owner, blocks[owner]
 
-    def backward(self, own: torch.Tensor, group: Group, add: AddGradient) -> torch.Tensor:
+    def backward(
+        self, own: torch.Tensor, group: Group, add: AddGradient
+    ) -> torch.Tensor:
         """See `BlockExchange`."""
         gradients = own.new_zeros(group.size, *own.shape, dtype=torch.float32)
         for owner, block in self.forward(own, group):

@@ -26,8 +26,9 @@ from ..ops.cpu.compiled_attention import row_dots
 from ..ops.cpu.widened_products import WORKSPACE
 
 
-def to_heads(tensors: tuple[torch.Tensor, ...], group: Group,
-             order: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def to_heads(
+    tensors: tuple[torch.Tensor, ...], group: Group, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """Tensors [s/c, b, heads, d] of the rank's tokens → [s, b, heads/c, d] of its heads.
 
     heads must be a multiple of the ranks. order: positions of the tokens in the order of the ranks, None if
@@ -36,7 +37,9 @@ def to_heads(tensors: tuple[torch.Tensor, ...], group: Group,
     return _ToHeads.apply(group, order, *tensors)
 
 
-def to_tokens(out: torch.Tensor, group: Group, order: torch.Tensor | None = None) -> torch.Tensor:
+def to_tokens(
+    out: torch.Tensor, group: Group, order: torch.Tensor | None = None
+) -> torch.Tensor:
     """[s, b, heads/c, d] of the rank's heads → [s/c, b, heads, d] of its tokens, as before `to_heads`."""
     return _ToTokens.apply(group, order, out)
 
@@ -67,7 +70,8 @@ def spread_groups(t: torch.Tensor, ranks: int) -> torch.Tensor:
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, order, *tensors):
-        ctx.group, ctx.order = group, order
+        ctx.group = group
+        ctx.order = order
         return _divide_heads(tensors, group, order)
 
     @staticmethod
@@ -79,7 +83,8 @@ class _ToHeads(torch.autograd.Function):
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, order, out):
-        ctx.group, ctx.order = group, order
+        ctx.group = group
+        ctx.order = order
         return _divide_tokens((out,), group, order)[0]
 
     @staticmethod
@@ -93,7 +98,8 @@ class _KeptByToken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, group, order, out, lse):
-        ctx.group, ctx.order = group, order
+        ctx.group = group
+        ctx.order = order
         (result,) = _divide_tokens((out,), group, order)
         ctx.save_for_backward(result)
         return result
@@ -102,8 +108,12 @@ class _KeptByToken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         (out,) = ctx.saved_tensors
-        by_token = row_dots(gradient, out).permute(2, 0, 1).unsqueeze(-1)                 # [s/c, b, heads, 1]
-        (dout,), (dots,) = (_divide_heads((t,), ctx.group, ctx.order) for t in (gradient, by_token))
+        by_token = (
+            row_dots(gradient, out).permute(2, 0, 1).unsqueeze(-1)
+        )  # [s/c, b, heads, 1]
+        (dout,), (dots,) = (
+            _divide_heads((t,), ctx.group, ctx.order) for t in (gradient, by_token)
+        )
         return None, None, dout, dots.squeeze(-1).permute(1, 2, 0)
 
 
@@ -112,13 +122,19 @@ class _KeptByToken(torch.autograd.Function):
 # keeps. Results are one allocation.
 
 
-def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
-                  order: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _divide_heads(
+    tensors: Sequence[torch.Tensor], group: Group, order: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
     """[s/c, b, heads, d] → [s, b, heads/c, d]. One copy to pack each, one more if an order is given."""
-    shapes = [(group.size * s, b, heads // group.size, d) for s, b, heads, d in (t.shape for t in tensors)]
+    shapes = [
+        (group.size * s, b, heads // group.size, d)
+        for s, b, heads, d in (t.shape for t in tensors)
+    ]
     results = _together(tensors[0], shapes)
     for t, result in zip(tensors, results, strict=True):
-        parts = t.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4)               # [c, s/c, b, h/c, d]
+        parts = t.unflatten(2, (group.size, -1)).permute(
+            2, 0, 1, 3, 4
+        )  # [c, s/c, b, h/c, d]
         packed = _buffer(t, parts.shape).copy_(parts)
         received = result if order is None else torch.empty_like(result)
         all_to_all_(received.view(-1), packed.view(-1), group)
@@ -127,21 +143,29 @@ def _divide_heads(tensors: Sequence[torch.Tensor], group: Group,
     return results
 
 
-def _divide_tokens(tensors: Sequence[torch.Tensor], group: Group,
-                   order: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _divide_tokens(
+    tensors: Sequence[torch.Tensor], group: Group, order: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
     """[s, b, heads/c, d] → [s/c, b, heads, d]: the inverse of `_divide_heads`."""
-    shapes = [(s // group.size, b, group.size * heads, d) for s, b, heads, d in (t.shape for t in tensors)]
+    shapes = [
+        (s // group.size, b, group.size * heads, d)
+        for s, b, heads, d in (t.shape for t in tensors)
+    ]
     results = _together(tensors[0], shapes)
     for t, result in zip(tensors, results, strict=True):
         packed = t.contiguous() if order is None else t.index_select(0, order)
         received = _buffer(packed, packed.shape)
         all_to_all_(received.view(-1), packed.view(-1), group)
-        parts = received.unflatten(0, (group.size, -1)).permute(1, 2, 0, 3, 4)        # [s/c, b, c, h/c, d]
+        parts = received.unflatten(0, (group.size, -1)).permute(
+            1, 2, 0, 3, 4
+        )  # [s/c, b, c, h/c, d]
         result.unflatten(2, (group.size, -1)).copy_(parts)
     return results
 
 
-def _together(like: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+def _together(
+    like: torch.Tensor, shapes: Sequence[tuple[int, ...]]
+) -> tuple[torch.Tensor, ...]:
     """Uninitialised tensors of these shapes in one allocation, each contiguous."""
     sizes = [math.prod(shape) for shape in shapes]
     parts = like.new_empty(sum(sizes)).split(sizes)

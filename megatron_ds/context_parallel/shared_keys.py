@@ -28,22 +28,35 @@ class SharedKeys:
     exchange: BlockExchange
     positions: tuple[Runs, ...]
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen,
-                 scale: float | None = None, sink: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seen: Seen,
+        scale: float | None = None,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens, sink [n] → [s, b, n * d]."""
-        return _Attention.apply(q, k, v, sink, self, seen, scale or 1 / math.sqrt(q.shape[-1]))
+        return _Attention.apply(
+            q, k, v, sink, self, seen, scale or 1 / math.sqrt(q.shape[-1])
+        )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, shared, seen, scale):
         own = torch.stack((k, v))
-        partial = PartialAttention(q, shared.positions[shared.group.rank], seen, scale, sink)
+        partial = PartialAttention(
+            q, shared.positions[shared.group.rank], seen, scale, sink
+        )
         for owner, (keys, values) in shared.exchange.forward(own, shared.group):
             partial.add(keys, values, shared.positions[owner])
         out, sums = partial.result()
         ctx.save_for_backward(q, own, sink, out, sums)
-        ctx.shared, ctx.seen, ctx.scale = shared, seen, scale
+        ctx.shared = shared
+        ctx.seen = seen
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -51,8 +64,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         q, own, sink, out, sums = ctx.saved_tensors
         shared = ctx.shared
-        partial = PartialGradients(q, shared.positions[shared.group.rank], ctx.seen, ctx.scale, (out, sums),
-                                   dout.contiguous())
+        partial = PartialGradients(
+            q,
+            shared.positions[shared.group.rank],
+            ctx.seen,
+            ctx.scale,
+            (out, sums),
+            dout.contiguous(),
+        )
 
         def add(owner, block, gradient):
             partial.add(*block, shared.positions[owner], gradient)

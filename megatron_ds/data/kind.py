@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Sample = Mapping[str, np.ndarray]
 # (samples, their indices in the dataset, their positions in the stream, training) → Batch
 Collator = Callable[[Sequence[Sample], Sequence[int], tuple[int, ...], bool], Batch]
-PAD = -1                                    # fills up short samples of a dataset; a batch has none
+PAD = -1  # fills up short samples of a dataset; a batch has none
 
 
 class Dataset(Protocol):

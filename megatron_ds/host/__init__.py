@@ -10,12 +10,23 @@ from types import ModuleType
 from typing import Any
 
 # Modules of setup.py, and what they compute. Asynchronous I/O and BPE's cutter have messages of their own.
-COMPILED = {"_cpu_adam": "Adam", "_product": "products", "_attention": "attention", "_norms": "norms",
-            "_gelu": "GELU", "_cross_entropy": "cross entropy", "_accumulate": "sums of gradients",
-            "_quantize": "quantization", "_index_builder": "index maps", "_crc32": "checksums"}
+COMPILED = {
+    "_cpu_adam": "Adam",
+    "_product": "products",
+    "_attention": "attention",
+    "_norms": "norms",
+    "_gelu": "GELU",
+    "_cross_entropy": "cross entropy",
+    "_accumulate": "sums of gradients",
+    "_quantize": "quantization",
+    "_index_builder": "index maps",
+    "_crc32": "checksums",
+}
 
 
-def load_compiled(name: str, what: str, instead: str, logger: logging.Logger) -> ModuleType | Any:
+def load_compiled(
+    name: str, what: str, instead: str, logger: logging.Logger
+) -> ModuleType | Any:
     """The compiled module `name`; None, with a warning, if `pip install` found no compiler.
 
     Where no module is compiled at all, one warning stands for all of them.
@@ -26,8 +37,13 @@ def load_compiled(name: str, what: str, instead: str, logger: logging.Logger) ->
         return importlib.import_module(f"megatron_ds.{name}")
     except ImportError as reason:
         if any(find_spec(f"megatron_ds.{module}") for module in COMPILED):
-            logger.warning("%s is not compiled (%s): %s. Reinstall megatron_ds with a C++17 compiler to have "
-                           "it.", what, reason, instead)
+            logger.warning(
+                "%s is not compiled (%s): %s. Reinstall megatron_ds with a C++17 compiler to have "
+                "it.",
+                what,
+                reason,
+                instead,
+            )
         else:
             _warn_of_all()
         return None
@@ -37,4 +53,6 @@ def load_compiled(name: str, what: str, instead: str, logger: logging.Logger) ->
 def _warn_of_all() -> None:
     logging.getLogger(__name__).warning(
         "no C++ module of this package is compiled: %s run by torch, numpy or Python, slower on CPUs. "
-        "Reinstall megatron_ds with a C++17 compiler to have them.", ", ".join(COMPILED.values()))
+        "Reinstall megatron_ds with a C++17 compiler to have them.",
+        ", ".join(COMPILED.values()),
+    )

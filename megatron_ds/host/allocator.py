@@ -30,18 +30,30 @@ from pathlib import Path
 from typing import Any
 
 # From glibc's <malloc.h>.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
-TOP_PAD_BYTES, OWN_PAGES_BYTES = 64 << 20, 1 << 20
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
+M_ARENA_MAX = -8
+TOP_PAD_BYTES = 64 << 20
+OWN_PAGES_BYTES = 1 << 20
 ONE_ARENA = ((M_ARENA_MAX, 1),)
-KEEP_FREED = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, TOP_PAD_BYTES))
+KEEP_FREED = (
+    (M_MMAP_MAX, 0),
+    (M_TRIM_THRESHOLD, 2**31 - 1),
+    (M_TOP_PAD, TOP_PAD_BYTES),
+)
 RETURN_FREED = ((M_MMAP_THRESHOLD, OWN_PAGES_BYTES),)
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"      # torch reads it at its first allocation on a CPU
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation on a CPU
 DECAYS = ("dirty_decay_ms", "muzzy_decay_ms")
-NEVER, AT_ONCE = -1, 0                   # when jemalloc and mimalloc return the pages of freed blocks
-KEPT, RETURNED = "freed memory is kept", "freed memory is returned"
+# when jemalloc and mimalloc return the pages of freed blocks
+NEVER = -1
+AT_ONCE = 0
+KEPT = "freed memory is kept"
+RETURNED = "freed memory is returned"
 LARGE_RETURNED = "freed blocks of 1 MiB and more are returned"
 OWN = "with its own settings"
-Process = Any                            # ctypes.CDLL(None): the symbols of this process
+Process = Any  # ctypes.CDLL(None): the symbols of this process
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class AllocatorSetting:
         return f"allocator: {self.name}, {self.effect}"
 
 
-_SETTINGS: list[AllocatorSetting] = []   # of this process, at most one
+_SETTINGS: list[AllocatorSetting] = []  # of this process, at most one
 
 
 def set_allocator(keep_freed: bool) -> AllocatorSetting:
@@ -83,7 +95,9 @@ def configure(process: Process, keep_freed: bool) -> AllocatorSetting:
     file = library_of(process.malloc)
     for symbol, settle in ALLOCATORS.items():
         # A library may have the symbol and serve other allocations than those of malloc.
-        if (function := getattr(process, symbol, None)) is not None and library_of(function) == file:
+        if (function := getattr(process, symbol, None)) is not None and library_of(
+            function
+        ) == file:
             setting = settle(process, keep_freed)
             if setting.is_ours and not keep_freed:
                 os.environ.setdefault(HUGE_PAGES, "1")
@@ -94,8 +108,12 @@ def configure(process: Process, keep_freed: bool) -> AllocatorSetting:
 class _Found(ctypes.Structure):
     """Dl_info of <dlfcn.h>."""
 
-    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p),
-                ("address", ctypes.c_void_p)]
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
 
 
 def library_of(function: Any) -> str:
@@ -111,7 +129,11 @@ def _set_glibc(process: Process, keep_freed: bool) -> AllocatorSetting:
     process.gnu_get_libc_version.restype = ctypes.c_char_p
     name = f"glibc {process.gnu_get_libc_version().decode()}"
     settings = ONE_ARENA + (KEEP_FREED if keep_freed else RETURN_FREED)
-    refused = [f"{option} = {value}" for option, value in settings if process.mallopt(option, value) != 1]
+    refused = [
+        f"{option} = {value}"
+        for option, value in settings
+        if process.mallopt(option, value) != 1
+    ]
     if refused:
         return AllocatorSetting(name, f"which refused mallopt {', '.join(refused)}")
     return AllocatorSetting(name, KEPT if keep_freed else LARGE_RETURNED, is_ours=True)
@@ -128,8 +150,13 @@ def _set_jemalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
     if "decay_ms" in os.environ.get("MALLOC_CONF", ""):
         return AllocatorSetting(name, "as MALLOC_CONF sets it")
     _, arenas = read("arenas.narenas", ctypes.c_uint)
-    there = [f"arena.{i}" for i in range(arenas or 0) if read(f"arena.{i}.initialized", ctypes.c_bool)[1]]
-    refused, when = [], NEVER if keep_freed else AT_ONCE
+    there = [
+        f"arena.{i}"
+        for i in range(arenas or 0)
+        if read(f"arena.{i}.initialized", ctypes.c_bool)[1]
+    ]
+    refused = []
+    when = NEVER if keep_freed else AT_ONCE
     for key in (f"{arena}.{decay}" for arena in ("arenas", *there) for decay in DECAYS):
         error = write(key, when)
         if error or read(key, ctypes.c_ssize_t) != (0, when):
@@ -139,20 +166,25 @@ def _set_jemalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
     return AllocatorSetting(name, KEPT if keep_freed else RETURNED, is_ours=True)
 
 
-def _jemalloc_calls(process: Process) -> tuple[Callable[[str, type], tuple[int, Any]],
-                                               Callable[[str, int], int]]:
+def _jemalloc_calls(
+    process: Process,
+) -> tuple[Callable[[str, type], tuple[int, Any]], Callable[[str, int], int]]:
     """read(key, C type) → errno and value, None with an error; write(key, value of ssize_t) → errno."""
-    control, size_t = process.mallctl, ctypes.c_size_t
+    control = process.mallctl
+    size_t = ctypes.c_size_t
     control.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, size_t]
 
     def read(key: str, kind: type) -> tuple[int, Any]:
-        value, size = kind(), size_t(ctypes.sizeof(kind))
+        value = kind()
+        size = size_t(ctypes.sizeof(kind))
         error = control(key.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
         return error, None if error else value.value
 
     def write(key: str, number: int) -> int:
         value = ctypes.c_ssize_t(number)
-        return control(key.encode(), None, None, ctypes.byref(value), ctypes.sizeof(value))
+        return control(
+            key.encode(), None, None, ctypes.byref(value), ctypes.sizeof(value)
+        )
 
     return read, write
 
@@ -163,9 +195,12 @@ def _set_mimalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
     Numbers, names and meanings of options differ between versions. So the number is that of the line with
     the name in the listing, and the listing is read again. Versions without one keep their own settings.
     """
-    number = process.mi_version()               # 209 is 2.0.9, 30403 is 3.4.3
-    digits = (number // 10000, number // 100 % 100, number % 100) if number >= 10000 else (
-        number // 100, number // 10 % 10, number % 10)
+    number = process.mi_version()  # 209 is 2.0.9, 30403 is 3.4.3
+    digits = (
+        (number // 10000, number // 100 % 100, number % 100)
+        if number >= 10000
+        else (number // 100, number // 10 % 10, number % 10)
+    )
     name = "mimalloc " + ".".join(map(str, digits))
     if "MIMALLOC_PURGE_DELAY" in os.environ:
         return AllocatorSetting(name, "as MIMALLOC_PURGE_DELAY sets it")
@@ -185,11 +220,18 @@ def _set_mimalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
 def _mimalloc_options(process: Process) -> list[tuple[str, str]]:
     """Name and value of each option, in the order of their numbers."""
     parts: list[bytes] = []
-    add = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)(lambda text, _: parts.append(text))
+    add = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)(
+        lambda text, _: parts.append(text)
+    )
     process.mi_options_print_out(add, None)
-    return re.findall(r"^option '(\w+)': (-?\d+)", b"".join(parts).decode(), re.MULTILINE)
+    return re.findall(
+        r"^option '(\w+)': (-?\d+)", b"".join(parts).decode(), re.MULTILINE
+    )
 
 
 # A symbol that only this allocator has → the function that configures it.
 ALLOCATORS: dict[str, Callable[[Process, bool], AllocatorSetting]] = {
-    "mallctl": _set_jemalloc, "mi_option_set": _set_mimalloc, "gnu_get_libc_version": _set_glibc}
+    "mallctl": _set_jemalloc,
+    "mi_option_set": _set_mimalloc,
+    "gnu_get_libc_version": _set_glibc,
+}

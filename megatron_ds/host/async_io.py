@@ -29,7 +29,9 @@ from .memory_maps import anonymous_zeros
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096        # bytes: of address, length and offset, for direct access on any usual disk
+ALIGNMENT = (
+    4096  # bytes: of address, length and offset, for direct access on any usual disk
+)
 MOST_IN_FLIGHT = 4096
 ENGINES = ("auto", "io_uring", "threads")
 
@@ -50,7 +52,8 @@ class Then:
     __slots__ = ("_work", "_action")
 
     def __init__(self, work: Work, action: Callable[[], object]):
-        self._work, self._action = work, action
+        self._work = work
+        self._action = action
 
     def wait(self) -> None:
         """Wait, then perform the action."""
@@ -95,27 +98,39 @@ class _Request:
         if error or moved != len(self.view):
             why = os.strerror(error) if error else "the file ends there"
             doing = "writing" if self.writes else "reading"
-            raise OSError(error or errno.EIO, f"{doing} {len(self.view)} bytes at offset {self.offset} moved "
-                                              f"{moved}: {why}")
+            raise OSError(
+                error or errno.EIO,
+                f"{doing} {len(self.view)} bytes at offset {self.offset} moved "
+                f"{moved}: {why}",
+            )
 
 
-def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,
-            block_bytes: int = 1 << 20) -> AsyncIO:
+def make_io(
+    kind: str = "auto",
+    *,
+    queue_depth: int = 32,
+    threads: int = 8,
+    block_bytes: int = 1 << 20,
+) -> AsyncIO:
     """The engine of that name; "auto" is io_uring where it works, else threads, with one line in the log.
 
     queue_depth, threads: blocks in flight together, of io_uring and of threads. Raises ConfigError for other
     names, impossible numbers, and for io_uring where it does not work.
     """
     if kind not in ENGINES:
-        raise ConfigError(f"Disk access '{kind}' does not exist. Use one of {', '.join(ENGINES)}.")
+        raise ConfigError(
+            f"Disk access '{kind}' does not exist. Use one of {', '.join(ENGINES)}."
+        )
     if kind == "threads":
         return ThreadIO(threads, block_bytes)
     try:
         return UringIO(queue_depth, block_bytes)
     except OSError as reason:
         if kind == "io_uring":
-            raise ConfigError(f"Disk access by io_uring was requested but does not work: {reason.strerror}. "
-                              "Use 'threads', or 'auto', which uses io_uring only if it works.") from reason
+            raise ConfigError(
+                f"Disk access by io_uring was requested but does not work: {reason.strerror}. "
+                "Use 'threads', or 'auto', which uses io_uring only if it works."
+            ) from reason
         _log_threads(reason.strerror)
         return ThreadIO(threads, block_bytes)
 
@@ -130,15 +145,25 @@ class ThreadIO(AsyncIO):
 
     def __init__(self, threads: int = 8, block_bytes: int = 1 << 20):
         self.block_bytes = _checked_block(block_bytes)
-        self._pool = concurrent.futures.ThreadPoolExecutor(_checked_depth(threads), thread_name_prefix="disk")
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            _checked_depth(threads), thread_name_prefix="disk"
+        )
 
     def close(self) -> None:
         self._pool.shutdown()
 
     def _start(self, request: _Request) -> "_ThreadWork":
         view = memoryview(request.view.numpy())
-        blocks = [self._pool.submit(_move_block, request.writes, request.fd, view[i:i + self.block_bytes],
-                                    request.offset + i) for i in range(0, len(view), self.block_bytes)]
+        blocks = [
+            self._pool.submit(
+                _move_block,
+                request.writes,
+                request.fd,
+                view[i : i + self.block_bytes],
+                request.offset + i,
+            )
+            for i in range(0, len(view), self.block_bytes)
+        ]
         return _ThreadWork(request, blocks)
 
 
@@ -148,14 +173,21 @@ class _ThreadWork:
     blocks: list[concurrent.futures.Future]
 
     def wait(self) -> None:
-        results = [block.result() for block in self.blocks]      # of all: none may still be writing
+        results = [
+            block.result() for block in self.blocks
+        ]  # of all: none may still be writing
         errors = [error for _, error in results if error]
-        self.request.check(sum(moved for moved, _ in results), errors[0] if errors else 0)
+        self.request.check(
+            sum(moved for moved, _ in results), errors[0] if errors else 0
+        )
 
 
-def _move_block(writes: bool, fd: int, view: memoryview, offset: int) -> tuple[int, int]:
+def _move_block(
+    writes: bool, fd: int, view: memoryview, offset: int
+) -> tuple[int, int]:
     """(bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
-    move, done = os.pwritev if writes else os.preadv, 0
+    move = os.pwritev if writes else os.preadv
+    done = 0
     try:
         while done < len(view) and (moved := move(fd, [view[done:]], offset + done)):
             done += moved
@@ -173,9 +205,14 @@ class UringIO(AsyncIO):
         try:
             extension = importlib.import_module("megatron_ds._async_io")
         except ImportError as reason:
-            raise OSError(errno.ENOSYS, f"io_uring is not compiled ({reason}); on Linux, reinstall "
-                                        "megatron_ds with a C++17 compiler to have it") from reason
-        self._ring = extension.Ring(_checked_depth(queue_depth), _checked_block(block_bytes))
+            raise OSError(
+                errno.ENOSYS,
+                f"io_uring is not compiled ({reason}); on Linux, reinstall "
+                "megatron_ds with a C++17 compiler to have it",
+            ) from reason
+        self._ring = extension.Ring(
+            _checked_depth(queue_depth), _checked_block(block_bytes)
+        )
         self._try()
 
     def close(self) -> None:
@@ -183,12 +220,15 @@ class UringIO(AsyncIO):
 
     def _start(self, request: _Request) -> "_UringWork":
         view = request.view
-        ticket = self._ring.submit(request.writes, request.fd, view.data_ptr(), len(view), request.offset)
+        ticket = self._ring.submit(
+            request.writes, request.fd, view.data_ptr(), len(view), request.offset
+        )
         return _UringWork(self._ring, ticket, request)
 
     def _try(self) -> None:
         """Write a page and read it back: a system may allow a ring and forbid its operations."""
-        there, back = torch.arange(ALIGNMENT, dtype=torch.int16), torch.zeros(ALIGNMENT, dtype=torch.int16)
+        there = torch.arange(ALIGNMENT, dtype=torch.int16)
+        back = torch.zeros(ALIGNMENT, dtype=torch.int16)
         fd = os.memfd_create("io_uring")
         try:
             self.write(fd, there, 0).wait()
@@ -203,7 +243,9 @@ class _UringWork:
     """Keeps the tensor, which the kernel accesses, until the transfer is complete; dropping it waits."""
 
     def __init__(self, ring, ticket: int, request: _Request):
-        self._ring, self._ticket, self._request = ring, ticket, request
+        self._ring = ring
+        self._ticket = ticket
+        self._request = request
         self._result: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
@@ -217,34 +259,43 @@ class _UringWork:
             return self._result
 
     def __del__(self):
-        with contextlib.suppress(ValueError):       # in a forked child, which has no ring
+        with contextlib.suppress(ValueError):  # in a forked child, which has no ring
             self._ended()
 
 
 @functools.cache
 def _log_threads(reason: str) -> None:
-    logger.warning("Disk access runs on threads, which costs more CPU time than io_uring would: %s.", reason)
+    logger.warning(
+        "Disk access runs on threads, which costs more CPU time than io_uring would: %s.",
+        reason,
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as uint8. Raises ValueError for a tensor on a GPU or not contiguous."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         how = "" if tensor.is_contiguous() else "not "
-        raise ValueError(f"Disk access got a tensor on {tensor.device}, {how}contiguous: it must be on the "
-                         "CPU and contiguous. Copy it into one from aligned_empty.")
+        raise ValueError(
+            f"Disk access got a tensor on {tensor.device}, {how}contiguous: it must be on the "
+            "CPU and contiguous. Copy it into one from aligned_empty."
+        )
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _checked_block(block_bytes: int) -> int:
     if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT or block_bytes > 1 << 30:
-        raise ConfigError(f"Disk access by blocks of {block_bytes} bytes is impossible: direct access "
-                          f"transfers whole pages. Use a multiple of {ALIGNMENT}, at most {1 << 30}; a "
-                          "mebibyte or more is fast.")
+        raise ConfigError(
+            f"Disk access by blocks of {block_bytes} bytes is impossible: direct access "
+            f"transfers whole pages. Use a multiple of {ALIGNMENT}, at most {1 << 30}; a "
+            "mebibyte or more is fast."
+        )
     return block_bytes
 
 
 def _checked_depth(blocks: int) -> int:
     if not 1 <= blocks <= MOST_IN_FLIGHT:
-        raise ConfigError(f"{blocks} blocks in flight are not possible: use 1 to {MOST_IN_FLIGHT}; 32 are "
-                          "enough to keep a disk busy.")
+        raise ConfigError(
+            f"{blocks} blocks in flight are not possible: use 1 to {MOST_IN_FLIGHT}; 32 are "
+            "enough to keep a disk busy."
+        )
     return blocks

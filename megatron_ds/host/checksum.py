@@ -20,9 +20,9 @@ from . import load_compiled
 
 logger = logging.getLogger(__name__)
 
-P = 0xEDB88320          # without its coefficient of x**32
-ONE = 1 << 31           # x**0
-SHORT = 4096            # bytes: zlib is called in less time
+P = 0xEDB88320  # without its coefficient of x**32
+ONE = 1 << 31  # x**0
+SHORT = 4096  # bytes: zlib is called in less time
 
 
 def crc32(data: Any, value: int = 0) -> int:
@@ -33,25 +33,35 @@ def crc32(data: Any, value: int = 0) -> int:
 
 @functools.cache
 def _compiled() -> Callable[[memoryview, int], int]:
-    module = load_compiled("_crc32", "checksum of checkpoints",
-                           "zlib's runs instead, at a fraction of the speed", logger)
+    module = load_compiled(
+        "_crc32",
+        "checksum of checkpoints",
+        "zlib's runs instead, at a fraction of the speed",
+        logger,
+    )
     return module.crc32 if module is not None and len(module.WAYS) > 1 else zlib.crc32
 
 
 def crc32_of_rest(before: int, after: int, length: int) -> int:
     """CRC-32 of the last `length` bytes of a file, from those of the file without and with them."""
-    power, square, bits = ONE, ONE >> 8, length          # x**0, x**8
+    # x**0, x**8
+    power = ONE
+    square = ONE >> 8
+    bits = length
     while bits:
         if bits & 1:
             power = _product(power, square)
-        square, bits = _product(square, square), bits >> 1
+        square = _product(square, square)
+        bits = bits >> 1
     return _product(before, power) ^ after
 
 
 def _product(a: int, b: int) -> int:
     """a · b modulo P."""
     total = 0
-    for bit in range(31, -1, -1):           # coefficients of b from x**0 on; `a` is multiplied by x each time
+    for bit in range(
+        31, -1, -1
+    ):  # coefficients of b from x**0 on; `a` is multiplied by x each time
         if b >> bit & 1:
             total ^= a
         a = a >> 1 ^ (P if a & 1 else 0)

@@ -13,16 +13,22 @@ def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A CPU tensor on the device; the tensor itself where the device is the CPU. The host does not wait."""
     if device.type == "cpu":
         return numbers
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(
+        device, non_blocking=True
+    )
 
 
 def column(scalars: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Numbers, and scalars on the device, in one tensor, float64 [len(scalars)]. The host does not wait."""
     is_tensor = [isinstance(x, torch.Tensor) for x in scalars]
-    known = torch.tensor([0.0 if there else float(x) for x, there in zip(scalars, is_tensor)],
-                         dtype=torch.float64)
+    known = torch.tensor(
+        [0.0 if there else float(x) for x, there in zip(scalars, is_tensor)],
+        dtype=torch.float64,
+    )
     out = on_device(known, device)
     if any(is_tensor):
         places = [place for place, there in zip(out.unbind(), is_tensor) if there]
-        torch._foreach_copy_(places, [x for x, there in zip(scalars, is_tensor) if there])
+        torch._foreach_copy_(
+            places, [x for x, there in zip(scalars, is_tensor) if there]
+        )
     return out

@@ -23,11 +23,11 @@ from .async_io import ALIGNMENT
 from .memory_maps import libc, round_up
 from .reused_pages import uninitialized
 
-BLOCK = 16 * 2**20          # bytes: a disk is fast with transfers of megabytes
-TILE = 2**15                # elements cast at once: they stay in the cache, and torch uses one thread
-LEAST_DIRECT = 2**20        # bytes: a smaller range is read through the page cache
+BLOCK = 16 * 2**20  # bytes: a disk is fast with transfers of megabytes
+TILE = 2**15  # elements cast at once: they stay in the cache, and torch uses one thread
+LEAST_DIRECT = 2**20  # bytes: a smaller range is read through the page cache
 O_DIRECT = getattr(os, "O_DIRECT", 0)
-CACHESTAT = 451             # number of the system call, on all processors; Linux 6.5
+CACHESTAT = 451  # number of the system call, on all processors; Linux 6.5
 
 
 class DirectFile(io.RawIOBase):
@@ -40,10 +40,18 @@ class DirectFile(io.RawIOBase):
 
     def __init__(self, path: str | os.PathLike):
         super().__init__()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._path, self._direct_fd = path, None
-        self._blocks = [_new_block(), None]     # the one that is filled; the one that may be in flight
-        self._start, self._filled = 0, 0        # of the block that is filled: its offset, its bytes
+        self._fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+        )
+        self._path = path
+        self._direct_fd = None
+        self._blocks = [
+            _new_block(),
+            None,
+        ]  # the one that is filled; the one that may be in flight
+        # of the block that is filled: its offset, its bytes
+        self._start = 0
+        self._filled = 0
         self._pool: ThreadPoolExecutor | None = None
         self._flight: Future | None = None
 
@@ -65,7 +73,9 @@ class DirectFile(io.RawIOBase):
         done = 0
         while done < len(view):
             count = min(len(view) - done, BLOCK - self._filled)
-            self._blocks[0][self._filled:self._filled + count] = view[done:done + count]
+            self._blocks[0][self._filled : self._filled + count] = view[
+                done : done + count
+            ]
             self._add(count)
             done += count
         return len(view)
@@ -78,11 +88,16 @@ class DirectFile(io.RawIOBase):
         if self.tell() % dtype.itemsize:
             self.write(values.to(dtype).contiguous().view(-1).view(torch.uint8).numpy())
             return
-        flat, done = values.detach().contiguous().view(-1), 0
+        flat = values.detach().contiguous().view(-1)
+        done = 0
         while done < len(flat):
-            count = min((BLOCK - self._filled) // dtype.itemsize, TILE, len(flat) - done)
-            target = torch.frombuffer(self._blocks[0], dtype=dtype, count=count, offset=self._filled)
-            target.copy_(flat[done:done + count])
+            count = min(
+                (BLOCK - self._filled) // dtype.itemsize, TILE, len(flat) - done
+            )
+            target = torch.frombuffer(
+                self._blocks[0], dtype=dtype, count=count, offset=self._filled
+            )
+            target.copy_(flat[done : done + count])
             self._add(count * dtype.itemsize)
             done += count
 
@@ -90,7 +105,7 @@ class DirectFile(io.RawIOBase):
         """Called with all bytes of the file, part by part, after each was copied into a block."""
 
     def _add(self, count: int) -> None:
-        self.appended(memoryview(self._blocks[0])[self._filled:self._filled + count])
+        self.appended(memoryview(self._blocks[0])[self._filled : self._filled + count])
         self._filled += count
         if self._filled == BLOCK:
             self._send()
@@ -99,15 +114,17 @@ class DirectFile(io.RawIOBase):
         """Hand all bytes to the operating system; they are durable after os.fsync."""
         super().flush()
         self._wait()
-        if self._filled:                        # written once more, directly, when the block is full
-            _write_all(self._fd, memoryview(self._blocks[0])[:self._filled], self._start)
+        if self._filled:  # written once more, directly, when the block is full
+            _write_all(
+                self._fd, memoryview(self._blocks[0])[: self._filled], self._start
+            )
 
     def close(self) -> None:
         """Flush, and free descriptors and memory."""
         if self.closed:
             return
         try:
-            super().close()                     # flushes
+            super().close()  # flushes
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True)
@@ -122,15 +139,21 @@ class DirectFile(io.RawIOBase):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "direct-file")
             self._blocks[1] = _new_block()
-            with suppress(OSError):             # a file system without O_DIRECT
-                self._direct_fd = os.open(self._path, os.O_WRONLY | O_DIRECT | os.O_CLOEXEC)
-        self._flight = self._pool.submit(self._write_block, self._blocks[0], self._start)
+            with suppress(OSError):  # a file system without O_DIRECT
+                self._direct_fd = os.open(
+                    self._path, os.O_WRONLY | O_DIRECT | os.O_CLOEXEC
+                )
+        self._flight = self._pool.submit(
+            self._write_block, self._blocks[0], self._start
+        )
         self._blocks.reverse()
-        self._start, self._filled = self._start + BLOCK, 0
+        self._start = self._start + BLOCK
+        self._filled = 0
 
     def _wait(self) -> None:
         if self._flight is not None:
-            flight, self._flight = self._flight, None
+            flight = self._flight
+            self._flight = None
             flight.result()
 
     def _write_block(self, block: mmap.mmap, offset: int) -> None:
@@ -140,7 +163,7 @@ class DirectFile(io.RawIOBase):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                os.close(self._direct_fd)       # opened, but refused when it is used
+                os.close(self._direct_fd)  # opened, but refused when it is used
                 self._direct_fd = None
         _write_all(self._fd, memoryview(block), offset)
 
@@ -153,7 +176,8 @@ def _new_block() -> mmap.mmap:
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
@@ -162,10 +186,12 @@ def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tenso
     try:
         length = max(0, min(length, os.fstat(fd).st_size - offset))
         if length >= LEAST_DIRECT and O_DIRECT and not _is_cached(fd, offset, length):
-            with suppress(OSError):             # no O_DIRECT here; an error of the disk is found once more
+            with suppress(
+                OSError
+            ):  # no O_DIRECT here; an error of the disk is found once more
                 return _read_pages(path, offset, length)
         found = torch.empty(length, dtype=torch.uint8)
-        return found[:_read_all(fd, found, offset, length)]
+        return found[: _read_all(fd, found, offset, length)]
     finally:
         os.close(fd)
 
@@ -177,7 +203,8 @@ def _is_cached(fd: int, offset: int, length: int) -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    wanted, found = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()
+    wanted = (ctypes.c_uint64 * 2)(offset, length)
+    found = (ctypes.c_uint64 * 5)()
     failed = libc().syscall(CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0)
     return not failed and found[0] * mmap.PAGESIZE > length // 2
 
@@ -186,18 +213,19 @@ def _read_pages(path: str | os.PathLike, offset: int, length: int) -> torch.Tens
     before = offset % ALIGNMENT
     size = round_up(before + length, ALIGNMENT)
     room = uninitialized((size + ALIGNMENT,), torch.uint8)
-    pages = room[-room.data_ptr() % ALIGNMENT:][:size]
+    pages = room[-room.data_ptr() % ALIGNMENT :][:size]
     fd = os.open(path, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC)
     try:
         count = _read_all(fd, pages, offset - before, before + length)
     finally:
         os.close(fd)
-    return pages[before:max(before, min(before + length, count))]
+    return pages[before : max(before, min(before + length, count))]
 
 
 def _read_all(fd: int, target: torch.Tensor, offset: int, least: int) -> int:
     """Fill `target` until `least` bytes are there; the number read, less than that where the file ends."""
-    view, done = memoryview(target.numpy()), 0
+    view = memoryview(target.numpy())
+    done = 0
     while done < least and (count := os.preadv(fd, [view[done:]], offset + done)):
         done += count
     return done

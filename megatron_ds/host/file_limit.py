@@ -5,7 +5,7 @@ import resource
 
 from ..errors import ConfigError
 
-FEWEST = 64                              # 2 and 4 ranks fail at 48 and work at 64; 8 need up to 73
+FEWEST = 64  # 2 and 4 ranks fail at 48 and work at 64; 8 need up to 73
 USUAL = 1024
 logger = logging.getLogger(__name__)
 
@@ -20,10 +20,16 @@ def check_file_limit(ranks: int) -> None:
     most = USUAL if hard == resource.RLIM_INFINITY else min(hard, USUAL)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        logger.info("the limit of open files was %d, which is few for %d ranks; it is now "
-                    "%d", soft, ranks, most)
+        logger.info(
+            "the limit of open files was %d, which is few for %d ranks; it is now %d",
+            soft,
+            ranks,
+            most,
+        )
         soft = most
     if ranks > 1 and soft != resource.RLIM_INFINITY and soft < FEWEST:
-        raise ConfigError(f"this process may open {soft} files and connections, and {ranks} ranks need "
-                          f"{FEWEST} or more. Raise the limit before the start: ulimit -n 4096; for a "
-                          "service, LimitNOFILE=; in Slurm, PropagateResourceLimits.")
+        raise ConfigError(
+            f"this process may open {soft} files and connections, and {ranks} ranks need "
+            f"{FEWEST} or more. Raise the limit before the start: ulimit -n 4096; for a "
+            "service, LimitNOFILE=; in Slurm, PropagateResourceLimits."
+        )

@@ -38,8 +38,12 @@ def round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
-                    device: torch.device | str = "cpu") -> torch.Tensor:
+def huge_page_zeros(
+    numel: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
     """torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
     nbytes = numel * dtype.itemsize
     is_large = nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
@@ -50,15 +54,23 @@ def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
 
 def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
-    return torch.frombuffer(huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel)   # keeps the map
+    return torch.frombuffer(
+        huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel
+    )  # keeps the map
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
     """Private memory of zeros, starting at a page boundary; on huge pages if it fills two."""
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+        if hasattr(mmap, "MAP_ANONYMOUS")
+        else {}
+    )
     pages = mmap.mmap(-1, nbytes, **private)
     if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)       # before the first touch, which allocates a page
+        pages.madvise(
+            mmap.MADV_HUGEPAGE
+        )  # before the first touch, which allocates a page
     return pages
 
 
@@ -70,7 +82,8 @@ class FileMap:
 
     def __init__(self, fd: int, offset: int, length: int):
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        self._address, self._length = libc().mmap(None, length, access, mmap.MAP_SHARED, fd, offset), length
+        self._address = libc().mmap(None, length, access, mmap.MAP_SHARED, fd, offset)
+        self._length = length
         if self._address == MAP_FAILED:
             raise os_error()
         self._bytes = memory_at(self._address, length)
@@ -94,11 +107,17 @@ class FileMap:
 def libc() -> ctypes.CDLL:
     """The calls that Python's `mmap` lacks, or makes with the interpreter's lock held."""
     library = ctypes.CDLL(None, use_errno=True)
-    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    address = ctypes.c_void_p
+    size = ctypes.c_size_t
+    number = ctypes.c_int
     library.mmap.argtypes = address, size, number, number, number, ctypes.c_int64
     library.mmap.restype = address
     library.munmap.argtypes = address, size
-    library.msync.argtypes = library.madvise.argtypes = library.mprotect.argtypes = address, size, number
+    library.msync.argtypes = library.madvise.argtypes = library.mprotect.argtypes = (
+        address,
+        size,
+        number,
+    )
     return library
 
 
@@ -123,7 +142,11 @@ logger = logging.getLogger(__name__)
 PAGE = mmap.PAGESIZE
 _NAME = "megatron_ds"
 _MACHINES = ("x86_64", "aarch64")
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_POPULATE_READ = 0, 0x10, 0x4000, 22       # Linux's on these
+# Linux's on these
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_POPULATE_READ = 22
 
 
 @dataclass(frozen=True)
@@ -142,9 +165,15 @@ class SharedPages:
     """
 
     def __init__(self, rank: int, files: Sequence[int]):
-        self.files, self._rank, self._end = files, rank, 0
-        self._own: dict[int, tuple[int, int]] = {}              # mapped: address → (bytes, first byte)
-        self._views: dict[tuple[int, int], torch.Tensor] = {}   # (rank, first byte) → its bytes
+        self.files = files
+        self._rank = rank
+        self._end = 0
+        self._own: dict[
+            int, tuple[int, int]
+        ] = {}  # mapped: address → (bytes, first byte)
+        self._views: dict[
+            tuple[int, int], torch.Tensor
+        ] = {}  # (rank, first byte) → its bytes
         weakref.finalize(self, _close, files).atexit = False
 
     def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
@@ -152,10 +181,13 @@ class SharedPages:
 
         Ranks that make the same calls get the same first bytes.
         """
-        start, self._end = self._end, self._end + round_up(nbytes, PAGE)
+        start = self._end
+        self._end = self._end + round_up(nbytes, PAGE)
         os.ftruncate(self.files[self._rank], self._end)
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _map(None, nbytes, mmap.MAP_SHARED, access, self.files[self._rank], start)
+        address = _map(
+            None, nbytes, mmap.MAP_SHARED, access, self.files[self._rank], start
+        )
         memory = memory_at(address, nbytes)
         self._own[address] = nbytes, start
         weakref.finalize(memory, self._own.pop, address, None).atexit = False
@@ -168,8 +200,14 @@ class SharedPages:
     def start_of(self, tensor: torch.Tensor) -> int | None:
         """The first byte of a tensor in this rank's file; None if it is elsewhere."""
         at = tensor.data_ptr()
-        return next((start + at - address for address, (nbytes, start) in [*self._own.items()]
-                     if address <= at < address + nbytes), None)
+        return next(
+            (
+                start + at - address
+                for address, (nbytes, start) in [*self._own.items()]
+                if address <= at < address + nbytes
+            ),
+            None,
+        )
 
     def view(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
@@ -179,10 +217,18 @@ class SharedPages:
         view = self._views.get((rank, start))
         if view is None or view.numel() < nbytes:
             inside = start % PAGE
-            address = _map(None, inside + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, self.files[rank],
-                           start - inside)
+            address = _map(
+                None,
+                inside + nbytes,
+                mmap.MAP_SHARED,
+                mmap.PROT_READ,
+                self.files[rank],
+                start - inside,
+            )
             memory = memory_at(address, inside + nbytes)
-            view = self._views[rank, start] = torch.frombuffer(memory, dtype=torch.uint8)[inside:]
+            view = self._views[rank, start] = torch.frombuffer(
+                memory, dtype=torch.uint8
+            )[inside:]
         return view[:nbytes]
 
     def drop(self, rank: int, start: int) -> None:
@@ -204,37 +250,63 @@ class Mapping:
 
     def __init__(self, shared: SharedPages, parts: Sequence[Part]):
         """A part must begin at the offset within a page at which the previous one ends."""
-        self._shared = shared                                       # its files stay open
+        self._shared = shared  # its files stay open
         begin = parts[0].start % PAGE
         stop = begin + sum(part.nbytes for part in parts)
         size = round_up(stop, PAGE)
-        base = _map(None, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _PROT_NONE, -1, 0)
+        base = _map(
+            None, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _PROT_NONE, -1, 0
+        )
         memory = memory_at(base, size)
-        self._span, self.bytes = (base, size), torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
-        self._pieces: list[tuple[memoryview, int, int]] = []        # where, file, from which byte on
+        self._span = (base, size)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
+        self._pieces: list[
+            tuple[memoryview, int, int]
+        ] = []  # where, file, from which byte on
         for part in parts:
-            assert part.start % PAGE == begin % PAGE, "a part begins at another offset within a page"
-            self._map_part(memoryview(memory), base, begin, shared.files[part.rank], part)
+            assert part.start % PAGE == begin % PAGE, (
+                "a part begins at another offset within a page"
+            )
+            self._map_part(
+                memoryview(memory), base, begin, shared.files[part.rank], part
+            )
             begin += part.nbytes
 
-    def _map_part(self, memory: memoryview, base: int, begin: int, file: int, part: Part) -> None:
+    def _map_part(
+        self, memory: memoryview, base: int, begin: int, file: int, part: Part
+    ) -> None:
         """Map the whole pages of a part from byte `begin` on; note the pieces of pages, to be read."""
-        stop, first, last = begin + part.nbytes, round_up(begin, PAGE), (begin + part.nbytes) // PAGE * PAGE
+        stop = begin + part.nbytes
+        first = round_up(begin, PAGE)
+        last = (begin + part.nbytes) // PAGE * PAGE
         if first < last:
-            _map(base + first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, _PROT_NONE, file,
-                 part.start + first - begin)
-        for low, high in [(begin, first), (last, stop)] if first <= last else [(begin, stop)]:
+            _map(
+                base + first,
+                last - first,
+                mmap.MAP_PRIVATE | _MAP_FIXED,
+                _PROT_NONE,
+                file,
+                part.start + first - begin,
+            )
+        for low, high in (
+            [(begin, first), (last, stop)] if first <= last else [(begin, stop)]
+        ):
             if low < high:
                 self._pieces.append((memory[low:high], file, part.start + low - begin))
 
     def populate(self) -> None:
         """Make `bytes` readable, with the contents that the owners have written so far. Raises OSError."""
-        _check(libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE), self._span[1])
+        _check(
+            libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE),
+            self._span[1],
+        )
         # All pages at once; a kernel before 5.14 refuses, and maps each page when it is read.
         libc().madvise(*self._span, _MADV_POPULATE_READ)
         for piece, file, start in self._pieces:
             count = os.preadv(file, [piece], start)
-            assert count == len(piece), f"{count} of {len(piece)} bytes at {start} of a rank's shared memory"
+            assert count == len(piece), (
+                f"{count} of {len(piece)} bytes at {start} of a rank's shared memory"
+            )
 
     def drop(self) -> None:
         """Release the memory. Reading it afterwards segfaults instead of returning stale data."""
@@ -247,7 +319,8 @@ def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | 
 
     rank: the position of this one. exchange: an all-gather of objects. Collective over its ranks.
     """
-    host, name = _host(), f"{_NAME}-{secrets.token_hex(8)}"
+    host = _host()
+    name = f"{_NAME}-{secrets.token_hex(8)}"
     file = None if host is None else _make_file(name)
     entries = exchange((host if file is not None else None, os.getpid(), file, name))
     hosts = {entry[0] for entry in entries}
@@ -278,7 +351,7 @@ def _host() -> tuple[str, str, str] | None:
 def _make_file(name: str) -> int | None:
     try:
         return os.memfd_create(name)
-    except (AttributeError, OSError):       # not on Linux; or the system forbids it
+    except (AttributeError, OSError):  # not on Linux; or the system forbids it
         return None
 
 
@@ -298,16 +371,20 @@ def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
             else:
                 files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            trouble = f"process {os.getpid()} may not read memory of process {pid}: {error}"
+            trouble = (
+                f"process {os.getpid()} may not read memory of process {pid}: {error}"
+            )
     return files, trouble
 
 
 @functools.cache
 def warn_of_messages(why: str) -> None:
-    """Log, once for each reason, that the ranks of a group do not use shared memory. Called on one of them.
-    """
-    logger.warning("the processes of this host send tensors as messages, which is slower than shared memory: "
-                   "%s", why)
+    """Log, once for each reason, that the ranks of a group do not use shared memory. Called on one of them."""
+    logger.warning(
+        "the processes of this host send tensors as messages, which is slower than shared memory: "
+        "%s",
+        why,
+    )
 
 
 def _close(files: Sequence[int | None]) -> None:
@@ -316,7 +393,14 @@ def _close(files: Sequence[int | None]) -> None:
             os.close(file)
 
 
-def _map(address: int | None, nbytes: int, flags: int, protection: int, file: int, offset: int) -> int:
+def _map(
+    address: int | None,
+    nbytes: int,
+    flags: int,
+    protection: int,
+    file: int,
+    offset: int,
+) -> int:
     at = libc().mmap(address, nbytes, protection, flags | _MAP_NORESERVE, file, offset)
     _check(at == MAP_FAILED, nbytes)
     return at
@@ -325,6 +409,9 @@ def _map(address: int | None, nbytes: int, flags: int, protection: int, file: in
 def _check(failed: int, nbytes: int) -> None:
     if failed:
         error = os_error()
-        raise OSError(error.errno, f"cannot map {nbytes} bytes of this host's memory, where the ranks of one "
-                                   f"host share tensors: {error.strerror}. Check ulimit "
-                                   "-v and -d, vm.max_map_count and vm.overcommit_memory")
+        raise OSError(
+            error.errno,
+            f"cannot map {nbytes} bytes of this host's memory, where the ranks of one "
+            f"host share tensors: {error.strerror}. Check ulimit "
+            "-v and -d, vm.max_map_count and vm.overcommit_memory",
+        )

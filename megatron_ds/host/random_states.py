@@ -36,10 +36,14 @@ class RandomStates:
     def add(self, name: str, seed: int) -> None:
         """Begin a state. Raises ValueError if there is one of this name."""
         if name in self.states_:
-            raise ValueError(f"there is a random state {name!r} already. Call reset() first, or use another "
-                             "name.")
+            raise ValueError(
+                f"there is a random state {name!r} already. Call reset() first, or use another "
+                "name."
+            )
         before = get_state()
-        (torch.cuda.manual_seed if torch.cuda.is_available() else torch.manual_seed)(seed)
+        (torch.cuda.manual_seed if torch.cuda.is_available() else torch.manual_seed)(
+            seed
+        )
         self.states_[name] = get_state()
         set_state(before)
 
@@ -47,7 +51,9 @@ class RandomStates:
     def fork(self, name: str = NAME) -> Iterator[None]:
         """Draw from the state of this name inside. Raises ValueError if there is none."""
         if name not in self.states_:
-            raise ValueError(f"there is no random state {name!r}. Call add({name!r}, seed) before.")
+            raise ValueError(
+                f"there is no random state {name!r}. Call add({name!r}, seed) before."
+            )
         before = get_state()
         set_state(self.states_[name])
         try:
@@ -67,7 +73,8 @@ class _At(AbstractContextManager):
     """See `RandomStates.at`."""
 
     def __init__(self, owner: RandomStates, states: dict[str, torch.Tensor]):
-        self._owner, self._states = owner, states
+        self._owner = owner
+        self._states = states
         self._before: list[dict[str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
@@ -80,9 +87,15 @@ class _At(AbstractContextManager):
 
 def get_state() -> torch.Tensor:
     """The state of the generator of the GPU; without one, of the CPU."""
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    return (
+        torch.cuda.get_rng_state()
+        if torch.cuda.is_available()
+        else torch.get_rng_state()
+    )
 
 
 def set_state(state: torch.Tensor) -> None:
     """Set it."""
-    (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(state)
+    (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(
+        state
+    )

@@ -19,16 +19,20 @@ def open_regular(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"{path} is not a regular file. Remove it, or restore the file that belongs there.")
+        raise error(
+            f"{path} is not a regular file. Remove it, or restore the file that belongs there."
+        )
     return open(handle, "rb")
 
 
-def read_regular(path: Path | str, error: type[MegatronDSError], most: int | None = None) -> bytes:
+def read_regular(
+    path: Path | str, error: type[MegatronDSError], most: int | None = None
+) -> bytes:
     """The bytes of a file, as `open_regular` opens it. most: their largest number; more raise `error`."""
     with open_regular(path, error) as file:
         if most is None:
             return file.read()
-        content = file.read(most + 1)                        # the size of a file can change after a stat
+        content = file.read(most + 1)  # the size of a file can change after a stat
         if len(content) > most:
             size = os.fstat(file.fileno()).st_size
             raise error(f"{path} has {size:,} bytes, and at most {most:,} are read.")
@@ -39,11 +43,21 @@ def open_to_append(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
     """The file, opened to append bytes, and created if it is absent. Raises `error` for a link, a file with
     several names and what is not regular, and OSError.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = (
+        os.O_WRONLY
+        | os.O_APPEND
+        | os.O_CREAT
+        | os.O_NOFOLLOW
+        | os.O_NONBLOCK
+        | os.O_CLOEXEC
+    )
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as found:
-        if found.errno not in (errno.ELOOP, errno.ENXIO):    # a link; a pipe that no process reads
+        if found.errno not in (
+            errno.ELOOP,
+            errno.ENXIO,
+        ):  # a link; a pipe that no process reads
             raise
         raise error(f"{path} is a link or a pipe. Remove it.") from None
     about = os.fstat(handle)
@@ -62,4 +76,6 @@ def create_again(path: Path | str) -> BinaryIO:
 def create_new(path: Path | str) -> int:
     """The descriptor of a file that this call creates for writing. Raises FileExistsError for a name that
     exists, also for a link without a target."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )

@@ -23,13 +23,14 @@ import torch
 
 from .memory_maps import LARGE_PAGE_BYTES, huge_pages, round_up
 
-LEAST = 4 * 2**20           # bytes of a tensor
-MOST_FREE = 2**30           # bytes that wait for a tensor
+LEAST = 4 * 2**20  # bytes of a tensor
+MOST_FREE = 2**30  # bytes that wait for a tensor
 
 
 def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """torch.empty on the CPU. In `reused_pages`, a large one begins at a page."""
-    pool, nbytes = _shared.pool, torch.Size(shape).numel() * dtype.itemsize
+    pool = _shared.pool
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
     if pool is None or nbytes < LEAST:
         return torch.empty(tuple(shape), dtype=dtype)
     return pool.take(nbytes).view(dtype).view(tuple(shape))
@@ -54,15 +55,20 @@ class _Pool:
     """Maps that no tensor uses, in the order of their return."""
 
     def __init__(self):
-        self._lock, self._free = Lock(), []
-        self._returned: deque[mmap.mmap] = deque()      # by finalizers, which run anywhere: without the lock
+        self._lock = Lock()
+        self._free = []
+        self._returned: deque[mmap.mmap] = (
+            deque()
+        )  # by finalizers, which run anywhere: without the lock
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], in the smallest free map that is not more than twice as large, or in a new one."""
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())
-            fitting = [pages for pages in self._free if nbytes <= len(pages) <= 2 * nbytes]
+            fitting = [
+                pages for pages in self._free if nbytes <= len(pages) <= 2 * nbytes
+            ]
             pages = min(fitting, key=len, default=None)
             if pages is not None:
                 self._free.remove(pages)
@@ -72,7 +78,9 @@ class _Pool:
             pages = huge_pages(round_up(nbytes, LARGE_PAGE_BYTES))
         memory = (ctypes.c_char * len(pages)).from_buffer(pages)
         weakref.finalize(memory, _return, weakref.ref(self), pages).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)        # keeps `memory`
+        return torch.frombuffer(
+            memory, dtype=torch.uint8, count=nbytes
+        )  # keeps `memory`
 
 
 def _return(pool: "weakref.ref[_Pool]", pages: mmap.mmap) -> None:

@@ -36,7 +36,7 @@ from .memory_maps import FileMap, round_up
 
 logger = logging.getLogger(__name__)
 
-STRIDE = 2048 * mmap.PAGESIZE       # the largest folio: see "two ways to one byte"
+STRIDE = 2048 * mmap.PAGESIZE  # the largest folio: see "two ways to one byte"
 
 
 class ScratchFile:
@@ -46,10 +46,15 @@ class ScratchFile:
     this file. Raises ConfigError for a directory that is missing or cannot be written to.
     """
 
-    def __init__(self, directory: str | os.PathLike, io: AsyncIO, *, direct: bool = True):
-        self.directory, self.io = Path(directory), io
+    def __init__(
+        self, directory: str | os.PathLike, io: AsyncIO, *, direct: bool = True
+    ):
+        self.directory = Path(directory)
+        self.io = io
         self.buffered_fd = _open_nameless(self.directory)
-        self.direct_fd = _reopen_direct(self.buffered_fd, self.directory) if direct else None
+        self.direct_fd = (
+            _reopen_direct(self.buffered_fd, self.directory) if direct else None
+        )
         self._end = 0
         fds = [fd for fd in (self.buffered_fd, self.direct_fd) if fd is not None]
         self._close = weakref.finalize(self, lambda: [os.close(fd) for fd in fds])
@@ -60,34 +65,40 @@ class ScratchFile:
         Copy-on-write file systems, such as btrfs and ZFS, do not guarantee this. Raises ConfigError with the
         free space when there is not enough.
         """
-        offset, length = round_up(self._end, STRIDE), round_up(nbytes, ALIGNMENT)
+        offset = round_up(self._end, STRIDE)
+        length = round_up(nbytes, ALIGNMENT)
         if length:
             self._reserve(offset, length)
             self._end = offset + length
         return Region(self, offset, nbytes)
 
     def close(self) -> None:
-        """Free the disk space, after all transfers. Maps stay valid, and keep it, while their tensors live.
-        """
+        """Free the disk space, after all transfers. Maps stay valid, and keep it, while their tensors live."""
         self._close()
 
     def _reserve(self, offset: int, length: int) -> None:
         try:
             os.posix_fallocate(self.buffered_fd, offset, length)
         except OSError as error:
-            os.ftruncate(self.buffered_fd, self._end)       # of what was asked, some may have been granted
+            os.ftruncate(
+                self.buffered_fd, self._end
+            )  # of what was asked, some may have been granted
             status = os.statvfs(self.buffered_fd)
-            raise ConfigError(f"{self.directory} has not enough space for {_size(length)} of offloaded state "
-                              f"({error.strerror}): {_size(status.f_bavail * status.f_frsize)} are free, "
-                              f"{_size(self._end)} were reserved before. Free disk space, give a directory "
-                              "on a larger disk, or offload less.") from error
+            raise ConfigError(
+                f"{self.directory} has not enough space for {_size(length)} of offloaded state "
+                f"({error.strerror}): {_size(status.f_bavail * status.f_frsize)} are free, "
+                f"{_size(self._end)} were reserved before. Free disk space, give a directory "
+                "on a larger disk, or offload less."
+            ) from error
 
 
 class Region:
     """`nbytes` of a scratch file. One transfer at a time on the same bytes; regions overlap."""
 
     def __init__(self, file: ScratchFile, offset: int, nbytes: int):
-        self.file, self.offset, self.nbytes = file, offset, nbytes
+        self.file = file
+        self.offset = offset
+        self.nbytes = nbytes
         self._length = round_up(nbytes, ALIGNMENT)
         self._map: FileMap | None = None
 
@@ -101,14 +112,20 @@ class Region:
         if not self._goes_direct(view):
             if self.file.direct_fd is not None:
                 self._drop_cached()
-            return _RegionWork(self, [self.file.io.read(self.file.buffered_fd, view, self.offset)])
+            return _RegionWork(
+                self, [self.file.io.read(self.file.buffered_fd, view, self.offset)]
+            )
         self.settle()
         body, tail = _cut(view)
-        work = _RegionWork(self, [self.file.io.read(self.file.direct_fd, body, self.offset)])
+        work = _RegionWork(
+            self, [self.file.io.read(self.file.direct_fd, body, self.offset)]
+        )
         if len(tail):
             page = aligned_empty(ALIGNMENT, torch.uint8)
-            work.parts.append(self.file.io.read(self.file.direct_fd, page, self.offset + len(body)))
-            work.afterwards = lambda: tail.copy_(page[:len(tail)])
+            work.parts.append(
+                self.file.io.read(self.file.direct_fd, page, self.offset + len(body))
+            )
+            work.afterwards = lambda: tail.copy_(page[: len(tail)])
         return work
 
     def write_from(self, tensor: torch.Tensor) -> Work:
@@ -117,18 +134,30 @@ class Region:
         Direct when the tensor begins at a multiple of 4096 and ends at one or with the region.
         """
         view = self._checked(tensor)
-        if not self._goes_direct(view) or len(view) % ALIGNMENT and len(view) != self.nbytes:
-            work = _RegionWork(self, [self.file.io.write(self.file.buffered_fd, view, self.offset)])
+        if (
+            not self._goes_direct(view)
+            or len(view) % ALIGNMENT
+            and len(view) != self.nbytes
+        ):
+            work = _RegionWork(
+                self, [self.file.io.write(self.file.buffered_fd, view, self.offset)]
+            )
             if self.file.direct_fd is not None:
                 work.afterwards = self._write_cached
             return work
         self.settle()
         body, tail = _cut(view)
-        work = _RegionWork(self, [self.file.io.write(self.file.direct_fd, body, self.offset)])
+        work = _RegionWork(
+            self, [self.file.io.write(self.file.direct_fd, body, self.offset)]
+        )
         if len(tail):
-            page = aligned_empty(ALIGNMENT, torch.uint8)        # beyond the tail: padding up to the next page
-            page[:len(tail)] = tail
-            work.parts.append(self.file.io.write(self.file.direct_fd, page, self.offset + len(body)))
+            page = aligned_empty(
+                ALIGNMENT, torch.uint8
+            )  # beyond the tail: padding up to the next page
+            page[: len(tail)] = tail
+            work.parts.append(
+                self.file.io.write(self.file.direct_fd, page, self.offset + len(body))
+            )
         if self._map is not None:
             work.afterwards = self._drop_cached
         return work
@@ -140,14 +169,18 @@ class Region:
         Raises StorageError where the system allows no more maps.
         """
         if numel * dtype.itemsize > self.nbytes:
-            raise ValueError(f"{numel} elements of {dtype} do not fit in a region of {self.nbytes} bytes.")
+            raise ValueError(
+                f"{numel} elements of {dtype} do not fit in a region of {self.nbytes} bytes."
+            )
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         if self._map is None:
             try:
                 self._map = FileMap(self.file.buffered_fd, self.offset, self._length)
             except OSError as error:
-                raise self._failure(f"mapping it into memory failed: {error.strerror}") from error
+                raise self._failure(
+                    f"mapping it into memory failed: {error.strerror}"
+                ) from error
         return self._map.tensor(dtype, numel)
 
     def settle(self) -> None:
@@ -160,13 +193,17 @@ class Region:
         try:
             self._map.flush()
         except OSError as error:
-            raise self._failure(f"writing back a map failed: {error.strerror}") from error
+            raise self._failure(
+                f"writing back a map failed: {error.strerror}"
+            ) from error
         self._drop_cached()
 
     def _checked(self, tensor: torch.Tensor) -> torch.Tensor:
         view = bytes_of(tensor)
         if len(view) > self.nbytes:
-            raise ValueError(f"A tensor of {len(view)} bytes does not fit in a region of {self.nbytes}.")
+            raise ValueError(
+                f"A tensor of {len(view)} bytes does not fit in a region of {self.nbytes}."
+            )
         return view
 
     def _goes_direct(self, view: torch.Tensor) -> bool:
@@ -181,19 +218,24 @@ class Region:
         """Drop pages from memory that are on the disk: first from the map, then from the page cache."""
         if self._map is not None:
             self._map.drop()
-        os.posix_fadvise(self.file.buffered_fd, self.offset, self._length, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(
+            self.file.buffered_fd, self.offset, self._length, os.POSIX_FADV_DONTNEED
+        )
 
     def _failure(self, what: str) -> StorageError:
-        return StorageError(f"Offloaded state in {self.file.directory}, {self.nbytes} bytes from offset "
-                            f"{self.offset} of its scratch file: {what}. It cannot go on; check the disk, "
-                            "and resume from a checkpoint.")
+        return StorageError(
+            f"Offloaded state in {self.file.directory}, {self.nbytes} bytes from offset "
+            f"{self.offset} of its scratch file: {what}. It cannot go on; check the disk, "
+            "and resume from a checkpoint."
+        )
 
 
 class _RegionWork:
     """Transfers of one region, and an action after them."""
 
     def __init__(self, region: Region, parts: list[Work]):
-        self.region, self.parts = region, parts
+        self.region = region
+        self.parts = parts
         self.afterwards = lambda: None
 
     def wait(self) -> None:
@@ -214,33 +256,43 @@ class _RegionWork:
 
 def _open_nameless(directory: Path) -> int:
     if not hasattr(os, "posix_fallocate"):
-        raise ConfigError("State can be offloaded to a disk on Linux only: this system cannot reserve disk "
-                          "space.")
+        raise ConfigError(
+            "State can be offloaded to a disk on Linux only: this system cannot reserve disk "
+            "space."
+        )
     try:
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)    # O_EXCL: never a name
+        return os.open(
+            directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600
+        )  # O_EXCL: never a name
     except OSError:
-        pass        # not all file systems support it; if no file can be created, the next lines raise
+        pass  # not all file systems support it; if no file can be created, the next lines raise
     try:
         fd, name = tempfile.mkstemp(prefix=".megatron_ds-scratch-", dir=directory)
         os.unlink(name)
         return fd
     except OSError as error:
-        raise ConfigError(f"{directory} cannot hold offloaded state: {error.strerror}. Give an existing "
-                          "directory that this process may write to, preferably on a local NVMe "
-                          "disk.") from error
+        raise ConfigError(
+            f"{directory} cannot hold offloaded state: {error.strerror}. Give an existing "
+            "directory that this process may write to, preferably on a local NVMe "
+            "disk."
+        ) from error
 
 
 def _reopen_direct(fd: int, directory: Path) -> int | None:
-    """A second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails.
-    """
+    """A second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails."""
     direct = None
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
         page = memoryview(aligned_empty(ALIGNMENT, torch.uint8).numpy())
-        if os.pwritev(direct, [page], 0) + os.preadv(direct, [page], 0) != 2 * ALIGNMENT:
+        if (
+            os.pwritev(direct, [page], 0) + os.preadv(direct, [page], 0)
+            != 2 * ALIGNMENT
+        ):
             raise OSError(errno.EIO, "a page was not transferred whole")
         return direct
-    except OSError as error:        # some file systems accept the flag, and fail when it is used
+    except (
+        OSError
+    ) as error:  # some file systems accept the flag, and fail when it is used
         if direct is not None:
             os.close(direct)
         _log_buffered(directory, error.strerror)
@@ -251,8 +303,12 @@ def _reopen_direct(fd: int, directory: Path) -> int | None:
 
 @functools.cache
 def _log_buffered(directory: Path, reason: str) -> None:
-    logger.warning("Offloaded state in %s goes through the page cache, which costs memory and time: its file "
-                   "system has no direct access (%s).", directory, reason)
+    logger.warning(
+        "Offloaded state in %s goes through the page cache, which costs memory and time: its file "
+        "system has no direct access (%s).",
+        directory,
+        reason,
+    )
 
 
 def _cut(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .memory_maps import warn_of_messages
 
-_FORMAT = struct.Struct("<qqqq")          # shorter than PIPE_BUF: written and read whole
+_FORMAT = struct.Struct("<qqqq")  # shorter than PIPE_BUF: written and read whole
 
-Signal = tuple[int, int, int, int]        # its meaning is the caller's
+Signal = tuple[int, int, int, int]  # its meaning is the caller's
 
 
 class SignalPipes:
@@ -27,15 +27,24 @@ class SignalPipes:
     timeout_seconds    how long `receive` waits
     """
 
-    def __init__(self, inbound: Mapping[int, int], outbound: Mapping[int, int], ranks: Sequence[int],
-                 timeout_seconds: float):
-        self._inbound, self._outbound = dict(inbound), dict(outbound)
-        self._ranks, self.timeout_seconds = ranks, timeout_seconds
+    def __init__(
+        self,
+        inbound: Mapping[int, int],
+        outbound: Mapping[int, int],
+        ranks: Sequence[int],
+        timeout_seconds: float,
+    ):
+        self._inbound = dict(inbound)
+        self._outbound = dict(outbound)
+        self._ranks = ranks
+        self.timeout_seconds = timeout_seconds
         self._polls = {}
         for peer, file in self._inbound.items():
             self._polls[peer] = select.poll()
             self._polls[peer].register(file, select.POLLIN)
-        weakref.finalize(self, _close, [*self._inbound.values(), *self._outbound.values()]).atexit = False
+        weakref.finalize(
+            self, _close, [*self._inbound.values(), *self._outbound.values()]
+        ).atexit = False
 
     def send(self, peer: int, signal: Signal) -> None:
         """Raises ConnectionError if the peer has ended."""
@@ -45,12 +54,13 @@ class SignalPipes:
             raise self._ended(peer) from error
 
     def receive(self, peer: int) -> Signal:
-        """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError after the timeout.
-        """
+        """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError after the timeout."""
         signal = self.take(peer, self.timeout_seconds)
         if signal is None:
-            raise TimeoutError(f"timed out after {self.timeout_seconds:.0f} s without a signal of rank "
-                               f"{self._ranks[peer]}")
+            raise TimeoutError(
+                f"timed out after {self.timeout_seconds:.0f} s without a signal of rank "
+                f"{self._ranks[peer]}"
+            )
         return signal
 
     def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
@@ -66,8 +76,12 @@ class SignalPipes:
         return ConnectionError(f"connection closed by peer, rank {self._ranks[peer]}")
 
 
-def share_pipes(rank: int, ranks: Sequence[int], exchange: Callable[[object], list],
-                timeout_seconds: float) -> SignalPipes | None:
+def share_pipes(
+    rank: int,
+    ranks: Sequence[int],
+    exchange: Callable[[object], list],
+    timeout_seconds: float,
+) -> SignalPipes | None:
     """Pipes among the ranks of one host; None where a process may not open another's.
 
     rank: the position of this one in `ranks`, their global ranks. exchange: an all-gather of objects.
@@ -77,7 +91,9 @@ def share_pipes(rank: int, ranks: Sequence[int], exchange: Callable[[object], li
     mine = {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}
     offers = exchange((os.getpid(), mine))
     inbound, trouble = _open_inbound(rank, offers)
-    why = next(filter(None, exchange(trouble)), "")         # after it, all have opened what they read from
+    why = next(
+        filter(None, exchange(trouble)), ""
+    )  # after it, all have opened what they read from
     outbound = {peer: write for peer, (_, write) in made.items()}
     _close([read for read, _ in made.values()])
     if why:
@@ -96,11 +112,19 @@ def _open_inbound(rank: int, offers: Sequence[tuple]) -> tuple[dict[int, int], s
             continue
         file, inode = files[rank]
         try:
-            inbound[peer] = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+            inbound[peer] = os.open(
+                f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC
+            )
         except OSError as error:
-            return inbound, f"process {os.getpid()} may not open a pipe of process {pid}: {error}"
+            return (
+                inbound,
+                f"process {os.getpid()} may not open a pipe of process {pid}: {error}",
+            )
         if os.fstat(inbound[peer]).st_ino != inode:
-            return inbound, f"/proc/{pid}/fd/{file} is not the pipe that process {pid} announced"
+            return (
+                inbound,
+                f"/proc/{pid}/fd/{file} is not the pipe that process {pid} announced",
+            )
     return inbound, ""
 
 

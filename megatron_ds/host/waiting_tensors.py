@@ -29,8 +29,12 @@ class WaitingTensor:
     def __init__(self, x: torch.Tensor, before: "WaitingTensor | None"):
         self.near: torch.Tensor | None = x
         self._before = None if before is None else weakref.ref(before)
-        self.shape, self.dtype, self.device, self.nbytes = x.shape, x.dtype, x.device, x.nbytes
-        self._far, self._copied = None, Mark()
+        self.shape = x.shape
+        self.dtype = x.dtype
+        self.device = x.device
+        self.nbytes = x.nbytes
+        self._far = None
+        self._copied = Mark()
         if x.device.type != "meta":
             self._far = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             stream = side_stream(x.device, "to host")
@@ -45,7 +49,8 @@ class WaitingTensor:
     def leave(self) -> torch.Tensor:
         """Let go of `near`, and return it. The current stream waits for the copy that reads or writes it."""
         self._copied.wait()
-        x, self.near = self.near, None
+        x = self.near
+        self.near = None
         return x
 
     def come(self) -> None:
@@ -64,7 +69,9 @@ class WaitingTensors:
     """The waiting tensors of a rank."""
 
     def __init__(self):
-        self._last: weakref.WeakKeyDictionary[object, weakref.ref] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[object, weakref.ref] = (
+            weakref.WeakKeyDictionary()
+        )
         self._leaving: WaitingTensor | None = None
         self._all: weakref.WeakSet[WaitingTensor] = weakref.WeakSet()
 
@@ -74,7 +81,9 @@ class WaitingTensors:
         if self._leaving is not None:
             self._leaving.leave()
         last = self._last.get(microbatch)
-        self._leaving = waiting = WaitingTensor(x.detach(), None if last is None else last())
+        self._leaving = waiting = WaitingTensor(
+            x.detach(), None if last is None else last()
+        )
         self._last[microbatch] = weakref.ref(waiting)
         self._all.add(waiting)
         return waiting
@@ -85,7 +94,8 @@ class WaitingTensors:
             self._leaving = None
         if waiting.near is None:
             waiting.come()
-        x, before = waiting.leave(), waiting.before
+        x = waiting.leave()
+        before = waiting.before
         if before is not None and before.near is None:
             before.come()
         return x

@@ -12,6 +12,21 @@ from .random_ltd import with_random_ltd
 from .stage_modules import build_stage, build_stages, count_uses, run_layers
 
 __all__ = [
-    "MODELS", "Architecture", "KVCache", "Layer", "LayerFlops", "Loss", "bert_layers", "bert_loss",
-    "build_stage", "build_stages", "count_uses", "gpt_layers", "gpt_loss", "language_model", "make_caches",
-    "run_layers", "with_random_ltd"]
+    "MODELS",
+    "Architecture",
+    "KVCache",
+    "Layer",
+    "LayerFlops",
+    "Loss",
+    "bert_layers",
+    "bert_loss",
+    "build_stage",
+    "build_stages",
+    "count_uses",
+    "gpt_layers",
+    "gpt_loss",
+    "language_model",
+    "make_caches",
+    "run_layers",
+    "with_random_ltd",
+]

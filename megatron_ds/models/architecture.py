@@ -42,8 +42,15 @@ class Loss:
     tokens: torch.Tensor
 
 
-def gpt_loss(logits: torch.Tensor | LogitsInChunks, batch: Batch, *, tp: Group, vocab_size: int,
-             label_smoothing: float = 0.0, per_token: bool = False) -> Loss:
+def gpt_loss(
+    logits: torch.Tensor | LogitsInChunks,
+    batch: Batch,
+    *,
+    tp: Group,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    per_token: bool = False,
+) -> Loss:
     """Loss of logits [s, b, Vp / t] against `batch.labels` [b, s], where `batch.loss_mask` is not 0.
 
     The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every
@@ -54,11 +61,17 @@ def gpt_loss(logits: torch.Tensor | LogitsInChunks, batch: Batch, *, tp: Group, 
     """
     smoothing = label_smoothing if batch.training else 0.0
     labels = batch.labels.t()
-    losses = (logits.cross_entropy(labels, vocab_size, smoothing) if isinstance(logits, LogitsInChunks)
-              else vocab_parallel_cross_entropy(logits, labels, tp, vocab_size, smoothing))         # [s, b]
+    losses = (
+        logits.cross_entropy(labels, vocab_size, smoothing)
+        if isinstance(logits, LogitsInChunks)
+        else vocab_parallel_cross_entropy(logits, labels, tp, vocab_size, smoothing)
+    )  # [s, b]
     mask = batch.loss_mask.t().to(losses.dtype)
-    total, tokens = (losses * mask).sum(), batch.counted_tokens
-    return Loss(total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens)
+    total = (losses * mask).sum()
+    tokens = batch.counted_tokens
+    return Loss(
+        total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,9 @@ class Architecture:
 class Models(Registry[Architecture]):
     """The registry of architectures."""
 
-    def register(self, name: str, *aliases: str) -> Callable[[Architecture], Architecture]:
+    def register(
+        self, name: str, *aliases: str
+    ) -> Callable[[Architecture], Architecture]:
         """Raises TypeError for a plain function, which has no loss and no data."""
         add = super().register(name, *aliases)
 
@@ -95,7 +110,8 @@ class Models(Registry[Architecture]):
                 raise TypeError(
                     f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
                     "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
-                    "otherwise register an Architecture.")
+                    "otherwise register an Architecture."
+                )
             return add(architecture)
 
         return checked

@@ -29,8 +29,20 @@ from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import OutputExchange, attention, exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
-from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables, split_heads, split_rotary
-from ..ops.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling, ntk_base
+from ..ops.rotary import (
+    apply_rotary,
+    rotary_channels,
+    rotary_tables,
+    split_heads,
+    split_rotary,
+)
+from ..ops.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    Scaling,
+    YarnScaling,
+    ntk_base,
+)
 from ..ops.scoring import Scoring
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layer import check_divides, recompute
@@ -47,25 +59,35 @@ class Core(Protocol):
     repeated in backward.
     """
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]"""
 
 
-def arranged(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+def arranged(
+    core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+) -> Heads:
     """What the core takes in place of q, k and v."""
     arrange = getattr(core, "arrange", None)
     return (q, k, v) if arrange is None else arrange(q, k, v, batch)
 
 
-def attend(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+def attend(
+    core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+) -> torch.Tensor:
     """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
     return core(*arranged(core, q, k, v, batch), batch)
 
 
-def attend_again(core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+def attend_again(
+    core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+) -> torch.Tensor:
     """`attend`, which backward calls again in place of keeping what it needs."""
     call = getattr(core, "again", core)
-    return recompute(lambda *heads: call(*arranged(core, *heads, batch), batch), q, k, v)
+    return recompute(
+        lambda *heads: call(*arranged(core, *heads, batch), batch), q, k, v
+    )
 
 
 class KVCache:
@@ -77,13 +99,25 @@ class KVCache:
     Of one attention layer on one rank: each [max_length, b, g/t, d], filled up to `offset`.
     """
 
-    def __init__(self, max_length: int, batch_size: int, num_groups: int, head_dim: int, *,
-                 dtype: torch.dtype, device: torch.device):
-        self.keys = torch.empty(max_length, batch_size, num_groups, head_dim, dtype=dtype, device=device)
+    def __init__(
+        self,
+        max_length: int,
+        batch_size: int,
+        num_groups: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.keys = torch.empty(
+            max_length, batch_size, num_groups, head_dim, dtype=dtype, device=device
+        )
         self.values = torch.empty_like(self.keys)
         self.offset = 0
 
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store k, v [s, b, g/t, d] of the next s positions; return views of all, [offset + s, b, g/t, d].
 
         The views are overwritten in place by later calls after a `reset`. Raises ConfigError when the cache
@@ -91,11 +125,13 @@ class KVCache:
         """
         stop = self.offset + k.shape[0]
         if stop > len(self.keys):
-            raise ConfigError(f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the "
-                              "text is longer than the cache. Generate fewer tokens, or make the cache "
-                              "longer.")
-        self.keys[self.offset:stop] = k
-        self.values[self.offset:stop] = v
+            raise ConfigError(
+                f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the "
+                "text is longer than the cache. Generate fewer tokens, or make the cache "
+                "longer."
+            )
+        self.keys[self.offset : stop] = k
+        self.values[self.offset : stop] = v
         self.offset = stop
         return self.keys[:stop], self.values[:stop]
 
@@ -104,10 +140,16 @@ class KVCache:
         self.offset = min(self.offset, offset)
 
 
-def make_caches(modules: Iterable[nn.Module], batch_size: int, max_length: int) -> dict[str, KVCache]:
+def make_caches(
+    modules: Iterable[nn.Module], batch_size: int, max_length: int
+) -> dict[str, KVCache]:
     """An empty cache for each layer that has one (a part with `new_cache`), keyed by layer name."""
-    return {module.layer_name: part.new_cache(batch_size, max_length)
-            for module in modules for part in module.modules() if hasattr(part, "new_cache")}
+    return {
+        module.layer_name: part.new_cache(batch_size, max_length)
+        for module in modules
+        for part in module.modules()
+        if hasattr(part, "new_cache")
+    }
 
 
 class Rotary:
@@ -117,14 +159,24 @@ class Rotary:
     once for a micro-batch. The tables of a layer that sees only some of the tokens are not kept.
     """
 
-    def __init__(self, head_dim: int, percent: float, base: float, scalings: tuple[Scaling, ...] = (),
-                 interleaved: bool = False):
-        self.channels, self.base = rotary_channels(head_dim, percent), base
-        self.scalings, self.interleaved = scalings, interleaved
-        self._positions, self._tables = None, None
+    def __init__(
+        self,
+        head_dim: int,
+        percent: float,
+        base: float,
+        scalings: tuple[Scaling, ...] = (),
+        interleaved: bool = False,
+    ):
+        self.channels = rotary_channels(head_dim, percent)
+        self.base = base
+        self.scalings = scalings
+        self.interleaved = interleaved
+        self._positions = None
+        self._tables = None
 
-    def __call__(self, qkv: torch.Tensor,
-                 batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, qkv: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n, d], k and v [s, b, g, d]. The positions of the batch are [b, s]."""
         return split_rotary(qkv, *self.tables_of(batch), self.interleaved)
 
@@ -141,7 +193,7 @@ class Rotary:
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
         if position_ids is not self._positions:
-            alike = position_ids.stride(0) == 0                 # one row expanded over the batch
+            alike = position_ids.stride(0) == 0  # one row expanded over the batch
             self._tables = self._make(position_ids[0] if alike else position_ids)
             self._positions = position_ids
         return self._tables
@@ -154,8 +206,13 @@ def make_rotary(config: ModelConfig) -> Rotary | None:
     """The rotary embedding that all layers of a model share; None for other position embeddings."""
     if not config.is_rotary:
         return None
-    return Rotary(config.head_dim, config.rotary_percent, scaled_rotary_base(config), rotary_scalings(config),
-                  config.rotary_interleaved)
+    return Rotary(
+        config.head_dim,
+        config.rotary_percent,
+        scaled_rotary_base(config),
+        rotary_scalings(config),
+        config.rotary_interleaved,
+    )
 
 
 def scaled_rotary_base(config: ModelConfig) -> float:
@@ -166,35 +223,56 @@ def scaled_rotary_base(config: ModelConfig) -> float:
     """
     if config.rotary_ntk_factor is None:
         return config.rotary_base
-    return ntk_base(config.rotary_base, rotary_channels(config.head_dim, config.rotary_percent),
-                    config.rotary_ntk_factor, config.original_max_position_embeddings, config.positions)
+    return ntk_base(
+        config.rotary_base,
+        rotary_channels(config.head_dim, config.rotary_percent),
+        config.rotary_ntk_factor,
+        config.original_max_position_embeddings,
+        config.positions,
+    )
 
 
 def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
     """How the frequencies of the model's rotary embedding are scaled."""
-    original, factor = config.original_max_position_embeddings, config.rotary_seq_len_interpolation_factor
+    original = config.original_max_position_embeddings
+    factor = config.rotary_seq_len_interpolation_factor
     if config.position_embedding_type == "yarn":
-        return (YarnScaling(config.yarn_factor, original, config.rotary_base, config.yarn_beta_fast,
-                            config.yarn_beta_slow, config.yarn_mscale, config.yarn_mscale_all_dim,
-                            config.yarn_correction_range_round_to_int),)
-    llama3 = Llama3Scaling(config.rope_scaling_factor, original=original or Llama3Scaling.original)
+        return (
+            YarnScaling(
+                config.yarn_factor,
+                original,
+                config.rotary_base,
+                config.yarn_beta_fast,
+                config.yarn_beta_slow,
+                config.yarn_mscale,
+                config.yarn_mscale_all_dim,
+                config.yarn_correction_range_round_to_int,
+            ),
+        )
+    llama3 = Llama3Scaling(
+        config.rope_scaling_factor, original=original or Llama3Scaling.original
+    )
     linear = () if factor in (None, 1) else (LinearScaling(factor),)
     return (llama3, *linear) if config.use_rope_scaling else linear
 
 
 def alibi_heads(config: ModelConfig) -> int:
     """Number of heads of the model that have a slope of ALiBi; 0 with other position embeddings."""
-    return config.num_attention_heads if config.position_embedding_type == "alibi" else 0
+    return (
+        config.num_attention_heads if config.position_embedding_type == "alibi" else 0
+    )
 
 
-def alibi_of(total: int, heads: range, batch: Batch, device: torch.device) -> Alibi | None:
+def alibi_of(
+    total: int, heads: range, batch: Batch, device: torch.device
+) -> Alibi | None:
     """ALiBi of these of `total` heads; None if there are 0.
 
     Where the batch holds only some tokens, distances are those of their positions.
     """
     if not total:
         return None
-    slopes = alibi_slopes(total, device)[heads.start:heads.stop]
+    slopes = alibi_slopes(total, device)[heads.start : heads.stop]
     return Alibi(slopes, None if batch.places is None else batch.places.index)
 
 
@@ -205,50 +283,84 @@ class SelfAttention(nn.Module):
     recompute_core  call the core again in backward instead of keeping what it needs
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float,
-                 rotary: Rotary | None = None, core: Core | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        output_std: float,
+        rotary: Rotary | None = None,
+        core: Core | None = None,
+    ):
         super().__init__()
-        n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
-        self.head_dim, self.rotary, self.recompute_core = d, rotary, False
+        n = config.num_attention_heads
+        g = config.query_groups
+        d = config.head_dim
+        self.head_dim = d
+        self.rotary = rotary
+        self.recompute_core = False
         self.context_ranks = ctx.cp.size
-        self.num_heads = check_divides("num_attention_heads", n, ctx.tp, "each rank holds whole heads")
-        self.num_groups = check_divides("num_query_groups", g, ctx.tp,
-                                        "each rank holds whole groups of heads")
-        self.core_attention = core or CoreAttention(config, f"{name}.core_attention", ctx)
-        self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, ctx,
-                                               name=f"{name}.linear_qkv",
-                                               init_std=config.init_method_std,
-                                               bias=config.add_bias_linear or config.add_qkv_bias)
+        self.num_heads = check_divides(
+            "num_attention_heads", n, ctx.tp, "each rank holds whole heads"
+        )
+        self.num_groups = check_divides(
+            "num_query_groups", g, ctx.tp, "each rank holds whole groups of heads"
+        )
+        self.core_attention = core or CoreAttention(
+            config, f"{name}.core_attention", ctx
+        )
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (n + 2 * g) * d,
+            ctx,
+            name=f"{name}.linear_qkv",
+            init_std=config.init_method_std,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+        )
         weight = self.linear_qkv.weight
-        weight.spec = replace(weight.spec, matrices=Matrices(g, (n // g * d, d, d), head=d))
+        weight.spec = replace(
+            weight.spec, matrices=Matrices(g, (n // g * d, d, d), head=d)
+        )
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)
             self.k_layernorm = make_head_norm(config, f"{name}.k_layernorm", ctx)
-        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, ctx, name=f"{name}.linear_proj",
-                                             init_std=output_std, bias=config.add_bias_linear)
+        self.linear_proj = RowParallelLinear(
+            n * d,
+            config.hidden_size,
+            ctx,
+            name=f"{name}.linear_proj",
+            init_std=output_std,
+            bias=config.add_bias_linear,
+        )
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> torch.Tensor:
         """Attention over the positions in `cache` and of x, whose keys and values are appended."""
         q, k, v = self.project(x, batch)
         if cache is not None:
-            k, v = cache.append(k, v)                                      # [all positions so far, b, g/t, d]
+            k, v = cache.append(k, v)  # [all positions so far, b, g/t, d]
         if self.recompute_core:
             return self.linear_proj(attend_again(self.core_attention, q, k, v, batch))
         # What the projection returned is free from here on, unless the core keeps it.
         q, k, v = arranged(self.core_attention, q, k, v, batch)
         return self.linear_proj(self.core_attention(q, k, v, batch))
 
-    def project(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, x: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k normalized and rotated."""
-        qkv = self.linear_qkv(x)                                                # [s, b, (n + 2g)/t * d]
-        heads = self.num_heads // self.num_groups + 2                           # of a group
+        qkv = self.linear_qkv(x)  # [s, b, (n + 2g)/t * d]
+        heads = self.num_heads // self.num_groups + 2  # of a group
         qkv = qkv.view(*qkv.shape[:2], self.num_groups, heads, self.head_dim)
         if self.q_layernorm is None and self.rotary is not None:
-            return self.rotary(qkv, batch)                                      # splits and rotates at once
+            return self.rotary(qkv, batch)  # splits and rotates at once
         q, k, v = split_heads(qkv)
         if self.q_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            q = self.q_layernorm(q)
+            k = self.k_layernorm(k)
             if self.rotary is not None:
                 q, k = self.rotary.rotate((q, k), batch)
         return q, k, v
@@ -256,11 +368,19 @@ class SelfAttention(nn.Module):
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for the rank's keys and values. Raises ConfigError under context parallelism."""
         if self.context_ranks > 1:
-            raise ConfigError(f"generation with context_parallel_size={self.context_ranks}: a key-value "
-                              "cache holds whole sequences on each rank. Build the model with 1.")
+            raise ConfigError(
+                f"generation with context_parallel_size={self.context_ranks}: a key-value "
+                "cache holds whole sequences on each rank. Build the model with 1."
+            )
         weight = self.linear_qkv.weight
-        return KVCache(max_length, batch_size, self.num_groups, self.head_dim, dtype=weight.dtype,
-                       device=weight.device)
+        return KVCache(
+            max_length,
+            batch_size,
+            self.num_groups,
+            self.head_dim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
 
 
 class Sink(nn.Module):
@@ -269,13 +389,20 @@ class Sink(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext):
         super().__init__()
-        self.kind, self.first = config.softmax_type, ctx.tp.rank * config.num_attention_heads // ctx.tp.size
+        self.kind = config.softmax_type
+        self.first = ctx.tp.rank * config.num_attention_heads // ctx.tp.size
         self.softmax_offset = None
         if self.kind == "learnable":
-            spec = ParamSpec(f"{name}.softmax_offset", (config.num_attention_heads,),
-                             Init("normal", config.init_method_std), splits=(Split("tp", 0),), decay=False)
-            self.softmax_offset = new_parameter(spec, sizes={"tp": ctx.tp.size}, dtype=ctx.dtype,
-                                                device=ctx.device)
+            spec = ParamSpec(
+                f"{name}.softmax_offset",
+                (config.num_attention_heads,),
+                Init("normal", config.init_method_std),
+                splits=(Split("tp", 0),),
+                decay=False,
+            )
+            self.softmax_offset = new_parameter(
+                spec, sizes={"tp": ctx.tp.size}, dtype=ctx.dtype, device=ctx.device
+            )
 
     def forward(self, heads: range, device: torch.device) -> torch.Tensor | None:
         """[n] of these heads, global numbers among those of the tensor-parallel rank; None without a sink."""
@@ -283,7 +410,7 @@ class Sink(nn.Module):
             return torch.zeros(len(heads), device=device)
         if self.softmax_offset is None:
             return None
-        return self.softmax_offset[heads.start - self.first:heads.stop - self.first]
+        return self.softmax_offset[heads.start - self.first : heads.stop - self.first]
 
 
 class CoreAttention(nn.Module):
@@ -294,40 +421,80 @@ class CoreAttention(nn.Module):
     head_rank: of this rank among those that divide the heads; None for its tensor-parallel rank.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *,
-                 pattern: AttentionPattern = CAUSAL, head_rank: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        pattern: AttentionPattern = CAUSAL,
+        head_rank: int | None = None,
+    ):
         super().__init__()
-        self.site, self.ctx, self.dropout, self.pattern = name, ctx, config.attention_dropout, pattern
+        self.site = name
+        self.ctx = ctx
+        self.dropout = config.attention_dropout
+        self.pattern = pattern
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
         self.sink = Sink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
-                exchange: OutputExchange | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        exchange: OutputExchange | None = None,
+    ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
         pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
-        run = attention if exchange is None else partial(exchanged_attention, exchange=exchange)
-        return run(q, k, v, pattern=pattern, mask=mask, documents=batch.documents,
-                   keep=self.keep_mask(q, k, p, batch) if p else None,
-                   scoring=Scoring(sink=self.sink(self.heads(q), q.device),
-                                   alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device)))
+        run = (
+            attention
+            if exchange is None
+            else partial(exchanged_attention, exchange=exchange)
+        )
+        return run(
+            q,
+            k,
+            v,
+            pattern=pattern,
+            mask=mask,
+            documents=batch.documents,
+            keep=self.keep_mask(q, k, p, batch) if p else None,
+            scoring=Scoring(
+                sink=self.sink(self.heads(q), q.device),
+                alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device),
+            ),
+        )
 
     def heads(self, q: torch.Tensor) -> range:
         """Global numbers of the heads of q [s, b, n, d]."""
         return range(self.head_rank * q.shape[2], (self.head_rank + 1) * q.shape[2])
 
-    def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> KeepMask:
+    def keep_mask(
+        self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch
+    ) -> KeepMask:
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
         any rank."""
         heads, (rows, picked) = q.shape[2], batch.positions()
         first = self.head_rank * heads
         keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
-        return KeepMask(p, keys, heads=range(first, first + heads), rows=rows,
-                        cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)
+        return KeepMask(
+            p,
+            keys,
+            heads=range(first, first + heads),
+            rows=rows,
+            cols=k.shape[0] if picked is None else len(rows),
+            picked=picked,
+            device=q.device,
+        )
 
 
-def seen_keys(pattern: AttentionPattern, batch: Batch) -> tuple[AttentionPattern, torch.Tensor | None]:
+def seen_keys(
+    pattern: AttentionPattern, batch: Batch
+) -> tuple[AttentionPattern, torch.Tensor | None]:
     """(pattern, mask) of the tokens that a batch holds, as `ops.core_attention.attention` takes them.
 
     Distances are those of the positions in whole sequences, also where only some of their tokens are present.
@@ -336,5 +503,5 @@ def seen_keys(pattern: AttentionPattern, batch: Batch) -> tuple[AttentionPattern
     if pattern.is_plain or batch.places is None:
         return pattern, mask
     index = batch.places.index.expand(batch.size, -1)
-    hidden = pattern.mask(index, index)                                         # [b, n or 1, k, k]
+    hidden = pattern.mask(index, index)  # [b, n or 1, k, k]
     return CAUSAL if pattern.causal else FULL, hidden if mask is None else hidden | mask

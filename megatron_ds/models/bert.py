@@ -31,29 +31,56 @@ def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     segments = SEGMENTS if config.bert_binary_head else 0
     norm = "encoder.final_layernorm"
     return [
-        Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments),
-              "bert_embedding", noun="embedding"),
+        Layer(
+            "embedding",
+            partial(Embedding, config, ctx, tied=tied, token_types=segments),
+            "bert_embedding",
+            noun="embedding",
+        ),
         *block_layers(config, "encoder.layers", ctx, rotary=rotary, causal=False),
         Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
-        Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight),
-              "bert_head", tied_to=None if tied is None else "embedding",
-              flops=partial(bert_head_flops, config), noun="output heads"),
+        Layer(
+            "output_layer",
+            lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight),
+            "bert_head",
+            tied_to=None if tied is None else "embedding",
+            flops=partial(bert_head_flops, config),
+            noun="output heads",
+        ),
     ]
 
 
-def bert_loss(output: BertOutput, batch: Batch, *, tp: Group, vocab_size: int, label_smoothing: float = 0.0,
-              per_token: bool = False) -> Loss:
+def bert_loss(
+    output: BertOutput,
+    batch: Batch,
+    *,
+    tp: Group,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    per_token: bool = False,
+) -> Loss:
     """`gpt_loss` of the masked tokens. The ledger gets the cross entropy of the segments' order ("sop loss").
 
     Samples whose `sentence_order` is -1 have no order to predict and do not count in it. Collective over tp.
     """
-    loss = gpt_loss(output.logits, batch, tp=tp, vocab_size=vocab_size, label_smoothing=label_smoothing,
-                    per_token=per_token)
+    loss = gpt_loss(
+        output.logits,
+        batch,
+        tp=tp,
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
+        per_token=per_token,
+    )
     if output.order is not None:
-        total = F.cross_entropy(output.order.float(), batch.sentence_order, ignore_index=-1, reduction="sum")
+        total = F.cross_entropy(
+            output.order.float(), batch.sentence_order, ignore_index=-1, reduction="sum"
+        )
         batch.ledger.add("sop loss", total, (batch.sentence_order >= 0).sum().float())
     return loss
 
 
-MODELS.register("bert")(Architecture(
-    layers=bert_layers, loss=bert_loss, data=BERT_DATA, fields=("bert_binary_head",)))
+MODELS.register("bert")(
+    Architecture(
+        layers=bert_layers, loss=bert_loss, data=BERT_DATA, fields=("bert_binary_head",)
+    )
+)

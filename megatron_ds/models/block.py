@@ -35,8 +35,15 @@ from .sequence_tiles import in_tiles, number_of_tiles
 class Block(nn.Module):
     """x [s(/t), b, h] → the same shape. name: global, of the layer."""
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, attention: nn.Module,
-                 feed_forward: nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+    ):
         super().__init__()
         # The order of these attributes is the order of the parameters in ZeRO's buckets.
         self.input_layernorm = make_norm(config, f"{name}.input_layernorm", ctx)
@@ -44,7 +51,9 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
         self.mlp = feed_forward
         self.parallel_residual = config.use_parallel_residual
-        self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
+        self.attention_dropout = HiddenDropout(
+            config.hidden_dropout, f"{name}.self_attention", ctx
+        )
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.keep_input = input_keeper(ctx)
         self.set_recompute(ctx.recompute.granularity)
@@ -54,17 +63,23 @@ class Block(nn.Module):
         self.granularity = Recompute(granularity).granularity
         self.self_attention.recompute_core = granularity == "selective"
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> torch.Tensor:
         """A cache excludes recomputation of the block, which would append to it twice."""
         if self.granularity == "full" and cache is None:
             return recompute(self._forward, x, batch, keep=self.keep_input)
         return self._forward(x, batch, cache)
 
-    def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def _forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> torch.Tensor:
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
         if self.parallel_residual:
             total = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(self.mlp(self.pre_mlp_layernorm(x), batch), total, batch)
+            return self.mlp_dropout.add(
+                self.mlp(self.pre_mlp_layernorm(x), batch), total, batch
+            )
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)
@@ -74,44 +89,91 @@ class Block(nn.Module):
         return self.mlp_dropout.add(self.mlp(normed, batch), x, batch)
 
 
-def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rotary: Rotary | None,
-                 causal: bool = True) -> list[Layer]:
+def block_layers(
+    config: ModelConfig,
+    prefix: str,
+    ctx: ParallelContext,
+    *,
+    rotary: Rotary | None,
+    causal: bool = True,
+) -> list[Layer]:
     """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
     blocks = []
-    for i, (experts, pattern) in enumerate(zip(config.experts, patterns(config, causal), strict=True)):
+    for i, (experts, pattern) in enumerate(
+        zip(config.experts, patterns(config, causal), strict=True)
+    ):
         name = f"{prefix}.{i}"
         if config.sparse_attention is not None:
-            pattern = replace(pattern, layout=sparse_layout(config, name, ctx.seed, causal))
-        blocks.append(Layer(
-            name, partial(transformer_block, config, experts, name, ctx, rotary=rotary, pattern=pattern,
-                    comm_type=ctx.comm_type(i)),
-            _kind(config, experts, pattern, ctx, i), is_block=True, recompute=ctx.recompute,
-            noun="block with experts" if experts else "",
-            flops=partial(block_flops, config, experts, pattern=pattern, tiles=ctx.mlp_tiles,
-                          ranks=ctx.cp.size)))
+            pattern = replace(
+                pattern, layout=sparse_layout(config, name, ctx.seed, causal)
+            )
+        blocks.append(
+            Layer(
+                name,
+                partial(
+                    transformer_block,
+                    config,
+                    experts,
+                    name,
+                    ctx,
+                    rotary=rotary,
+                    pattern=pattern,
+                    comm_type=ctx.comm_type(i),
+                ),
+                _kind(config, experts, pattern, ctx, i),
+                is_block=True,
+                recompute=ctx.recompute,
+                noun="block with experts" if experts else "",
+                flops=partial(
+                    block_flops,
+                    config,
+                    experts,
+                    pattern=pattern,
+                    tiles=ctx.mlp_tiles,
+                    ranks=ctx.cp.size,
+                ),
+            )
+        )
     return blocks
 
 
 def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:
     """Which keys the queries of each block see."""
     whole = CAUSAL if causal else FULL
-    left, right = (None if side == -1 else side for side in config.window_size or (-1, -1))
+    left, right = (
+        None if side == -1 else side for side in config.window_size or (-1, -1)
+    )
     window = AttentionPattern(causal, left, None if causal else right)
     return [window if has_window else whole for has_window in config.windowed]
 
 
-def sparse_layout(config: ModelConfig, name: str, seed: int, causal: bool) -> BlockLayout:
+def sparse_layout(
+    config: ModelConfig, name: str, seed: int, causal: bool
+) -> BlockLayout:
     """Blocks that the heads of a layer see, of the longest sequence; shorter ones have its first blocks."""
     key = (seed, name) if has_random_blocks(config) else ()
-    return block_layout(config, config.positions, config.num_attention_heads, causal, *key)
+    return block_layout(
+        config, config.positions, config.num_attention_heads, causal, *key
+    )
 
 
-def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern, ctx: ParallelContext,
-          layer: int) -> str:
+def _kind(
+    config: ModelConfig,
+    experts: int,
+    pattern: AttentionPattern,
+    ctx: ParallelContext,
+    layer: int,
+) -> str:
     """Layers of one kind cost the same: where numbers of experts differ, they are part of the name, and so
     is how context-parallel ranks share attention."""
     is_pyramid = len({number for number in config.experts if number}) > 1
-    kind = "block" if not experts else f"moe_block_{experts}" if is_pyramid else "moe_block"
+    kind = (
+        "block"
+        if not experts
+        else f"moe_block_{experts}"
+        if is_pyramid
+        else "moe_block"
+    )
     if pattern.layout is not None:
         kind = f"sparse_{kind}"
     elif not pattern.is_plain:
@@ -119,34 +181,65 @@ def _kind(config: ModelConfig, experts: int, pattern: AttentionPattern, ctx: Par
     return kind if len(set(ctx.cp_comm_type)) == 1 else f"{kind}_{ctx.comm_type(layer)}"
 
 
-def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
-                      rotary: Rotary | None, pattern: AttentionPattern = CAUSAL,
-                      comm_type: str = "p2p") -> Block:
+def transformer_block(
+    config: ModelConfig,
+    experts: int,
+    name: str,
+    ctx: ParallelContext,
+    *,
+    rotary: Rotary | None,
+    pattern: AttentionPattern = CAUSAL,
+    comm_type: str = "p2p",
+) -> Block:
     """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
     Raises ConfigError if experts choose tokens of a causal model, whose later tokens would move the choice.
     """
-    if experts and pattern.causal and "expert_choice" in config.moe_router_load_balancing_type:
-        raise ConfigError("--moe-router-load-balancing-type expert_choice compares each token with later "
-                          "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
-                          "bert.")
-    std, attention = output_std(config), f"{name}.self_attention"
-    core = make_core(config, f"{attention}.core_attention", ctx, pattern=pattern, comm_type=comm_type)
+    if (
+        experts
+        and pattern.causal
+        and "expert_choice" in config.moe_router_load_balancing_type
+    ):
+        raise ConfigError(
+            "--moe-router-load-balancing-type expert_choice compares each token with later "
+            "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
+            "bert."
+        )
+    std = output_std(config)
+    attention = f"{name}.self_attention"
+    core = make_core(
+        config, f"{attention}.core_attention", ctx, pattern=pattern, comm_type=comm_type
+    )
     make = partial(_with_experts, experts) if experts else MLP
-    return Block(config, name, ctx,
-                 attention=SelfAttention(config, attention, ctx, output_std=std, rotary=rotary, core=core),
-                 feed_forward=make(config, f"{name}.mlp", ctx, output_std=std))
+    return Block(
+        config,
+        name,
+        ctx,
+        attention=SelfAttention(
+            config, attention, ctx, output_std=std, rotary=rotary, core=core
+        ),
+        feed_forward=make(config, f"{name}.mlp", ctx, output_std=std),
+    )
 
 
-def _with_experts(experts: int, config: ModelConfig, name: str, ctx: ParallelContext, *,
-                  output_std: float) -> MixtureOfExperts:
-    dense, width = None, dense_width(config)
+def _with_experts(
+    experts: int,
+    config: ModelConfig,
+    name: str,
+    ctx: ParallelContext,
+    *,
+    output_std: float,
+) -> MixtureOfExperts:
+    dense = None
+    width = dense_width(config)
     if width:
         part = "mlp" if config.mlp_type == "residual" else "shared_experts"
         dense = MLP(config, f"{name}.{part}", ctx, output_std=output_std, width=width)
-    return MixtureOfExperts(config, experts, name, ctx, output_std=output_std, dense=dense)
+    return MixtureOfExperts(
+        config, experts, name, ctx, output_std=output_std, dense=dense
+    )
 
 
 def dense_width(config: ModelConfig) -> int:
@@ -162,21 +255,42 @@ class MLP(nn.Module):
     A gated activation takes [gate; up], so its fc1 has twice the rows, in two parts.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float,
-                 width: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        output_std: float,
+        width: int | None = None,
+    ):
         """width: f; None for the model's."""
         super().__init__()
         width = config.ffn_size if width is None else width
-        check_divides("ffn_hidden_size", width, ctx.tp, "each rank holds an equal part of it")
+        check_divides(
+            "ffn_hidden_size", width, ctx.tp, "each rank holds an equal part of it"
+        )
         self.activation = pick(ACTIVATIONS, "activation", config.activation)
         parts = self.activation.parts
-        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, parts * width, ctx,
-                                               name=f"{name}.linear_fc1", init_std=config.init_method_std,
-                                               bias=config.add_bias_linear, parts=parts)
-        self.linear_fc2 = RowParallelLinear(width, config.hidden_size, ctx,
-                                            name=f"{name}.linear_fc2",
-                                            init_std=output_std, bias=config.add_bias_linear)
-        self.tiles, self.ranks = ctx.mlp_tiles, ctx.slice.tensor.size
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            parts * width,
+            ctx,
+            name=f"{name}.linear_fc1",
+            init_std=config.init_method_std,
+            bias=config.add_bias_linear,
+            parts=parts,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            width,
+            config.hidden_size,
+            ctx,
+            name=f"{name}.linear_fc2",
+            init_std=output_std,
+            bias=config.add_bias_linear,
+        )
+        self.tiles = ctx.mlp_tiles
+        self.ranks = ctx.slice.tensor.size
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [s(/t), b, h] → the same shape, in `ctx.mlp_tiles` tiles. `batch` is not used."""
@@ -185,7 +299,9 @@ class MLP(nn.Module):
 
     def of_tile(self, x: torch.Tensor) -> torch.Tensor:
         """Some tokens: x [.., b, h] → the same shape."""
-        return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
+        return self.linear_fc2(
+            self.activation(self.linear_fc1(x))
+        )  # [s, b, f/t] between
 
 
 def output_std(config: ModelConfig) -> float:
@@ -193,20 +309,32 @@ def output_std(config: ModelConfig) -> float:
     return config.init_method_std / (2 * config.num_layers) ** 0.5
 
 
-def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
-                pattern: AttentionPattern = CAUSAL, tiles: int = 1, ranks: int = 1) -> LayerFlops:
+def block_flops(
+    config: ModelConfig,
+    experts: int,
+    seq_length: int,
+    vocab_size: int,
+    *,
+    pattern: AttentionPattern = CAUSAL,
+    tiles: int = 1,
+    ranks: int = 1,
+) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
     window the scores within it.
 
     A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
     feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
     """
-    s, h = seq_length, config.hidden_size
+    s = seq_length
+    h = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.query_groups * config.head_dim
     projections = 6 * (h * (queries + keys_values) + queries * h)
-    width = (config.moe_router_topk * config.expert_ffn_size + dense_width(config) if experts
-             else config.ffn_size)
+    width = (
+        config.moe_router_topk * config.expert_ffn_size + dense_width(config)
+        if experts
+        else config.ffn_size
+    )
     feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * pattern.pairs(s) * queries
     again = s * feed_forward / 3 if number_of_tiles(tiles, s // ranks, h) > 1 else 0.0

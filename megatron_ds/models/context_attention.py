@@ -20,7 +20,12 @@ from torch import nn
 from ..batch.batch import Batch
 from ..config.options.model_options import ModelConfig
 from ..context_parallel.block_exchange import BlockExchange, Gather, Ring
-from ..context_parallel.head_exchange import ToTokens, spread_groups, to_heads, to_tokens
+from ..context_parallel.head_exchange import (
+    ToTokens,
+    spread_groups,
+    to_heads,
+    to_tokens,
+)
 from ..context_parallel.shared_keys import SharedKeys
 from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo
@@ -31,8 +36,14 @@ from ..ops.keep_tables import keep_masks, keep_scale
 from .attention import CoreAttention, Heads, Sink, alibi_heads, alibi_of, seen_keys
 
 
-def make_core(config: ModelConfig, name: str, ctx: ParallelContext, *,
-              pattern: AttentionPattern = CAUSAL, comm_type: str = "p2p") -> nn.Module:
+def make_core(
+    config: ModelConfig,
+    name: str,
+    ctx: ParallelContext,
+    *,
+    pattern: AttentionPattern = CAUSAL,
+    comm_type: str = "p2p",
+) -> nn.Module:
     """The core attention of a layer. name: of its dropout site."""
     if ctx.cp.size == 1:
         return CoreAttention(config, name, ctx, pattern=pattern)
@@ -45,32 +56,58 @@ class SharedKeysAttention(nn.Module):
     exchanges_heads  first exchange tokens for heads with the ranks of a run
     """
 
-    def __init__(self, exchange: BlockExchange, config: ModelConfig, name: str, ctx: ParallelContext, *,
-                 pattern: AttentionPattern = CAUSAL, exchanges_heads: bool = False):
+    def __init__(
+        self,
+        exchange: BlockExchange,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        pattern: AttentionPattern = CAUSAL,
+        exchanges_heads: bool = False,
+    ):
         super().__init__()
-        self.exchange, self.site, self.ctx = exchange, name, ctx
-        self.dropout, self.pattern = config.attention_dropout, pattern
-        self.run, self.ring = ctx.split_cp if exchanges_heads else (solo("cp-inner"), ctx.cp)
-        self.sink, self.alibi_heads = Sink(config, name, ctx), alibi_heads(config)
+        self.exchange = exchange
+        self.site = name
+        self.ctx = ctx
+        self.dropout = config.attention_dropout
+        self.pattern = pattern
+        self.run, self.ring = (
+            ctx.split_cp if exchanges_heads else (solo("cp-inner"), ctx.cp)
+        )
+        self.sink = Sink(config, name, ctx)
+        self.alibi_heads = alibi_heads(config)
 
-    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+    def arrange(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> Heads:
         """The rank's heads of the tokens of a run."""
         ranks = self.run.size
         if ranks == 1:
             return q, k, v
         return to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         """See the note above; of what `arrange` returned."""
         ranks = self.run.size
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
-        heads, whole = range(first, first + q.shape[2]), batch.whole
+        heads = range(first, first + q.shape[2])
+        whole = batch.whole
         pattern, mask = seen_keys(self.pattern.of_heads(heads), whole)
         p = self.dropout if batch.training else 0.0
-        seen = Seen(pattern, whole.documents, mask, self._keep(heads, p, whole) if p else None,
-                    alibi_of(self.alibi_heads, heads, whole, q.device))
+        seen = Seen(
+            pattern,
+            whole.documents,
+            mask,
+            self._keep(heads, p, whole) if p else None,
+            alibi_of(self.alibi_heads, heads, whole, q.device),
+        )
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
-        out = SharedKeys(self.ring, self.exchange, positions)(q, k, v, seen, sink=self.sink(heads, q.device))
+        out = SharedKeys(self.ring, self.exchange, positions)(
+            q, k, v, seen, sink=self.sink(heads, q.device)
+        )
         if ranks > 1:
             out = to_tokens(out.unflatten(2, (len(heads), -1)), self.run).flatten(2)
         return out
@@ -83,45 +120,81 @@ class SharedKeysAttention(nn.Module):
         table = KeepMask(p, keys, heads, rows, len(rows), picked, device)
         if picked is not None:
             return partial(_slice_of, table.mask, keep_scale(p))
-        return partial(_draw, table.of_heads, p, len(rows), (len(keys), len(heads)), device)
+        return partial(
+            _draw, table.of_heads, p, len(rows), (len(keys), len(heads)), device
+        )
 
 
-def _slice_of(mask: torch.Tensor, scale: float, tile: Tile) -> tuple[torch.Tensor, float]:
+def _slice_of(
+    mask: torch.Tensor, scale: float, tile: Tile
+) -> tuple[torch.Tensor, float]:
     rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
     return mask[:, :, rows, columns], scale
 
 
-def _draw(keys: list, p: float, length: int, shape: tuple[int, int], device: torch.device,
-          tile: Tile) -> tuple[torch.Tensor, float]:
-    drawn = keep_masks(p, keys, tile.queries, length, device=device)                  # whole rows
-    return drawn[:, :, tile.keys.start:tile.keys.stop].unflatten(0, shape), keep_scale(p)
+def _draw(
+    keys: list,
+    p: float,
+    length: int,
+    shape: tuple[int, int],
+    device: torch.device,
+    tile: Tile,
+) -> tuple[torch.Tensor, float]:
+    drawn = keep_masks(p, keys, tile.queries, length, device=device)  # whole rows
+    return drawn[:, :, tile.keys.start : tile.keys.stop].unflatten(
+        0, shape
+    ), keep_scale(p)
 
 
 class HeadsAttention(nn.Module):
     """Attention of some heads over all tokens."""
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *,
-                 pattern: AttentionPattern = CAUSAL):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        pattern: AttentionPattern = CAUSAL,
+    ):
         super().__init__()
         self.ctx = ctx
-        self.core = CoreAttention(config, name, ctx, pattern=pattern,
-                                  head_rank=ctx.tp.rank * ctx.cp.size + ctx.cp.rank)
+        self.core = CoreAttention(
+            config,
+            name,
+            ctx,
+            pattern=pattern,
+            head_rank=ctx.tp.rank * ctx.cp.size + ctx.cp.rank,
+        )
 
-    def arrange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> Heads:
+    def arrange(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> Heads:
         """The rank's heads of all tokens."""
         group = self.ctx.cp
-        return to_heads((q, spread_groups(k, group.size), spread_groups(v, group.size)), group,
-                        self._order(batch, q))
+        return to_heads(
+            (q, spread_groups(k, group.size), spread_groups(v, group.size)),
+            group,
+            self._order(batch, q),
+        )
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         """See the note above; of what `arrange` returned."""
-        return self.core(q, k, v, batch.whole, ToTokens(self.ctx.cp, self._order(batch, q)))
+        return self.core(
+            q, k, v, batch.whole, ToTokens(self.ctx.cp, self._order(batch, q))
+        )
 
-    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def again(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         """The same. As the exchange keeps nothing, what repeats this stops before it, and the output is sent
         once."""
         out = self.core(q, k, v, batch.whole)
-        return to_tokens(out.unflatten(2, (q.shape[2], -1)), self.ctx.cp, self._order(batch, q)).flatten(2)
+        return to_tokens(
+            out.unflatten(2, (q.shape[2], -1)), self.ctx.cp, self._order(batch, q)
+        ).flatten(2)
 
     def _order(self, batch: Batch, like: torch.Tensor) -> torch.Tensor | None:
         return self.ctx.slice.order(batch.whole.seq_length, like.device)
@@ -130,8 +203,10 @@ class HeadsAttention(nn.Module):
 @lru_cache(maxsize=8)
 def _positions(part: SequenceSlice, length: int, ranks: int) -> tuple[Runs, ...]:
     """Of the tokens of each run of so many context-parallel ranks, one rank after another."""
-    return tuple(Runs(sum((part.runs(length, rank) for rank in range(first, first + ranks)), ()))
-                 for first in range(0, part.context.size, ranks))
+    return tuple(
+        Runs(sum((part.runs(length, rank) for rank in range(first, first + ranks)), ()))
+        for first in range(0, part.context.size, ranks)
+    )
 
 
 COMM_TYPES: dict[str, Callable[..., nn.Module]] = {

@@ -25,14 +25,27 @@ class Embedding(nn.Module):
     token_types  number of segments of a sample; 0 for models without segments
     """
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None, token_types: int = 0):
+    def __init__(
+        self,
+        config: ModelConfig,
+        ctx: ParallelContext,
+        *,
+        tied: str | None,
+        token_types: int = 0,
+    ):
         super().__init__()
         self.ctx = ctx
-        self.word_embeddings = VocabParallelEmbedding(word_spec(config, ctx, WORD_EMBEDDINGS, tied), ctx)
+        self.word_embeddings = VocabParallelEmbedding(
+            word_spec(config, ctx, WORD_EMBEDDINGS, tied), ctx
+        )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
-        self.tokentype_embeddings = TokenTypeEmbedding(config, ctx, token_types) if token_types else None
-        self.norm = make_norm(config, "embedding.norm", ctx) if config.embed_layernorm else None
+        self.tokentype_embeddings = (
+            TokenTypeEmbedding(config, ctx, token_types) if token_types else None
+        )
+        self.norm = (
+            make_norm(config, "embedding.norm", ctx) if config.embed_layernorm else None
+        )
         # A gradient with respect to tokens does not exist; that of the norm's input needs its weight.
         self.weights_read_in_backward = self.norm is not None
         self.dropout = HiddenDropout(config.hidden_dropout, "embedding", ctx)
@@ -42,9 +55,11 @@ class Embedding(nn.Module):
         """The weight that a tied head shares."""
         return self.word_embeddings.weight
 
-    def forward(self, x: None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: None, batch: Batch, cache: KVCache | None = None
+    ) -> torch.Tensor:
         """The tokens of `batch` as hidden states [s(/t), b, h]."""
-        x = self.word_embeddings(batch.tokens)                                  # [s(/t), b, h]
+        x = self.word_embeddings(batch.tokens)  # [s(/t), b, h]
         if self.norm is not None:
             x = self.norm(x)
         rows = self.ctx.slice.rows(batch.seq_length)
@@ -60,8 +75,12 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
-        spec = ParamSpec("embedding.position_embeddings.weight", (config.positions, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_over=ctx.partial_over)
+        spec = ParamSpec(
+            "embedding.position_embeddings.weight",
+            (config.positions, config.hidden_size),
+            Init("normal", config.init_method_std),
+            partial_over=ctx.partial_over,
+        )
         self.weight = new_shard(spec, ctx)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
@@ -70,13 +89,19 @@ class PositionEmbedding(nn.Module):
         Raises ConfigError for a sequence that is longer than the table.
         """
         length = position_ids.shape[1]
-        if length > len(self.weight):        # the ids themselves are not read: that would wait for the device
-            raise ConfigError(f"a sequence of {length} tokens does not fit {len(self.weight)} learned "
-                              "positions. Use shorter sequences, or train with a larger "
-                              "max_position_embeddings.")
-        if position_ids.stride(0) == 0:                   # one row expanded over the batch: look it up once
+        if length > len(
+            self.weight
+        ):  # the ids themselves are not read: that would wait for the device
+            raise ConfigError(
+                f"a sequence of {length} tokens does not fit {len(self.weight)} learned "
+                "positions. Use shorter sequences, or train with a larger "
+                "max_position_embeddings."
+            )
+        if (
+            position_ids.stride(0) == 0
+        ):  # one row expanded over the batch: look it up once
             position_ids = position_ids[:1]
-        return lookup(self.weight, position_ids[:, rows.start:rows.stop].t())
+        return lookup(self.weight, position_ids[:, rows.start : rows.stop].t())
 
 
 class TokenTypeEmbedding(nn.Module):
@@ -84,20 +109,36 @@ class TokenTypeEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, count: int):
         super().__init__()
-        spec = ParamSpec("embedding.tokentype_embeddings.weight", (count, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_over=ctx.partial_over)
+        spec = ParamSpec(
+            "embedding.tokentype_embeddings.weight",
+            (count, config.hidden_size),
+            Init("normal", config.init_method_std),
+            partial_over=ctx.partial_over,
+        )
         self.weight = new_shard(spec, ctx)
 
     def forward(self, token_types: torch.Tensor, rows: range) -> torch.Tensor:
         """The vectors of `rows` of token_types [b, s]: [s(/t), b, h]."""
-        return lookup(self.weight, token_types[:, rows.start:rows.stop].t())
+        return lookup(self.weight, token_types[:, rows.start : rows.stop].t())
 
 
-def word_spec(config: ModelConfig, ctx: ParallelContext, name: str, tied: str | None,
-              tied_copy: bool = False) -> ParamSpec:
+def word_spec(
+    config: ModelConfig,
+    ctx: ParallelContext,
+    name: str,
+    tied: str | None,
+    tied_copy: bool = False,
+) -> ParamSpec:
     """Spec of a [vocabulary, h] weight, of an embedding or a head."""
-    return vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
-                           padded_rows(config, ctx), tied, tied_copy)
+    return vocabulary_spec(
+        f"{name}.weight",
+        config.vocab_size,
+        config.hidden_size,
+        config.init_method_std,
+        padded_rows(config, ctx),
+        tied,
+        tied_copy,
+    )
 
 
 def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:

@@ -36,14 +36,20 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} is negative. Use 0 for greedy, around 0.7 to "
-                              "1 to sample.")
+            raise ConfigError(
+                f"temperature={self.temperature} is negative. Use 0 for greedy, around 0.7 to "
+                "1 to sample."
+            )
         if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k} is negative. Use 0 for no limit, or the number of tokens "
-                              "to sample from.")
+            raise ConfigError(
+                f"top_k={self.top_k} is negative. Use 0 for no limit, or the number of tokens "
+                "to sample from."
+            )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} is not a probability. Use a number in (0, 1]; 1 for no "
-                              "limit.")
+            raise ConfigError(
+                f"top_p={self.top_p} is not a probability. Use a number in (0, 1]; 1 for no "
+                "limit."
+            )
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,9 @@ class Ending:
     end: int | None = None
 
 
-def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def next_token(
+    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
+) -> int:
     """Choose from `logits` [V] (true vocabulary, on the CPU)."""
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -70,27 +78,39 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
     probabilities = scores.softmax(dim=0)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(descending=True)
-        before = ordered.cumsum(0) - ordered               # what the likelier tokens hold already
+        before = ordered.cumsum(0) - ordered  # what the likelier tokens hold already
         probabilities[order[before >= sampling.top_p]] = 0.0
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, ending: Ending, sampling: Sampling,
-             tp: Group, vocab_size: int) -> Iterator[int]:
+def generate(
+    modules: Sequence[nn.Module],
+    prompt: Sequence[int],
+    *,
+    ending: Ending,
+    sampling: Sampling,
+    tp: Group,
+    vocab_size: int,
+) -> Iterator[int]:
     """Yield the tokens that follow `prompt`. modules: the whole model, all layers in order.
 
     Collective over tp: one all-gather of [V/t] logits per token.
     """
     if not prompt:
-        raise ConfigError("the prompt has no tokens, so there is no text to continue. Give a prompt of at "
-                          "least one token.")
+        raise ConfigError(
+            "the prompt has no tokens, so there is no text to continue. Give a prompt of at "
+            "least one token."
+        )
     caches = make_caches(modules, 1, len(prompt) + ending.max_new_tokens)
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(modules[0].parameters()).device
-    tokens, position = list(prompt), 0
+    tokens = list(prompt)
+    position = 0
     with torch.inference_mode():
         for count in range(ending.max_new_tokens):
-            logits = run_layers(modules, None, _batch(tokens, position, device), caches)[-1:, 0]   # [1, Vp/t]
+            logits = run_layers(
+                modules, None, _batch(tokens, position, device), caches
+            )[-1:, 0]  # [1, Vp/t]
             position = len(tokens) if not position else position + 1
             whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size].cpu()
             if ending.end is not None and count < ending.min_new_tokens:
@@ -105,5 +125,12 @@ def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, ending: End
 def _batch(tokens: Sequence[int], position: int, device: torch.device) -> Batch:
     ids = torch.tensor([tokens], device=device)
     positions = torch.arange(position, position + len(tokens), device=device)[None]
-    return Batch(ids, ids, torch.ones(ids.shape, device=device), positions, sample_ids=(0,), training=False,
-                 ledger=DISCARDING)
+    return Batch(
+        ids,
+        ids,
+        torch.ones(ids.shape, device=device),
+        positions,
+        sample_ids=(0,),
+        training=False,
+        ledger=DISCARDING,
+    )

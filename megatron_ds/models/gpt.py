@@ -28,7 +28,14 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
         Layer("embedding", partial(Embedding, config, ctx, tied=tied), "embedding"),
         *block_layers(config, "decoder.layers", ctx, rotary=rotary),
         Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
-        Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight),
-              "head", tied_to=None if tied is None else "embedding", flops=partial(head_flops, config),
-              noun="output head"),
+        Layer(
+            "output_layer",
+            lambda weight=None: LanguageModelHead(
+                config, ctx, tied=tied, weight=weight
+            ),
+            "head",
+            tied_to=None if tied is None else "embedding",
+            flops=partial(head_flops, config),
+            noun="output head",
+        ),
     ]

@@ -28,7 +28,7 @@ from .layer import LayerFlops
 from .normalization import make_norm
 
 HeadLogits = torch.Tensor | LogitsInChunks
-ORDERS = 2         # of two segments: as they stand in the text, or swapped
+ORDERS = 2  # of two segments: as they stand in the text, or swapped
 
 
 class FinalNorm(nn.Module):
@@ -38,7 +38,9 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = make_norm(config, name, ctx)
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> torch.Tensor:
         """Reads neither `batch` nor `cache`."""
         return self.norm(x)
 
@@ -51,19 +53,33 @@ class LanguageModelHead(nn.Module):
             (`spec.tied_copy`)
     """
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
-                 weight: nn.Parameter | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        ctx: ParallelContext,
+        *,
+        tied: str | None = None,
+        weight: nn.Parameter | None = None,
+    ):
         super().__init__()
         self.ctx = ctx
-        self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
+        self.weight = (
+            weight if weight is not None else vocabulary_weight(config, ctx, tied)
+        )
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> HeadLogits:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> HeadLogits:
         """x [s(/t), b, h] → logits [s, b, Vp/t]. With sequence parallelism a collective, which gathers x."""
         return head_logits(x, self.weight, None, self.ctx)
 
 
-def head_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                ctx: ParallelContext) -> HeadLogits:
+def head_logits(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: ParallelContext,
+) -> HeadLogits:
     """x [s(/t), b, h], weight [Vp/t, h] → logits [s, b, Vp/t]; with `ctx.logit_chunks` their factors, which
     the loss multiplies."""
     rows = x.shape[0] * x.shape[1] * (ctx.tp.size if ctx.sequence_parallel else 1)
@@ -89,20 +105,42 @@ class BertHeads(nn.Module):
     tied, weight: as of `LanguageModelHead`
     """
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
-                 weight: nn.Parameter | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        ctx: ParallelContext,
+        *,
+        tied: str | None = None,
+        weight: nn.Parameter | None = None,
+    ):
         super().__init__()
         self.lm_head = MaskedTokenHead(config, ctx)
-        self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
-        self.bias = new_shard(ParamSpec("output_layer.bias", (config.vocab_size,), Init("zeros"),
-                                        (Split("tp", 0, padded=padded_rows(config, ctx)),), decay=False), ctx)
-        self.binary_head = SegmentOrderHead(config, ctx) if config.bert_binary_head else None
+        self.weight = (
+            weight if weight is not None else vocabulary_weight(config, ctx, tied)
+        )
+        self.bias = new_shard(
+            ParamSpec(
+                "output_layer.bias",
+                (config.vocab_size,),
+                Init("zeros"),
+                (Split("tp", 0, padded=padded_rows(config, ctx)),),
+                decay=False,
+            ),
+            ctx,
+        )
+        self.binary_head = (
+            SegmentOrderHead(config, ctx) if config.bert_binary_head else None
+        )
         self.ctx = ctx
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> BertOutput:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> BertOutput:
         """x [s(/t), b, h] → logits, and the order of the segments if the model has a binary head."""
         order = None if self.binary_head is None else self.binary_head(x)
-        return BertOutput(head_logits(self.lm_head(x), self.weight, self.bias, self.ctx), order)
+        return BertOutput(
+            head_logits(self.lm_head(x), self.weight, self.bias, self.ctx), order
+        )
 
 
 class MaskedTokenHead(nn.Module):
@@ -112,8 +150,14 @@ class MaskedTokenHead(nn.Module):
         super().__init__()
         gated = ACTIVATIONS[config.activation].parts > 1
         self.activation = ACTIVATIONS["gelu" if gated else config.activation]
-        self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="lm_head.dense",
-                                      init_std=config.init_method_std, partial_over=ctx.partial_over)
+        self.dense = ReplicatedLinear(
+            config.hidden_size,
+            config.hidden_size,
+            ctx,
+            name="lm_head.dense",
+            init_std=config.init_method_std,
+            partial_over=ctx.partial_over,
+        )
         self.layer_norm = make_norm(config, "lm_head.layer_norm", ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,14 +170,24 @@ class SegmentOrderHead(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
-        self.group, std = ctx.sequence_group, config.init_method_std
-        self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="pooler.dense",
-                                       init_std=std)
-        self.binary = ReplicatedLinear(config.hidden_size, ORDERS, ctx, name="binary_head", init_std=std)
+        self.group = ctx.sequence_group
+        std = config.init_method_std
+        self.pooler = ReplicatedLinear(
+            config.hidden_size,
+            config.hidden_size,
+            ctx,
+            name="pooler.dense",
+            init_std=std,
+        )
+        self.binary = ReplicatedLinear(
+            config.hidden_size, ORDERS, ctx, name="binary_head", init_std=std
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s(/t), b, h] → the output for [CLS]. Collective with sequence parallelism: one rank has it."""
-        first = x[0] if self.group is None else first_of_sequence(x, self.group)         # [b, h]
+        first = (
+            x[0] if self.group is None else first_of_sequence(x, self.group)
+        )  # [b, h]
         return self.binary(torch.tanh(self.pooler(first)))
 
 
@@ -142,14 +196,26 @@ def head_flops(config: ModelConfig, seq_length: int, vocab_size: int) -> LayerFl
     return LayerFlops(6.0 * seq_length * config.hidden_size * vocab_size)
 
 
-def bert_head_flops(config: ModelConfig, seq_length: int, vocab_size: int) -> LayerFlops:
+def bert_head_flops(
+    config: ModelConfig, seq_length: int, vocab_size: int
+) -> LayerFlops:
     """The dense layer and the vocabulary at every position; the binary head at the first."""
     h = config.hidden_size
     order = 6.0 * h * (h + ORDERS) if config.bert_binary_head else 0.0
     return LayerFlops(6.0 * seq_length * h * (h + vocab_size) + order)
 
 
-def vocabulary_weight(config: ModelConfig, ctx: ParallelContext, tied: str | None) -> nn.Parameter:
+def vocabulary_weight(
+    config: ModelConfig, ctx: ParallelContext, tied: str | None
+) -> nn.Parameter:
     """[Vp/t, h] of a head; if tied, a copy of the embedding's weight."""
-    return new_shard(word_spec(config, ctx, "output_layer" if tied is None else WORD_EMBEDDINGS, tied,
-                               tied_copy=tied is not None), ctx)
+    return new_shard(
+        word_spec(
+            config,
+            ctx,
+            "output_layer" if tied is None else WORD_EMBEDDINGS,
+            tied,
+            tied_copy=tied is not None,
+        ),
+        ctx,
+    )

@@ -28,7 +28,8 @@ class InputKeeper:
 
     def __init__(self, group: Group, waiting: WaitingTensors | None):
         """group: ranks that hold the same x and keep a part each. waiting: None to keep x on the device."""
-        self.group, self.waiting = group, waiting
+        self.group = group
+        self.waiting = waiting
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> Again:
         """Returns the function that returns x again, once, with the same `requires_grad`. Collective over
@@ -48,13 +49,23 @@ def input_keeper(ctx: ParallelContext) -> InputKeeper | None:
     divides = ctx.recompute.partition and not ctx.sequence_parallel and ctx.tp.size > 1
     if not (divides or ctx.recompute.offload):
         return None
-    return InputKeeper(ctx.tp if divides else solo("tp"), ctx.waiting if ctx.recompute.offload else None)
+    return InputKeeper(
+        ctx.tp if divides else solo("tp"),
+        ctx.waiting if ctx.recompute.offload else None,
+    )
 
 
 def bytes_in_host(modules: Iterable[nn.Module]) -> int:
     """Bytes of inputs of these modules, and of blocks inside them, that wait in host memory."""
-    keepers = (getattr(inner, "keep_input", None) for module in modules for inner in module.modules())
-    return sum(waiting.nbytes for waiting in {keeper.waiting for keeper in keepers if keeper} - {None})
+    keepers = (
+        getattr(inner, "keep_input", None)
+        for module in modules
+        for inner in module.modules()
+    )
+    return sum(
+        waiting.nbytes
+        for waiting in {keeper.waiting for keeper in keepers if keeper} - {None}
+    )
 
 
 def _part(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -63,13 +74,15 @@ def _part(x: torch.Tensor, group: Group) -> torch.Tensor:
         return x
     each = -(-x.numel() // group.size)
     mine = x.new_zeros(each)
-    piece = x.reshape(-1)[group.rank * each:(group.rank + 1) * each]
-    mine[:len(piece)] = piece
+    piece = x.reshape(-1)[group.rank * each : (group.rank + 1) * each]
+    mine[: len(piece)] = piece
     return mine
 
 
-def _whole(again: Again, group: Group, shape: torch.Size, requires_grad: bool) -> torch.Tensor:
+def _whole(
+    again: Again, group: Group, shape: torch.Size, requires_grad: bool
+) -> torch.Tensor:
     x = collectives.all_gather(again(), group)
     if group.size > 1:
-        x = x[:shape.numel()].view(shape)
+        x = x[: shape.numel()].view(shape)
     return x.detach().requires_grad_(requires_grad)

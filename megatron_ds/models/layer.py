@@ -91,7 +91,9 @@ class HiddenDropout:
     """
 
     def __init__(self, p: float, site: str, ctx: ParallelContext):
-        self.p, self.site, self.ctx = p, site, ctx
+        self.p = p
+        self.site = site
+        self.ctx = ctx
 
     def is_active(self, batch: Batch) -> bool:
         """Whether it changes anything."""
@@ -100,7 +102,9 @@ class HiddenDropout:
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         return dropout(x, self.p, **self._table(batch)) if self.is_active(batch) else x
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         """`residual` + dropout of x, in one operation."""
         if not self.is_active(batch):
             return residual + x
@@ -109,12 +113,20 @@ class HiddenDropout:
     def _table(self, batch: Batch) -> dict[str, object]:
         """The random numbers of the rows of x, as `ops.dropout.dropout` takes them."""
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
-        return {"seed": self.ctx.seed, "site": self.site, "sample_ids": batch.sample_ids, "rows": rows,
-                "picked": picked}
+        return {
+            "seed": self.ctx.seed,
+            "site": self.site,
+            "sample_ids": batch.sample_ids,
+            "rows": rows,
+            "picked": picked,
+        }
 
 
-def recompute(function: Callable, *args: object,
-              keep: Callable[..., Callable[[], torch.Tensor]] | None = None) -> torch.Tensor:
+def recompute(
+    function: Callable,
+    *args: object,
+    keep: Callable[..., Callable[[], torch.Tensor]] | None = None,
+) -> torch.Tensor:
     """`function(*args)`, saving only `args` for backward, which calls `function` again.
 
     keep: function of `args` that keeps the first of them; it returns a function that returns it again
@@ -128,7 +140,9 @@ def recompute(function: Callable, *args: object,
     if not torch.is_grad_enabled():
         return function(*args)
     if keep is None:
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False
+        )
     again, (x, *others) = keep(*args), args
     given = [x]
     run = lambda: function(given.pop() if given else again(), *others)
@@ -139,14 +153,18 @@ def check_divides(what: str, number: int, tp: Group, reason: str) -> int:
     """`number` per rank. Raises ConfigError that lists the legal sizes."""
     if number % tp.size:
         legal = ", ".join(str(t) for t in range(1, number + 1) if number % t == 0)
-        raise ConfigError(f"{what}={number} is not a multiple of tensor_model_parallel_size={tp.size}: "
-                          f"{reason}. Use a tensor-parallel size in ({legal}).")
+        raise ConfigError(
+            f"{what}={number} is not a multiple of tensor_model_parallel_size={tp.size}: "
+            f"{reason}. Use a tensor-parallel size in ({legal})."
+        )
     return number // tp.size
 
 
 def pick(table: Mapping[str, T], what: str, name: str) -> T:
     """`table[name]`. Raises ConfigError with the most similar name."""
     if name not in table:
-        raise ConfigError(f"unknown {what} {name!r}{did_you_mean(name, [*table]) or '.'} Known: "
-                          f"{', '.join(sorted(table))}.")
+        raise ConfigError(
+            f"unknown {what} {name!r}{did_you_mean(name, [*table]) or '.'} Known: "
+            f"{', '.join(sorted(table))}."
+        )
     return table[name]

@@ -19,11 +19,26 @@ def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.M
     All heads share its weights. Tensor-parallel ranks hold different heads, so its gradient is always a
     partial sum over them.
     """
-    return _norm(config, config.head_dim, name, ctx, partial_over=("tp",),
-                 decay=config.apply_wd_to_qk_layernorm)
+    return _norm(
+        config,
+        config.head_dim,
+        name,
+        ctx,
+        partial_over=("tp",),
+        decay=config.apply_wd_to_qk_layernorm,
+    )
 
 
-def _norm(config: ModelConfig, size: int, name: str, ctx: ParallelContext, **more: object) -> nn.Module:
+def _norm(
+    config: ModelConfig, size: int, name: str, ctx: ParallelContext, **more: object
+) -> nn.Module:
     kind = pick(NORMS, "normalization", config.normalization)
-    return kind(size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
-                zero_centred=config.apply_layernorm_1p, **more)
+    return kind(
+        size,
+        name=name,
+        eps=config.norm_epsilon,
+        dtype=ctx.dtype,
+        device=ctx.device,
+        zero_centred=config.apply_layernorm_1p,
+        **more,
+    )

@@ -34,12 +34,20 @@ from .attention import KVCache
 from .layer import Layer
 
 
-def with_random_ltd(layers: Sequence[Layer], blocks: Collection[int], ctx: ParallelContext) -> list[Layer]:
+def with_random_ltd(
+    layers: Sequence[Layer], blocks: Collection[int], ctx: ParallelContext
+) -> list[Layer]:
     """The layers, in which the blocks with these numbers drop tokens."""
-    numbers = {layer.name: i for i, layer in enumerate(layer for layer in layers if layer.is_block)}
-    return [replace(layer, make=partial(_wrap, layer, ctx), drops_tokens=True)
-            if numbers.get(layer.name) in blocks else layer
-            for layer in layers]
+    numbers = {
+        layer.name: i
+        for i, layer in enumerate(layer for layer in layers if layer.is_block)
+    }
+    return [
+        replace(layer, make=partial(_wrap, layer, ctx), drops_tokens=True)
+        if numbers.get(layer.name) in blocks
+        else layer
+        for layer in layers
+    ]
 
 
 def _wrap(layer: Layer, ctx: ParallelContext) -> nn.Module:
@@ -54,21 +62,25 @@ class RandomLTD(nn.Module):
 
     def __init__(self, block: nn.Module, name: str, ctx: ParallelContext):
         super().__init__()
-        self.block, self.name, self.ctx = block, name, ctx
+        self.block = block
+        self.name = name
+        self.ctx = ctx
 
     def set_recompute(self, granularity: str | None) -> None:
         """See `Block.set_recompute`."""
         self.block.set_recompute(granularity)
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
+    ) -> torch.Tensor:
         """Apply the block to the kept tokens. Collective where ranks share a sequence; see the note above."""
         kept = batch.kept_tokens
         if kept is None or kept >= batch.whole_length or not batch.training:
             return self.block(x, batch, cache)
-        index = self.draw(kept, batch)                                          # [b, k]
+        index = self.draw(kept, batch)  # [b, k]
         rows, inside = self.rows(index, x, batch)
-        x, part = _Pick.apply(x, rows, inside, kept)                            # part [k, b, h]
-        part = self.shared(part)                                                # [k/r, b, h]
+        x, part = _Pick.apply(x, rows, inside, kept)  # part [k, b, h]
+        part = self.shared(part)  # [k/r, b, h]
         part = self.joined(self.block(part, batch.keep(index, self.ctx.slice)))
         return _Put.apply(x, part, rows, inside)
 
@@ -80,27 +92,37 @@ class RandomLTD(nn.Module):
         order = self.ctx.slice.order(len(part), part.device)
         if order is not None:
             part = part.index_select(0, order)
-        return reduce_scatter_to_sequence_region(reduce_scatter_to_sequence_region(part, ranks.cp), ranks.tp)
+        return reduce_scatter_to_sequence_region(
+            reduce_scatter_to_sequence_region(part, ranks.cp), ranks.tp
+        )
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """[k/r, b, h] → all rows [k, b, h], in the order of the sequence."""
         ranks = self.ctx.sequence_ranks
         if ranks is None:
             return part
-        part = gather_from_sequence_region(gather_from_sequence_region(part, ranks.tp), ranks.cp)
+        part = gather_from_sequence_region(
+            gather_from_sequence_region(part, ranks.tp), ranks.cp
+        )
         order = self.ctx.slice.order(len(part), part.device)
         return part if order is None else part.index_select(0, order.argsort())
 
     def draw(self, kept: int, batch: Batch) -> torch.Tensor:
         """Which tokens of each sample, of the whole sequence: int64 [b, k], ascending."""
         if kept % (parts := self.ctx.slice.parts):
-            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {parts}, in which the "
-                              "ranks that share a sequence divide it. Keep a multiple of it.")
-        keys = [(self.ctx.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
+            raise LayoutError(
+                f"{self.name}: {kept} kept tokens are not divisible by {parts}, in which the "
+                "ranks that share a sequence divide it. Keep a multiple of it."
+            )
+        keys = [
+            (self.ctx.seed, "random_ltd", self.name, int(sample))
+            for sample in batch.sample_ids
+        ]
         return random_subset(keys, kept, batch.whole_length, batch.tokens.device)
 
-    def rows(self, index: torch.Tensor, x: torch.Tensor,
-             batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def rows(
+        self, index: torch.Tensor, x: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows, inside) of the kept tokens, in the order of [k, b].
 
         rows    of x as [s(/r) b, h]; for tokens that other ranks hold, one beyond the last
@@ -111,15 +133,20 @@ class RandomLTD(nn.Module):
         part = self.ctx.slice
         if part.tensor.size * part.context.size == 1:
             return (index.t() * samples + column).flatten(), None
-        positions, rows = part.index(batch.whole_length, index.device), part.rows(batch.seq_length)
+        positions = part.index(batch.whole_length, index.device)
+        rows = part.rows(batch.seq_length)
         if positions is None:
             here = index.t() - rows.start
             inside = (here >= 0) & (here < held)
         else:
-            positions = positions[rows.start:rows.stop].contiguous()
-            here = torch.searchsorted(positions, index.t().contiguous()).clamp(max=held - 1)
+            positions = positions[rows.start : rows.stop].contiguous()
+            here = torch.searchsorted(positions, index.t().contiguous()).clamp(
+                max=held - 1
+            )
             inside = positions[here] == index.t()
-        return (here * samples + column).where(inside, held * samples).flatten(), inside.flatten()
+        return (here * samples + column).where(
+            inside, held * samples
+        ).flatten(), inside.flatten()
 
 
 class _Pick(torch.autograd.Function):
@@ -149,7 +176,9 @@ class _Put(torch.autograd.Function):
         return dy, _picked(dy, *ctx.saved_tensors, ctx.kept), None, None
 
 
-def _picked(x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, kept: int) -> torch.Tensor:
+def _picked(
+    x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, kept: int
+) -> torch.Tensor:
     """[kept, b, h], 0 where a token is not in x."""
     flat = x.flatten(0, 1)
     if inside is None:
@@ -158,13 +187,19 @@ def _picked(x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, ke
     return part.view(kept, *x.shape[1:])
 
 
-def _put(x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor,
-         inside: torch.Tensor | None) -> torch.Tensor:
+def _put(
+    x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None
+) -> torch.Tensor:
     """x, with the rows of the kept tokens that it holds replaced by those of `part`."""
-    flat, part = x.flatten(0, 1), part.flatten(0, 1)
+    flat = x.flatten(0, 1)
+    part = part.flatten(0, 1)
     if inside is None:
         return flat.clone().index_copy_(0, rows, part).view(x.shape)
-    source = rows.new_full((len(flat) + 1,), -1)                        # the row of `part` for each row of x
+    source = rows.new_full((len(flat) + 1,), -1)  # the row of `part` for each row of x
     source[rows] = torch.arange(len(rows), device=rows.device)
     source = source[:-1, None]
-    return part.index_select(0, source[:, 0].clamp(min=0)).where(source >= 0, flat).view(x.shape)
+    return (
+        part.index_select(0, source[:, 0].clamp(min=0))
+        .where(source >= 0, flat)
+        .view(x.shape)
+    )

@@ -26,8 +26,9 @@ def number_of_tiles(asked: int, tokens: int, hidden: int) -> int:
     return max(1, min(asked or -(-tokens // hidden), tokens))
 
 
-def in_tiles(function: OfTokens, x: torch.Tensor, parameters: Sequence[torch.Tensor],
-             tiles: int) -> torch.Tensor:
+def in_tiles(
+    function: OfTokens, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: int
+) -> torch.Tensor:
     """function(x), x [s(/t), b, h] → the same shape, in at most `tiles` parts of the first dim.
 
     parameters: those that the function reads. Each receives one gradient, the sum over the tiles. Collectives
@@ -37,13 +38,17 @@ def in_tiles(function: OfTokens, x: torch.Tensor, parameters: Sequence[torch.Ten
         return function(x)
     if torch.compiler.is_compiling():
         from ..tensor_parallel.outside_graphs import call_outside_graphs
+
         return call_outside_graphs(_in_tiles, function, x, parameters, tiles)
     return _in_tiles(function, x, parameters, tiles)
 
 
-def _in_tiles(function: OfTokens, x: torch.Tensor, parameters: Sequence[torch.Tensor],
-              tiles: int) -> torch.Tensor:
-    if not x.requires_grad:         # frozen layers before this one; without gradients nothing is kept at all
+def _in_tiles(
+    function: OfTokens, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: int
+) -> torch.Tensor:
+    if (
+        not x.requires_grad
+    ):  # frozen layers before this one; without gradients nothing is kept at all
         return _Tiles.apply(x, None, function, tiles, *parameters)
     x = _Keep.apply(x)
     return _Tiles.apply(x, x.grad_fn, function, tiles, *parameters)
@@ -65,7 +70,10 @@ class _Keep(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, keeper, function, tiles, *parameters):
-        ctx.keeper, ctx.function, ctx.tiles, ctx.parameters = keeper, function, tiles, parameters
+        ctx.keeper = keeper
+        ctx.function = function
+        ctx.tiles = tiles
+        ctx.parameters = parameters
         if keeper is None:
             ctx.save_for_backward(x)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -77,8 +85,13 @@ class _Tiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         [x] = (ctx.keeper or ctx).saved_tensors
-        needs_dx, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
+        needs_dx = ctx.needs_input_grad[0]
+        wanted = ctx.needs_input_grad[4:]
+        dx = (
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            if needs_dx
+            else None
+        )
         trained = [p for p, is_wanted in zip(ctx.parameters, wanted) if is_wanted]
         with gradient_sums(trained) as sums:
             for rows in _rows(len(x), ctx.tiles):
@@ -89,11 +102,21 @@ class _Tiles(torch.autograd.Function):
                     dx[rows] = found.pop(0)
                 sums.add(found)
         delivered = iter(sums.deliver())
-        return (dx, None, None, None, *(next(delivered) if is_wanted else None for is_wanted in wanted))
+        return (
+            dx,
+            None,
+            None,
+            None,
+            *(next(delivered) if is_wanted else None for is_wanted in wanted),
+        )
 
 
-def _gradients(function: OfTokens, x: torch.Tensor, inputs: Sequence[torch.Tensor],
-               dy: torch.Tensor) -> list[torch.Tensor | None]:
+def _gradients(
+    function: OfTokens,
+    x: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    dy: torch.Tensor,
+) -> list[torch.Tensor | None]:
     with torch.enable_grad():
         root = Root(function(x))
     root.give(dy)

@@ -14,7 +14,7 @@ from .attention import KVCache
 from .layer import Layer
 
 logger = logging.getLogger(__name__)
-SILENT_SECONDS = 10.0        # between two lines of a build that takes long
+SILENT_SECONDS = 10.0  # between two lines of a build that takes long
 
 
 def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleList]:
@@ -35,7 +35,8 @@ def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
 
 def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.ModuleList:
     """The modules of a stage. Adds them to `built`, the modules of this rank by layer name."""
-    blocks, shown = 0, time.monotonic()
+    blocks = 0
+    shown = time.monotonic()
     for done, layer in enumerate(layers):
         if time.monotonic() - shown >= SILENT_SECONDS:
             shown = time.monotonic()
@@ -43,17 +44,26 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
         source = built.get(layer.tied_to)
         if source is not None:
             source.weight.spec = replace(source.weight.spec, tied=None)
-        built[layer.name] = layer.make() if source is None else layer.make(source.weight)
+        built[layer.name] = (
+            layer.make() if source is None else layer.make(source.weight)
+        )
         built[layer.name].layer_name = layer.name
         if layer.is_block:
-            if layer.recompute.num_layers is not None and blocks >= layer.recompute.num_layers:
+            if (
+                layer.recompute.num_layers is not None
+                and blocks >= layer.recompute.num_layers
+            ):
                 built[layer.name].set_recompute(None)
             blocks += 1
     return nn.ModuleList(built[layer.name] for layer in layers)
 
 
-def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch: Batch,
-               caches: Mapping[str, KVCache] | None = None) -> torch.Tensor:
+def run_layers(
+    modules: Iterable[nn.Module],
+    x: torch.Tensor | None,
+    batch: Batch,
+    caches: Mapping[str, KVCache] | None = None,
+) -> torch.Tensor:
     """Pass x through the modules of a stage, each with its cache (`caches` is keyed by layer name)."""
     for module in modules:
         x = module(x, batch, caches.get(module.layer_name) if caches else None)

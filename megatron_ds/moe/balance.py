@@ -34,11 +34,19 @@ class Balance:
     """
 
     def __init__(self, config: ModelConfig, num_experts: int, name: str):
-        self.rate, self.num_experts = config.moe_router_bias_update_rate, num_experts
-        wanted = {"expert_bias": config.moe_router_enable_expert_bias,
-                  "last_share": "global_aux_loss" in config.moe_router_load_balancing_type}
-        self.specs = {leaf: ParamSpec(f"{name}.{leaf}", (num_experts,), Init("zeros"), decay=False)
-                      for leaf, is_wanted in wanted.items() if is_wanted}
+        self.rate = config.moe_router_bias_update_rate
+        self.num_experts = num_experts
+        wanted = {
+            "expert_bias": config.moe_router_enable_expert_bias,
+            "last_share": "global_aux_loss" in config.moe_router_load_balancing_type,
+        }
+        self.specs = {
+            leaf: ParamSpec(
+                f"{name}.{leaf}", (num_experts,), Init("zeros"), decay=False
+            )
+            for leaf, is_wanted in wanted.items()
+            if is_wanted
+        }
         self.bias = self.share = self.tally = None
 
     @property
@@ -49,11 +57,19 @@ class Balance:
     def place(self, device: torch.device) -> None:
         """Allocate on the device at first, later move there; nothing if the tensors are there already."""
         if self.tally is None or self.tally.is_meta and device.type != "meta":
-            zeros = lambda leaf: torch.zeros(self.num_experts, device=device) if leaf in self.specs else None
-            self.bias, self.share = zeros("expert_bias"), zeros("last_share")
+            zeros = lambda leaf: (
+                torch.zeros(self.num_experts, device=device)
+                if leaf in self.specs
+                else None
+            )
+            self.bias = zeros("expert_bias")
+            self.share = zeros("last_share")
             self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         elif self.tally.device != device:
-            moved = (None if t is None else t.to(device) for t in (self.bias, self.share, self.tally))
+            moved = (
+                None if t is None else t.to(device)
+                for t in (self.bias, self.share, self.tally)
+            )
             self.bias, self.share, self.tally = moved
 
     def count(self, demand: torch.Tensor, batch: Batch) -> None:
@@ -80,14 +96,24 @@ class Balance:
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
     """The memories of all routers that need one, each once."""
-    found = (getattr(inner, "balance", None) for module in modules for inner in module.modules())
-    return list(dict.fromkeys(each for each in found if isinstance(each, Balance) and each.is_needed))
+    found = (
+        getattr(inner, "balance", None)
+        for module in modules
+        for inner in module.modules()
+    )
+    return list(
+        dict.fromkeys(
+            each for each in found if isinstance(each, Balance) and each.is_needed
+        )
+    )
 
 
 class StepState:
     """The memories of all routers of a rank. group: ranks that see different tokens (`Mesh.reduction`)."""
 
-    def __init__(self, modules: Iterable[nn.Module], group: Group, device: torch.device):
+    def __init__(
+        self, modules: Iterable[nn.Module], group: Group, device: torch.device
+    ):
         self.group = group
         self.balances = balances_of(modules)
         for balance in self.balances:
@@ -112,8 +138,13 @@ class StepState:
 
     def pieces(self) -> list[ParameterPiece]:
         """For a checkpoint."""
-        return [ParameterPiece(spec, tensor, replica=self.group.rank, replicas=self.group.size)
-                for balance in self.balances for spec, tensor in balance.tensors()]
+        return [
+            ParameterPiece(
+                spec, tensor, replica=self.group.rank, replicas=self.group.size
+            )
+            for balance in self.balances
+            for spec, tensor in balance.tensors()
+        ]
 
 
 def show_in_state_dict(router: nn.Module) -> None:
@@ -126,8 +157,15 @@ def _add_memories(router: nn.Module, state: dict, prefix: str, metadata: dict) -
     state.update((prefix + leaf, tensor.detach()) for leaf, tensor in _placed(router))
 
 
-def _take_memories(router: nn.Module, state: dict, prefix: str, metadata: dict, strict: bool,
-                   missing: list[str], *others: list[str]) -> None:
+def _take_memories(
+    router: nn.Module,
+    state: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing: list[str],
+    *others: list[str],
+) -> None:
     for leaf, tensor in _placed(router):
         if prefix + leaf in state:
             tensor.copy_(state.pop(prefix + leaf))
@@ -139,4 +177,7 @@ def _placed(router: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Memories by the last part of their names."""
     if router.balance.tally is None:
         router.balance.place(router.weight.device)
-    return ((spec.name.rpartition(".")[2], tensor) for spec, tensor in router.balance.tensors())
+    return (
+        (spec.name.rpartition(".")[2], tensor)
+        for spec, tensor in router.balance.tensors()
+    )

@@ -47,10 +47,20 @@ class Capacity:
     @classmethod
     def of(cls, config: ModelConfig, num_experts: int, training: bool) -> "Capacity":
         """In training or in evaluation."""
-        factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
-        return cls(factor, config.moe_min_capacity, config.moe_token_drop_policy, config.moe_capacity_scope,
-                   num_experts, config.moe_router_topk,
-                   config.moe_pad_expert_input_to_capacity and factor is not None)
+        factor = (
+            config.moe_expert_capacity_factor
+            if training
+            else config.moe_eval_capacity_factor
+        )
+        return cls(
+            factor,
+            config.moe_min_capacity,
+            config.moe_token_drop_policy,
+            config.moe_capacity_scope,
+            num_experts,
+            config.moe_router_topk,
+            config.moe_pad_expert_input_to_capacity and factor is not None,
+        )
 
     def rows(self, tokens: int) -> int:
         """Slots that an expert keeps of `tokens` competing tokens, at most one of each token."""
@@ -73,25 +83,37 @@ class Capacity:
 
 @lru_cache(maxsize=64)
 def _table(capacity: Capacity, longest: int) -> np.ndarray:
-    return np.array([capacity.rows(tokens) for tokens in range(longest + 1)], dtype=np.int64)
+    return np.array(
+        [capacity.rows(tokens) for tokens in range(longest + 1)], dtype=np.int64
+    )
 
 
-def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:
+def limit(
+    routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext
+) -> Routing:
     """The routing with only those slots that its experts keep. Plans assume equal demand, up to the capacity.
 
     Collective over the ranks that divide a sequence, where the capacity is limited.
     """
     if capacity.factor is None:
         return routing
-    samples, k = batch.size, routing.experts.shape[1]
-    by_sample = lambda t: t.view(-1, samples, k).transpose(0, 1)                       # [b, s(/t), k]
-    experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
-    experts, weights = by_sample(experts), by_sample(routing.weights.detach())
+    samples = batch.size
+    k = routing.experts.shape[1]
+    by_sample = lambda t: t.view(-1, samples, k).transpose(0, 1)  # [b, s(/t), k]
+    experts = (
+        routing.experts
+        if routing.kept is None
+        else routing.experts.masked_fill(~routing.kept, -1)
+    )
+    experts = by_sample(experts)
+    weights = by_sample(routing.weights.detach())
     ranks = ctx.sequence_ranks
     if ranks is not None:
         experts, weights = _gathered(experts, weights, ranks)
     if capacity.scope == "micro-batch":
-        experts, weights = (t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights))
+        experts, weights = (
+            t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights)
+        )
     # Sequences without padding have one capacity.
     most = None
     if routing.kept is not None:
@@ -101,21 +123,34 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
         keeps = keeps.view(-1, samples, k).transpose(0, 1)
     if ranks is not None:
         keeps = ranks.own(keeps, dim=1)
-    planned = capacity.planned(experts.shape[0], experts.shape[1]) // (1 if ranks is None else ranks.size)
-    return replace(routing.keeping(keeps.transpose(0, 1).reshape(-1, k)), planned=planned)
+    planned = capacity.planned(experts.shape[0], experts.shape[1]) // (
+        1 if ranks is None else ranks.size
+    )
+    return replace(
+        routing.keeping(keeps.transpose(0, 1).reshape(-1, k)), planned=planned
+    )
 
 
-def _gathered(experts: torch.Tensor, weights: torch.Tensor,
-              ranks: SequenceRanks) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(
+    experts: torch.Tensor, weights: torch.Tensor, ranks: SequenceRanks
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts and weights [b, s, k] from those of the ranks, [b, s/t, k], together."""
     bits = torch.int64 if weights.dtype is torch.float64 else torch.int32
-    both = torch.stack((experts.to(bits), weights.contiguous().view(bits)), 2)         # [b, s/t, 2, k]
+    both = torch.stack(
+        (experts.to(bits), weights.contiguous().view(bits)), 2
+    )  # [b, s/t, 2, k]
     both = ranks.gather(both, dim=1)
-    return both[:, :, 0].to(experts.dtype), both[:, :, 1].contiguous().view(weights.dtype)
+    return both[:, :, 0].to(experts.dtype), both[:, :, 1].contiguous().view(
+        weights.dtype
+    )
 
 
-def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity,
-               most: torch.Tensor | None = None) -> torch.Tensor:
+def kept_slots(
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    capacity: Capacity,
+    most: torch.Tensor | None = None,
+) -> torch.Tensor:
     """bool [b, s, k]: of each row of experts int64 [b, s, k] (-1: none), the slots within the capacity.
 
     most: int64 [b], the capacity in each row; None: that of s tokens
@@ -134,5 +169,7 @@ def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity,
     is_first = torch.ones_like(by_expert, dtype=torch.bool)
     is_first[:, 1:] = by_expert[:, 1:] != by_expert[:, :-1]
     first = here.where(is_first, 0).cummax(1).values
-    keeps = (here - first < (capacity.rows(s) if most is None else most[:, None])) & (by_expert >= 0)
+    keeps = (here - first < (capacity.rows(s) if most is None else most[:, None])) & (
+        by_expert >= 0
+    )
     return torch.zeros_like(keeps).scatter_(1, order, keeps).view(b, s, k)

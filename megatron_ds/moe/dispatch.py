@@ -68,40 +68,50 @@ class Dispatch:
     """
 
     def __init__(self, routing: Routing, num_experts: int, groups: Groups):
-        self.groups, self.weights = groups, routing.weights
-        slots = routing.experts.flatten()                                              # [T k]
+        self.groups = groups
+        self.weights = routing.weights
+        slots = routing.experts.flatten()  # [T k]
         if routing.kept is not None:
             slots = slots.masked_fill(~routing.kept.flatten(), num_experts)
         by_expert, order = slots.sort(stable=True)
         bounds = torch.arange(num_experts + 1, device=slots.device)
-        own = torch.searchsorted(by_expert, bounds).diff()                             # int64 [E]
-        chunks = self._exchange(own)                                                   # [ep, t, E/ep]
+        own = torch.searchsorted(by_expert, bounds).diff()  # int64 [E]
+        chunks = self._exchange(own)  # [ep, t, E/ep]
         planned = slots.numel() if routing.planned is None else routing.planned
         ep, t, local = chunks.shape
-        used, k = _columns_used(routing.experts, routing.kept), routing.experts.shape[1]
+        used = _columns_used(routing.experts, routing.kept)
+        k = routing.experts.shape[1]
         # `received` is flat, [ep, t, E/ep]. Slots of a token behind the first `width` have no rows.
-        rows, received, (width,) = _host((own, planned), (chunks, planned * t), (used, k))
+        rows, received, (width,) = _host(
+            (own, planned), (chunks, planned * t), (used, k)
+        )
         sent = _sums(rows, groups.ep.size)
         # Rows that arrive: from each ep rank those of this tp rank; then those of the other tp ranks.
         mine = groups.tp.rank if t > 1 else 0
-        cell = lambda i, j: sum(received[(i * t + j) * local:(i * t + j + 1) * local])
-        self._sent, self._received = sent, [cell(i, mine) for i in range(ep)]
+        cell = lambda i, j: sum(received[(i * t + j) * local : (i * t + j + 1) * local])
+        self._sent = sent
+        self._received = [cell(i, mine) for i in range(ep)]
         self._of_tp = [sum(cell(i, j) for i in range(ep)) for j in range(t)]
         counts = tuple(sum(received[e::local]) for e in range(local))
-        self.runs = Runs(counts, chunks.sum((0, 1)) if ep * t > 1 else chunks.view(local))
+        self.runs = Runs(
+            counts, chunks.sum((0, 1)) if ep * t > 1 else chunks.view(local)
+        )
         total = sum(rows)
-        self._order = order[:total]                                                    # row → slot
-        place = _inverse(self._order, slots.numel())                                   # slot → row, -1: none
-        self._place = place.view(routing.experts.shape)[:, :width]                     # [T, width]
+        self._order = order[:total]  # row → slot
+        place = _inverse(self._order, slots.numel())  # slot → row, -1: none
+        self._place = place.view(routing.experts.shape)[:, :width]  # [T, width]
         self._sort = _sorting(chunks, sum(counts))
 
     def _exchange(self, own: torch.Tensor) -> torch.Tensor:
         """The rows [ep, t, E/ep] that each rank sends to the experts of this one, from its own [E]."""
-        ep, tp = self.groups.ep, self.groups.tp
+        ep = self.groups.ep
+        tp = self.groups.tp
         table = own[None]
         if self.groups.sequence_parallel:
-            table = collectives.all_gather(table, tp)                                  # [t, E]
-        by_rank = table.view(len(table), ep.size, -1).transpose(0, 1).contiguous()     # [ep, t, E/ep]
+            table = collectives.all_gather(table, tp)  # [t, E]
+        by_rank = (
+            table.view(len(table), ep.size, -1).transpose(0, 1).contiguous()
+        )  # [ep, t, E/ep]
         arriving = torch.empty_like(by_rank)
         collectives.all_to_all_(arriving.view(-1), by_rank.view(-1), ep)
         return arriving
@@ -109,7 +119,9 @@ class Dispatch:
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → the rows that this rank receives from ep; see `arrive`. Collective over ep."""
         rows = permute(x, self._order, self._place, self.weights.shape[1])
-        return all_to_all_rows(rows, self._sent, self._received, self.groups.ep, waiting)
+        return all_to_all_rows(
+            rows, self._sent, self._received, self.groups.ep, waiting
+        )
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of `send` → [n, h], sorted by expert. Collective over tp."""
@@ -137,7 +149,8 @@ class Sorting:
     """A permutation of rows and its inverse. order: row of the result → row of the input."""
 
     def __init__(self, order: torch.Tensor):
-        self.order, self.inverse = order, _inverse(order, len(order))
+        self.order = order
+        self.inverse = _inverse(order, len(order))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the new order."""
@@ -160,7 +173,9 @@ def _sorting(chunks: torch.Tensor, rows: int) -> Sorting | None:
     chunks = chunks.transpose(0, 1).flatten()
     if not has_memory(chunks):
         return Sorting(torch.empty(rows, dtype=torch.int64, device=chunks.device))
-    return Sorting(experts.repeat_interleave(chunks, output_size=rows).argsort(stable=True))
+    return Sorting(
+        experts.repeat_interleave(chunks, output_size=rows).argsort(stable=True)
+    )
 
 
 def _inverse(order: torch.Tensor, size: int) -> torch.Tensor:
@@ -175,7 +190,9 @@ def _columns_used(experts: torch.Tensor, kept: torch.Tensor | None) -> torch.Ten
     k = experts.shape[1]
     if kept is None or not has_memory(kept):
         return experts.new_full((1,), k)
-    return (kept.any(0) * torch.arange(1, k + 1, device=kept.device)).amax(0, keepdim=True)
+    return (kept.any(0) * torch.arange(1, k + 1, device=kept.device)).amax(
+        0, keepdim=True
+    )
 
 
 def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
@@ -187,10 +204,12 @@ def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
     if all(has_memory(t) for t in tensors):
         numbers = iter(torch.cat(tensors).tolist())
         return [list(islice(numbers, len(t))) for t in tensors]
-    return [[total * (i + 1) // len(t) - total * i // len(t) for i in range(len(t))]
-            for t, (_, total) in zip(tensors, counted)]
+    return [
+        [total * (i + 1) // len(t) - total * i // len(t) for i in range(len(t))]
+        for t, (_, total) in zip(tensors, counted)
+    ]
 
 
 def _sums(numbers: Sequence[int], parts: int) -> list[int]:
     each = len(numbers) // parts
-    return [sum(numbers[i * each:(i + 1) * each]) for i in range(parts)]
+    return [sum(numbers[i * each : (i + 1) * each]) for i in range(parts)]

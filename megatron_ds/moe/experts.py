@@ -29,44 +29,89 @@ from ..tensor_parallel.weight_grad import Finish, grouped_gradient, now_or_later
 class Experts(nn.Module):
     """Rows [n, h], sorted by expert → the same shape."""
 
-    def __init__(self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext, *,
-                 output_std: float):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_experts: int,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        output_std: float,
+    ):
         super().__init__()
-        h, f = config.hidden_size, config.expert_ffn_size
+        h = config.hidden_size
+        f = config.expert_ffn_size
         self.activation = ACTIVATIONS[config.activation]
-        parts, bias = self.activation.parts, config.add_bias_linear
-        self.linear_fc1 = GroupedLinear(f"{name}.linear_fc1", (num_experts, parts * f, h), ctx,
-                                        Split("tp", 1, parts), init_std=config.init_method_std, bias=bias)
-        self.linear_fc2 = GroupedLinear(f"{name}.linear_fc2", (num_experts, h, f), ctx, Split("tp", 2),
-                                        init_std=output_std, bias=bias)
+        parts = self.activation.parts
+        bias = config.add_bias_linear
+        self.linear_fc1 = GroupedLinear(
+            f"{name}.linear_fc1",
+            (num_experts, parts * f, h),
+            ctx,
+            Split("tp", 1, parts),
+            init_std=config.init_method_std,
+            bias=bias,
+        )
+        self.linear_fc2 = GroupedLinear(
+            f"{name}.linear_fc2",
+            (num_experts, h, f),
+            ctx,
+            Split("tp", 2),
+            init_std=output_std,
+            bias=bias,
+        )
 
     def forward(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
         """runs: rows of each expert of this rank.
 
         Tensor-parallel ranks hold the same x and parts of each expert's width, so results are partial sums.
         """
-        return self.linear_fc2(self.activation(self.linear_fc1(x, runs)), runs)             # [n, f/t] between
+        return self.linear_fc2(
+            self.activation(self.linear_fc1(x, runs)), runs
+        )  # [n, f/t] between
 
 
 class GroupedLinear(nn.Module):
     """y = x W_eᵀ + b_e for the rows of each expert: [n, in] → [n, out]."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int], ctx: ParallelContext, cut: Split, *,
-                 init_std: float, bias: bool):
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        ctx: ParallelContext,
+        cut: Split,
+        *,
+        init_std: float,
+        bias: bool,
+    ):
         """shape: experts, out, in. cut: over "tp", of out or of in.
 
         The bias of a cut input is added by one tensor-parallel rank, since outputs are partial sums.
         """
         super().__init__()
         experts = Split("ep", 0)
-        self.weight = new_shard(ParamSpec(f"{name}.weight", shape, Init("normal", init_std), (experts, cut),
-                                          matrices=Matrices()), ctx)
-        self.bias, self.adds_bias = None, True
+        self.weight = new_shard(
+            ParamSpec(
+                f"{name}.weight",
+                shape,
+                Init("normal", init_std),
+                (experts, cut),
+                matrices=Matrices(),
+            ),
+            ctx,
+        )
+        self.bias = None
+        self.adds_bias = True
         if bias:
             is_output_cut = cut.dim == 1
-            spec = ParamSpec(f"{name}.bias", shape[:2], Init("zeros"),
-                             (experts, cut) if is_output_cut else (experts,), decay=False,
-                             partial_over=() if is_output_cut else ("tp",))
+            spec = ParamSpec(
+                f"{name}.bias",
+                shape[:2],
+                Init("zeros"),
+                (experts, cut) if is_output_cut else (experts,),
+                decay=False,
+                partial_over=() if is_output_cut else ("tp",),
+            )
             self.bias = new_shard(spec, ctx)
             self.adds_bias = is_output_cut or ctx.tp.rank == 0
 
@@ -81,7 +126,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, runs, adds_bias):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.runs, ctx.adds_bias = weight, runs, adds_bias
+        ctx.weight = weight
+        ctx.runs = runs
+        ctx.adds_bias = adds_bias
         return grouped_affine(x, weight, bias if adds_bias else None, runs)
 
     @staticmethod
@@ -90,13 +137,23 @@ class _GroupedLinear(torch.autograd.Function):
         (x,), weight, runs = ctx.saved_tensors, ctx.weight, ctx.runs
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
-        dw = now_or_later(weight, partial(_begin_dw, weight, x, dy, runs))() if needs_dw else None
+        dw = (
+            now_or_later(weight, partial(_begin_dw, weight, x, dy, runs))()
+            if needs_dw
+            else None
+        )
         dx = grouped_product(dy, weight, runs) if needs_dx else None
         db = None
         if needs_db:
-            db = sums_of_runs(dy, runs) if ctx.adds_bias else dy.new_zeros(len(weight), dy.shape[1])
+            db = (
+                sums_of_runs(dy, runs)
+                if ctx.adds_bias
+                else dy.new_zeros(len(weight), dy.shape[1])
+            )
         return dx, dw, db, None, None
 
 
-def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: Runs) -> Finish:
+def _begin_dw(
+    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: Runs
+) -> Finish:
     return partial(grouped_gradient, weight, x, dy, runs)

@@ -49,25 +49,37 @@ class Rule:
     renormalizes: bool = True
 
 
-def _first(scores: torch.Tensor, logits: torch.Tensor, k: int, noise: Noise) -> torch.Tensor:
+def _first(
+    scores: torch.Tensor, logits: torch.Tensor, k: int, noise: Noise
+) -> torch.Tensor:
     return largest(scores if noise is None else logits + noise, 1)
 
 
-def _first_and_second(scores: torch.Tensor, logits: torch.Tensor, k: int, noise: Noise) -> torch.Tensor:
+def _first_and_second(
+    scores: torch.Tensor, logits: torch.Tensor, k: int, noise: Noise
+) -> torch.Tensor:
     first = largest(scores, 1)
     others = (logits if noise is None else logits + noise).scatter(1, first, -torch.inf)
     return torch.cat((first, largest(others, 1)), 1)
 
 
 def _in_rank_of_choice(weights: torch.Tensor, random: Noise) -> torch.Tensor:
-    return -torch.arange(weights.shape[1], dtype=weights.dtype, device=weights.device).expand_as(weights)
+    return -torch.arange(
+        weights.shape[1], dtype=weights.dtype, device=weights.device
+    ).expand_as(weights)
 
 
-ONE = Rule(_first, lambda weights, random: torch.zeros_like(weights) if random is None else random,
-           renormalizes=False)
+ONE = Rule(
+    _first,
+    lambda weights, random: torch.zeros_like(weights) if random is None else random,
+    renormalizes=False,
+)
 TWO = Rule(_first_and_second, _in_rank_of_choice)
-MORE = Rule(lambda scores, logits, k, noise: largest(scores, k), lambda weights, random: weights,
-            balances_all=True)
+MORE = Rule(
+    lambda scores, logits, k, noise: largest(scores, k),
+    lambda weights, random: weights,
+    balances_all=True,
+)
 RULES = {1: ONE, 2: TWO}
 
 
@@ -79,8 +91,15 @@ class Gated(NamedTuple):
     exp_counts: torch.Tensor
 
 
-def route(logits: torch.Tensor, capacity: Capacity, rule: Rule | None = None, *,
-          used: torch.Tensor | None = None, noise: Noise = None, random: Noise = None) -> Gated:
+def route(
+    logits: torch.Tensor,
+    capacity: Capacity,
+    rule: Rule | None = None,
+    *,
+    used: torch.Tensor | None = None,
+    noise: Noise = None,
+    random: Noise = None,
+) -> Gated:
     """The experts of T tokens with fp32 logits [T, E]. No communication.
 
     capacity  of an expert; its `topk` is k
@@ -102,11 +121,15 @@ def route(logits: torch.Tensor, capacity: Capacity, rule: Rule | None = None, *,
         experts = experts.masked_fill(~routing.kept, -1)
     if capacity.factor is not None:
         priority = rule.prioritize(weights.detach(), random)
-        routing = routing.keeping(kept_slots(experts[None], priority[None], capacity)[0])
+        routing = routing.keeping(
+            kept_slots(experts[None], priority[None], capacity)[0]
+        )
     if routing.kept is not None:
         weights = weights * routing.kept
     if rule.renormalizes:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(
+            min=torch.finfo(weights.dtype).eps
+        )
     return Gated(replace(routing, weights=weights), loss, counts)
 
 
@@ -118,9 +141,13 @@ def _balance(routing: Routing, choices: int, used: torch.Tensor | None) -> torch
     return total * num_experts / (choices * max(tokens, 1) ** 2)
 
 
-def _demand(experts: torch.Tensor, scores: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
+def _demand(
+    experts: torch.Tensor, scores: torch.Tensor, used: torch.Tensor | None
+) -> torch.Tensor:
     """int64 [E]: slots of each expert among experts [T, n], of tokens that are no padding."""
-    return demand_of(experts, scores.shape[1], 1, None if used is None else used[:, None])[0]
+    return demand_of(
+        experts, scores.shape[1], 1, None if used is None else used[:, None]
+    )[0]
 
 
 @dataclass(frozen=True)
@@ -157,13 +184,21 @@ class GateOptions:
     def capacity(self, num_experts: int, training: bool) -> Capacity:
         """Of the experts of a layer."""
         factor = self.capacity_factor if training else self.eval_capacity_factor
-        return Capacity(factor if self.drop_tokens else None, self.min_capacity, "probs", "micro-batch",
-                        num_experts, self.k)
+        return Capacity(
+            factor if self.drop_tokens else None,
+            self.min_capacity,
+            "probs",
+            "micro-batch",
+            num_experts,
+            self.k,
+        )
 
     def adds_noise(self, training: bool) -> bool:
         """Whether the choice is that of noisy logits. For k = 2 also in evaluation, as in DeepSpeed."""
-        return {1: self.noisy_gate_policy == "RSample" and training,
-                2: self.top2_2nd_expert_sampling}.get(self.k, False)
+        return {
+            1: self.noisy_gate_policy == "RSample" and training,
+            2: self.top2_2nd_expert_sampling,
+        }.get(self.k, False)
 
 
 class TopKGate(nn.Module):
@@ -174,9 +209,12 @@ class TopKGate(nn.Module):
         self.wg = Fp32Linear(hidden_size, num_experts, bias=False)
         self.options = options
 
-    def forward(self, tokens: torch.Tensor, used: torch.Tensor | None, draws: Draws) -> Gated:
+    def forward(
+        self, tokens: torch.Tensor, used: torch.Tensor | None, draws: Draws
+    ) -> Gated:
         """used: bool [T] or None, see `route`."""
-        options, training = self.options, self.training
+        options = self.options
+        training = self.training
         x = tokens.float()
         if options.noisy_gate_policy == "Jitter" and training:
             x = x * (1 - JITTER + 2 * JITTER * draws.uniform("jitter", x))
@@ -184,8 +222,13 @@ class TopKGate(nn.Module):
         noise = draws.gumbel("choice", logits) if options.adds_noise(training) else None
         uses_random = options.k == 1 and options.use_rts and options.drop_tokens
         random = draws.uniform("selection", logits[:, :1]) if uses_random else None
-        return route(logits, options.capacity(logits.shape[1], training), used=used, noise=noise,
-                     random=random)
+        return route(
+            logits,
+            options.capacity(logits.shape[1], training),
+            used=used,
+            noise=noise,
+            random=random,
+        )
 
 
 class Fp32Linear(nn.Linear):

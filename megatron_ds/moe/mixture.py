@@ -33,13 +33,26 @@ class MixtureOfExperts(nn.Module):
     dense  a feed-forward that all tokens pass: shared experts, or that of a residual MoE; None without
     """
 
-    def __init__(self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext, *,
-                 output_std: float, dense: nn.Module | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_experts: int,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        output_std: float,
+        dense: nn.Module | None = None,
+    ):
         super().__init__()
-        self.config, self.num_experts, self.name, self.ctx = config, num_experts, name, ctx
+        self.config = config
+        self.num_experts = num_experts
+        self.name = name
+        self.ctx = ctx
         self.groups = Groups.of(ctx)
         self.router = Router(config, num_experts, f"{name}.router", ctx)
-        self.experts = Experts(config, num_experts, f"{name}.experts", ctx, output_std=output_std)
+        self.experts = Experts(
+            config, num_experts, f"{name}.experts", ctx, output_std=output_std
+        )
         self.dense = dense
         self.gate = self.coefficient = None
         if config.mlp_type == "residual":
@@ -56,40 +69,69 @@ class MixtureOfExperts(nn.Module):
         if counted is not None:
             routing = routing.keeping(counted[:, None].expand_as(routing.experts))
         capacity = Capacity.of(self.config, self.num_experts, batch.training)
-        chosen, routing = routing, limit(routing, capacity, batch, self.ctx)
+        chosen = routing
+        routing = limit(routing, capacity, batch, self.ctx)
         # Move tokens to their experts and back; the dense part computes while they are under way.
-        dispatch, waiting = self._dispatch(routing, capacity, batch.size), Waiting()
+        dispatch = self._dispatch(routing, capacity, batch.size)
+        waiting = Waiting()
         rows = dispatch.send(tokens, waiting)
         dense = None if self.dense is None else self.dense(x, batch)
         self._count(chosen, routing, counted, batch)
         waiting.wait()
-        routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.runs)).view_as(x)
+        routed = dispatch.back(
+            self.experts(dispatch.arrive(rows), dispatch.runs)
+        ).view_as(x)
         return self._joined(x, routed, dense)
 
-    def _count(self, chosen: Routing, limited: Routing, counted: torch.Tensor | None, batch: Batch) -> None:
+    def _count(
+        self,
+        chosen: Routing,
+        limited: Routing,
+        counted: torch.Tensor | None,
+        batch: Batch,
+    ) -> None:
         """Losses, balance and metrics of a micro-batch. Collective over the ranks that divide a sequence.
 
         chosen, limited: before and after drops
         """
-        config, ledger, balance = self.config, batch.ledger, self.router.balance
+        config = self.config
+        ledger = batch.ledger
+        balance = self.router.balance
         squares = bool(config.moe_z_loss_coeff) and batch.training
         ranks = self.ctx.sequence_ranks
-        totals = Totals.of(chosen, limited.kept, sets_of(config, batch.size, ledger) if batch.training else 1,
-                           None if ranks is None else ranks.every, counted, squares)
+        totals = Totals.of(
+            chosen,
+            limited.kept,
+            sets_of(config, batch.size, ledger) if batch.training else 1,
+            None if ranks is None else ranks.every,
+            counted,
+            squares,
+        )
         if batch.training:
             add_losses(ledger, totals, config, balance.share)
-        if self.ctx.cp.rank == 0:                   # the totals are those of all context-parallel ranks
+        if self.ctx.cp.rank == 0:  # the totals are those of all context-parallel ranks
             balance.count(totals.whole.demand, batch)
-        record_load(ledger, self.name.removesuffix(".mlp"), totals, limited is not chosen, balance.bias)
+        record_load(
+            ledger,
+            self.name.removesuffix(".mlp"),
+            totals,
+            limited is not chosen,
+            balance.bias,
+        )
 
-    def _dispatch(self, routing: Routing, capacity: Capacity, samples: int) -> Dispatch | PaddedDispatch:
+    def _dispatch(
+        self, routing: Routing, capacity: Capacity, samples: int
+    ) -> Dispatch | PaddedDispatch:
         if not capacity.padded:
             return Dispatch(routing, self.num_experts, self.groups)
-        sets, held = capacity.sets(samples), len(routing.experts) * self.groups.parts
+        sets = capacity.sets(samples)
+        held = len(routing.experts) * self.groups.parts
         places = min(capacity.rows(held * self.ctx.cp.size // sets), held // sets)
         return PaddedDispatch(routing, self.num_experts, self.groups, sets, places)
 
-    def _joined(self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
+    def _joined(
+        self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None
+    ) -> torch.Tensor:
         if dense is None:
             return routed
         if self.coefficient is not None:
@@ -105,9 +147,18 @@ class MixtureOfExperts(nn.Module):
         if padding is None:
             return None
         rows = self.ctx.slice.rows(batch.seq_length)
-        return ~padding[:, rows.start:rows.stop].t().flatten()
+        return ~padding[:, rows.start : rows.stop].t().flatten()
 
 
-def _small(name: str, rows: int, config: ModelConfig, ctx: ParallelContext) -> nn.Parameter:
-    return new_shard(ParamSpec(name, (rows, config.hidden_size), Init("normal", config.init_method_std),
-                               partial_over=ctx.partial_over), ctx)
+def _small(
+    name: str, rows: int, config: ModelConfig, ctx: ParallelContext
+) -> nn.Parameter:
+    return new_shard(
+        ParamSpec(
+            name,
+            (rows, config.hidden_size),
+            Init("normal", config.init_method_std),
+            partial_over=ctx.partial_over,
+        ),
+        ctx,
+    )

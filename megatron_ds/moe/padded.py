@@ -59,20 +59,28 @@ class PaddedDispatch:
     `places` tokens of a set; token t belongs to set t modulo `sets`.
     """
 
-    def __init__(self, routing: Routing, num_experts: int, groups: Groups, sets: int, places: int):
-        self.groups, tp = groups, groups.tp
-        experts, weights = routing.experts, routing.weights
+    def __init__(
+        self, routing: Routing, num_experts: int, groups: Groups, sets: int, places: int
+    ):
+        self.groups = groups
+        tp = groups.tp
+        experts = routing.experts
+        weights = routing.weights
         if routing.kept is not None:
             experts = experts.masked_fill(~routing.kept, num_experts)
         if groups.sequence_parallel:
             experts = collectives.all_gather(experts, tp)
             weights = gather_from_sequence_region(weights, tp)
         else:
-            weights = copy_to_region(weights, tp)                  # gradients of this rank's columns only
-        self.weights, runs = weights, num_experts * sets                               # [T', k]
+            weights = copy_to_region(
+                weights, tp
+            )  # gradients of this rank's columns only
+        # [T', k]
+        self.weights = weights
+        runs = num_experts * sets
         self._to_expert, self._rows = _places(experts, runs, sets, places)
         local = num_experts // groups.ep.size
-        self._each = local * sets * places                                             # rows from an ep rank
+        self._each = local * sets * places  # rows from an ep rank
         rows = groups.ep.size * sets * places
         self.runs = Runs((rows,) * local, experts.new_full((local,), rows))
 
@@ -85,7 +93,11 @@ class PaddedDispatch:
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of `send` → [ep n C E/ep, h], sorted by expert. Collective over tp."""
-        return _ToExperts.apply(rows, self._shape, self.groups.tp) if self._is_divided else rows
+        return (
+            _ToExperts.apply(rows, self._shape, self.groups.tp)
+            if self._is_divided
+            else rows
+        )
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """Results of the experts, partial sums over tp → y [T, h]. Collective over tp and ep."""
@@ -107,11 +119,14 @@ class PaddedDispatch:
     @property
     def _shape(self) -> tuple[int, int, int]:
         """Rows that arrive: ep ranks, experts of each, places of an expert."""
-        ep, local = self.groups.ep.size, len(self.runs.counts)
+        ep = self.groups.ep.size
+        local = len(self.runs.counts)
         return ep, local, self._each // local
 
 
-def _places(experts: torch.Tensor, runs: int, sets: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(
+    experts: torch.Tensor, runs: int, sets: int, places: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(slot of each row [runs C], row of each slot [T', k]); -1: none.
 
     experts: int64 [T', k], not below E: no row. A run are the places of an expert for one set; within it
@@ -124,25 +139,33 @@ def _places(experts: torch.Tensor, runs: int, sets: int, places: int) -> tuple[t
     held = bounds.diff()
     # Rows from slots: the c-th place of a run is taken if the run has more than c slots.
     place = torch.arange(places, device=keys.device)
-    at = (bounds[:-1, None] + place).clamp(max=len(slots) - 1)                         # [runs, C]
+    at = (bounds[:-1, None] + place).clamp(max=len(slots) - 1)  # [runs, C]
     slot_of_row = slots[at].masked_fill(place >= held[:, None], -1).flatten()
     # Slots from rows.
-    row = by_run * places + torch.arange(len(slots), device=keys.device) - bounds[by_run]
+    row = (
+        by_run * places + torch.arange(len(slots), device=keys.device) - bounds[by_run]
+    )
     row_of_slot = torch.empty_like(row)
     row_of_slot[slots] = row.masked_fill(by_run == runs, -1)
     return slot_of_row, row_of_slot.view(experts.shape)
 
 
-def _to_experts(rows: torch.Tensor, shape: tuple[int, int, int], tp: Group) -> torch.Tensor:
+def _to_experts(
+    rows: torch.Tensor, shape: tuple[int, int, int], tp: Group
+) -> torch.Tensor:
     """[ep E_l n C, h/t] of each rank → [E_l ep n C, h]."""
     rows = collectives.all_gather(rows, tp).view(tp.size, *shape, -1)
     return rows.permute(2, 1, 3, 0, 4).flatten(3).flatten(0, 2)
 
 
-def _from_experts(rows: torch.Tensor, shape: tuple[int, int, int], tp: Group) -> torch.Tensor:
+def _from_experts(
+    rows: torch.Tensor, shape: tuple[int, int, int], tp: Group
+) -> torch.Tensor:
     """The adjoint: [E_l ep n C, h] → the sum over tp of this rank's columns, [ep E_l n C, h/t]."""
     ep, local, places = shape
-    pieces = rows.view(local, ep, places, tp.size, -1).permute(3, 1, 0, 2, 4).flatten(0, 3)
+    pieces = (
+        rows.view(local, ep, places, tp.size, -1).permute(3, 1, 0, 2, 4).flatten(0, 3)
+    )
     return collectives.reduce_scatter(pieces, tp)
 
 

@@ -73,26 +73,41 @@ class Routing:
 
     def keeping(self, kept: torch.Tensor | None) -> "Routing":
         """With fewer slots."""
-        return self if kept is None else replace(self, kept=kept if self.kept is None else self.kept & kept)
+        return (
+            self
+            if kept is None
+            else replace(self, kept=kept if self.kept is None else self.kept & kept)
+        )
 
 
 class Router(nn.Module):
     """x [s(/t), b, h] → `Routing` of its T = s(/t) b tokens, in the order of x."""
 
-    def __init__(self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext):
+    def __init__(
+        self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext
+    ):
         """Raises ConfigError if the choice needs tokens that other ranks hold."""
         super().__init__()
-        self.config, self.num_experts, self.name, self.ctx = config, num_experts, name, ctx
+        self.config = config
+        self.num_experts = num_experts
+        self.name = name
+        self.ctx = ctx
         self.dtype = DTYPES[config.moe_router_dtype]
         self.choose = choice_of(config)
         _check_layout(self.choose, ctx)
-        spec = ParamSpec(f"{name}.weight", (num_experts, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_over=ctx.partial_over)
+        spec = ParamSpec(
+            f"{name}.weight",
+            (num_experts, config.hidden_size),
+            Init("normal", config.init_method_std),
+            partial_over=ctx.partial_over,
+        )
         self.weight = new_shard(spec, ctx)
         self.balance = Balance(config, num_experts, name)
         show_in_state_dict(self)
 
-    def forward(self, x: torch.Tensor, batch: Batch, counted: torch.Tensor | None = None) -> Routing:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, counted: torch.Tensor | None = None
+    ) -> Routing:
         """counted: bool [T], False for padding; None: all tokens.
 
         Each rank routes the tokens that it holds. Expert choice is collective over the ranks that divide a
@@ -101,11 +116,20 @@ class Router(nn.Module):
         noise_kind = self.config.moe_router_noise if batch.training else "none"
         if noise_kind == "jitter":
             width = self.config.moe_input_jitter_eps or JITTER
-            x = x.to(self.dtype) * (1 - width + 2 * width * self._uniform(batch, x.shape[-1]))
+            x = x.to(self.dtype) * (
+                1 - width + 2 * width * self._uniform(batch, x.shape[-1])
+            )
         logits = _Logits.apply(x.flatten(0, 1), self.weight, self.dtype)
         noise = None
         if noise_kind == "gumbel":
-            noise = self._uniform(batch, self.num_experts).flatten(0, 1).log().neg().log().neg()
+            noise = (
+                self._uniform(batch, self.num_experts)
+                .flatten(0, 1)
+                .log()
+                .neg()
+                .log()
+                .neg()
+            )
         tokens = Tokens(batch.size, counted, batch.training, self.ctx.sequence_ranks)
         self.balance.place(logits.device)
         return self.choose(logits, self.config, self.balance.bias, noise, tokens)
@@ -114,7 +138,9 @@ class Router(nn.Module):
         """Numbers in (0, 1), [s(/t), b, columns]: functions of seed, layer, sample, position and column."""
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
         keys = sample_keys(self.ctx.seed, f"{self.name}.noise", batch.sample_ids)
-        numbers = random_numbers(keys, len(rows) * columns, batch.tokens.device, first=rows.start * columns)
+        numbers = random_numbers(
+            keys, len(rows) * columns, batch.tokens.device, first=rows.start * columns
+        )
         numbers = numbers.view(len(keys), len(rows), columns)
         if picked is not None:
             numbers = numbers.gather(1, picked[:, :, None].expand(-1, -1, columns))
@@ -128,7 +154,8 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, dtype):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.dtype = weight, dtype
+        ctx.weight = weight
+        ctx.dtype = dtype
         return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod
@@ -163,17 +190,24 @@ class Tokens:
     ranks: SequenceRanks | None = None
 
 
-def choose(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None,
-           noise: torch.Tensor | None = None, tokens: Tokens | None = None) -> Routing:
+def choose(
+    logits: torch.Tensor,
+    config: ModelConfig,
+    bias: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+    tokens: Tokens | None = None,
+) -> Routing:
     """The k best experts of each token, from logits [T, E].
 
     bias: [E], added to the scores for the choice only. noise: [T, E], added to the logits for the choice
     only. tokens: not used.
     """
-    k, score = config.moe_router_topk, SCORES[config.moe_router_score_function]
+    k = config.moe_router_topk
+    score = SCORES[config.moe_router_score_function]
     is_sigmoid = config.moe_router_score_function == "sigmoid"
     uses_scores = is_sigmoid or config.moe_router_pre_softmax
-    scores, ranked = score(logits), _noisy(logits, noise)
+    scores = score(logits)
+    ranked = _noisy(logits, noise)
     if uses_scores:
         ranked = score(ranked)
     if bias is not None:
@@ -187,19 +221,31 @@ def choose(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None 
         weights = _shares(weights)
     elif not uses_scores:
         weights = weights.softmax(-1)
-    return Routing(experts, _scaled(weights, config), _shares(scores) if is_sigmoid else scores, logits)
+    return Routing(
+        experts,
+        _scaled(weights, config),
+        _shares(scores) if is_sigmoid else scores,
+        logits,
+    )
 
 
-def choose_by_sinkhorn(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None,
-                       noise: torch.Tensor | None, tokens: Tokens) -> Routing:
+def choose_by_sinkhorn(
+    logits: torch.Tensor,
+    config: ModelConfig,
+    bias: torch.Tensor | None,
+    noise: torch.Tensor | None,
+    tokens: Tokens,
+) -> Routing:
     """The k best experts of each token after `sinkhorn` over all tokens of this rank; in evaluation before.
 
     Groups and bias have no effect.
     """
-    k, ranked = config.moe_router_topk, _noisy(logits, noise)
+    k = config.moe_router_topk
+    ranked = _noisy(logits, noise)
     if tokens.training:
         ranked = sinkhorn(ranked, tokens.counted)
-    experts, scores = largest(ranked, k), logits.softmax(-1)
+    experts = largest(ranked, k)
+    scores = logits.softmax(-1)
     weights = (logits.sigmoid() if k == 1 else scores).gather(1, experts)
     return Routing(experts, _scaled(weights, config), scores, logits)
 
@@ -213,7 +259,8 @@ def sinkhorn(logits: torch.Tensor, counted: torch.Tensor | None = None) -> torch
     table = (logits - logits.amax(1, keepdim=True)).exp()
     rows: torch.Tensor | int = len(table)
     if counted is not None:
-        table, rows = table * counted[:, None], counted.sum().clamp(min=1)
+        table = table * counted[:, None]
+        rows = counted.sum().clamp(min=1)
     of_columns = table.new_ones(table.shape[1])
     for _ in range(SINKHORN_ITERATIONS):
         of_rows = 1 / (rows * (table @ of_columns + TINY))
@@ -221,54 +268,89 @@ def sinkhorn(logits: torch.Tensor, counted: torch.Tensor | None = None) -> torch
     return of_rows[:, None] * table * of_columns
 
 
-def choose_tokens(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None,
-                  noise: torch.Tensor | None, tokens: Tokens) -> Routing:
+def choose_tokens(
+    logits: torch.Tensor,
+    config: ModelConfig,
+    bias: torch.Tensor | None,
+    noise: torch.Tensor | None,
+    tokens: Tokens,
+) -> Routing:
     """Each expert takes its C = ceil(k n / E) best tokens of each sequence with n tokens besides padding.
 
     A token has from 0 to E experts: its first slots, by number, are kept, the others are not. Of equal scores
     the earlier position is taken. Groups and bias have no effect. Collective over `tokens.ranks`.
     """
-    k, score = config.moe_router_topk, SCORES[config.moe_router_score_function]
-    scores, ranked = score(logits), score(_noisy(logits, noise))
+    k = config.moe_router_topk
+    score = SCORES[config.moe_router_score_function]
+    scores = score(logits)
+    ranked = score(_noisy(logits, noise))
     num_experts = ranked.shape[1]
     if tokens.counted is not None:
         ranked = ranked.masked_fill(~tokens.counted[:, None], -1)
-    table = ranked.view(-1, tokens.samples, num_experts).permute(1, 2, 0)              # [b, E, s(/t)]
+    table = ranked.view(-1, tokens.samples, num_experts).permute(
+        1, 2, 0
+    )  # [b, E, s(/t)]
     if tokens.ranks is not None:
-        table = tokens.ranks.gather(table.contiguous(), dim=2)                         # [b, E, s]
+        table = tokens.ranks.gather(table.contiguous(), dim=2)  # [b, E, s]
     most = ceil(k * table.shape[2] / num_experts)
-    lengths = (table[:, 0] >= 0).sum(1)                                                # [b], without padding
+    lengths = (table[:, 0] >= 0).sum(1)  # [b], without padding
     limits = (k * lengths + num_experts - 1) // num_experts
-    within = torch.arange(most, device=table.device) < limits[:, None, None]           # [b, 1, C]
+    within = (
+        torch.arange(most, device=table.device) < limits[:, None, None]
+    )  # [b, 1, C]
     taken = torch.zeros_like(table, dtype=torch.bool)
     taken.scatter_(2, largest(table, most), within.expand(-1, num_experts, -1))
     if tokens.ranks is not None:
         taken = tokens.ranks.own(taken, dim=2)
-    kept = taken.permute(2, 0, 1).reshape(-1, num_experts)                             # [T, E]
+    kept = taken.permute(2, 0, 1).reshape(-1, num_experts)  # [T, E]
     unkept, experts = (~kept).to(torch.uint8).sort(dim=1, stable=True)
-    planned = tokens.samples * num_experts * most // (1 if tokens.ranks is None else tokens.ranks.size)
-    return Routing(experts, _scaled(scores.gather(1, experts), config), _shares(scores), logits,
-                   unkept == 0, planned)
+    planned = (
+        tokens.samples
+        * num_experts
+        * most
+        // (1 if tokens.ranks is None else tokens.ranks.size)
+    )
+    return Routing(
+        experts,
+        _scaled(scores.gather(1, experts), config),
+        _shares(scores),
+        logits,
+        unkept == 0,
+        planned,
+    )
 
 
-Choice = Callable[[torch.Tensor, ModelConfig, torch.Tensor | None, torch.Tensor | None, Tokens], Routing]
-CHOICES: dict[str, Choice] = {"sinkhorn": choose_by_sinkhorn, "expert_choice": choose_tokens}
+Choice = Callable[
+    [torch.Tensor, ModelConfig, torch.Tensor | None, torch.Tensor | None, Tokens],
+    Routing,
+]
+CHOICES: dict[str, Choice] = {
+    "sinkhorn": choose_by_sinkhorn,
+    "expert_choice": choose_tokens,
+}
 SCORES = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
 
 
 def choice_of(config: ModelConfig) -> Choice:
     """The function that chooses, by `moe_router_load_balancing_type`; `choose` if that is a loss."""
-    named = [CHOICES[kind] for kind in config.moe_router_load_balancing_type if kind in CHOICES]
+    named = [
+        CHOICES[kind]
+        for kind in config.moe_router_load_balancing_type
+        if kind in CHOICES
+    ]
     return named[0] if named else choose
 
 
 def _check_layout(choice: Choice, ctx: ParallelContext) -> None:
-    context, tensor = ctx.slice.context.size, ctx.slice.tensor.size
+    context = ctx.slice.context.size
+    tensor = ctx.slice.tensor.size
     if choice is choose_by_sinkhorn and context * tensor > 1:
-        raise ConfigError("--moe-router-load-balancing-type sinkhorn balances the tokens that a rank holds, "
-                          f"but {context * tensor} ranks divide each sequence (--sequence-parallel or "
-                          "--context-parallel-size), so the choice would differ from that of one process. "
-                          "Leave these off, or balance by aux_loss.")
+        raise ConfigError(
+            "--moe-router-load-balancing-type sinkhorn balances the tokens that a rank holds, "
+            f"but {context * tensor} ranks divide each sequence (--sequence-parallel or "
+            "--context-parallel-size), so the choice would differ from that of one process. "
+            "Leave these off, or balance by aux_loss."
+        )
 
 
 def _noisy(logits: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
@@ -291,8 +373,11 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 def in_best_groups(ranked: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """bool [T, E], the experts of the best groups. A group's score is the sum of its best k / group_topk."""
-    groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
-    grouped = ranked.view(len(ranked), groups, -1)                                     # [T, groups, E/groups]
+    groups = config.moe_router_num_groups
+    kept = config.moe_router_group_topk
+    grouped = ranked.view(len(ranked), groups, -1)  # [T, groups, E/groups]
     best = grouped.topk(max(1, config.moe_router_topk // kept), dim=-1).values.sum(-1)
-    chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, largest(best, kept), True)
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        1, largest(best, kept), True
+    )
     return chosen[:, :, None].expand_as(grouped).reshape(ranked.shape)

@@ -27,8 +27,8 @@ from .group import Group
 T = TypeVar("T")
 Kind = type[MegatronDSError]
 
-MOST_NAMED = 8          # ranks that a message lists for one text
-MOST_TEXTS = 3          # different texts in a message; more would bury the first
+MOST_NAMED = 8  # ranks that a message lists for one text
+MOST_TEXTS = 3  # different texts in a message; more would bury the first
 
 
 class _Failure(NamedTuple):
@@ -36,7 +36,9 @@ class _Failure(NamedTuple):
     text: str
 
 
-def on_all_ranks(world: Group, action: Callable[[], T], *, doing: str = "", kind: Kind | None = None) -> T:
+def on_all_ranks(
+    world: Group, action: Callable[[], T], *, doing: str = "", kind: Kind | None = None
+) -> T:
     """`action()` of this rank; see above for the error when any rank's action failed."""
     result, error = _attempt(action)
     failures = all_gather_object(_failure_of(error, kind), world)
@@ -44,8 +46,14 @@ def on_all_ranks(world: Group, action: Callable[[], T], *, doing: str = "", kind
     return result
 
 
-def on_one_rank(world: Group, action: Callable[[], T], rank: int = 0, *, doing: str = "",
-                kind: Kind | None = None) -> T:
+def on_one_rank(
+    world: Group,
+    action: Callable[[], T],
+    rank: int = 0,
+    *,
+    doing: str = "",
+    kind: Kind | None = None,
+) -> T:
     """`action()` of the rank at position `rank`, on every rank; the others' `action` is not called."""
     result, error = _attempt(action) if world.rank == rank else (None, None)
     outcome = all_gather_object((result, _failure_of(error, kind)), world)[rank]
@@ -53,8 +61,9 @@ def on_one_rank(world: Group, action: Callable[[], T], rank: int = 0, *, doing: 
     return outcome[0]
 
 
-def gather_from_all_ranks(world: Group, action: Callable[[], T], *, doing: str = "",
-                          kind: Kind | None = None) -> list[T]:
+def gather_from_all_ranks(
+    world: Group, action: Callable[[], T], *, doing: str = "", kind: Kind | None = None
+) -> list[T]:
     """`action()` of every rank, in rank order."""
     result, error = _attempt(action)
     outcomes = all_gather_object((result, _failure_of(error, kind)), world)
@@ -65,7 +74,9 @@ def gather_from_all_ranks(world: Group, action: Callable[[], T], *, doing: str =
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
-    except Exception as error:      # of any class: the other ranks wait in the all-gather that follows
+    except (
+        Exception
+    ) as error:  # of any class: the other ranks wait in the all-gather that follows
         return None, error
 
 
@@ -76,15 +87,26 @@ def _failure_of(error: Exception | None, kind: Kind | None) -> _Failure | None:
     if isinstance(error, MegatronDSError):
         return _Failure(kind or type(error), str(error))
     named = kind is not None or not isinstance(error, OSError)
-    return _Failure(kind or MegatronDSError, f"{type(error).__name__}: {error}" if named else str(error))
+    return _Failure(
+        kind or MegatronDSError,
+        f"{type(error).__name__}: {error}" if named else str(error),
+    )
 
 
-def _raise_on_all_ranks(failures: Sequence[_Failure | None], error: Exception | None, doing: str,
-                        kind: Kind | None) -> None:
+def _raise_on_all_ranks(
+    failures: Sequence[_Failure | None],
+    error: Exception | None,
+    doing: str,
+    kind: Kind | None,
+) -> None:
     failed = [failure for failure in failures if failure]
     if not failed:
         return
-    if error is not None and kind is None and not isinstance(error, MegatronDSError | OSError):
+    if (
+        error is not None
+        and kind is None
+        and not isinstance(error, MegatronDSError | OSError)
+    ):
         raise error
     message = _summary([failure and failure.text for failure in failures])
     shared: Any = failed[0].kind(f"{doing}: {message}" if doing else message)
@@ -93,16 +115,20 @@ def _raise_on_all_ranks(failures: Sequence[_Failure | None], error: Exception | 
 
 
 def _summary(texts: Sequence[str | None]) -> str:
-    """"rank 1, 2: a file is missing; rank 3: …". texts: of each rank, None where it did not fail."""
+    """ "rank 1, 2: a file is missing; rank 3: …". texts: of each rank, None where it did not fail."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1 and None not in texts:
         return texts[0]
-    named = [f"rank {', '.join(map(str, ranks[:MOST_NAMED]))}{' ...' if len(ranks) > MOST_NAMED else ''}: "
-             f"{text}"
-             for text, ranks in list(ranks_of.items())[:MOST_TEXTS]]
+    named = [
+        f"rank {', '.join(map(str, ranks[:MOST_NAMED]))}{' ...' if len(ranks) > MOST_NAMED else ''}: "
+        f"{text}"
+        for text, ranks in list(ranks_of.items())[:MOST_TEXTS]
+    ]
     if len(ranks_of) > MOST_TEXTS:
-        named.append(f"and others on {sum(map(len, list(ranks_of.values())[MOST_TEXTS:]))} more ranks")
+        named.append(
+            f"and others on {sum(map(len, list(ranks_of.values())[MOST_TEXTS:]))} more ranks"
+        )
     return "; ".join(named)

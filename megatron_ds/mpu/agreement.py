@@ -20,16 +20,18 @@ from .agree import gather_from_all_ranks
 from .collectives import all_gather_object
 from .group import Group
 
-MOST_NAMED = 3          # differences in the message
-MOST_CHARACTERS = 200   # of a value in the message
-MISSING = "absent"      # value in the message of a name that one rank does not have
+MOST_NAMED = 3  # differences in the message
+MOST_CHARACTERS = 200  # of a value in the message
+MISSING = "absent"  # value in the message of a name that one rank does not have
 
 
 Facts = Mapping[str, tuple[Any, str]]
 """name → (value of types that JSON has, its source for the message or "")"""
 
 
-def require_agreement(world: Group, read: Callable[[], Facts], problem: str, advice: str) -> None:
+def require_agreement(
+    world: Group, read: Callable[[], Facts], problem: str, advice: str
+) -> None:
     """Raise the same ConfigError on all ranks unless their facts are equal. Collective over `world`.
 
     read: returns the facts of this rank; not called where there is one rank. An error of it is raised on all
@@ -52,9 +54,15 @@ def require_agreement(world: Group, read: Callable[[], Facts], problem: str, adv
     mine = _packed(facts) if world.rank in (one, other) else b""
     sent = all_gather_object(mine, world)
     # All ranks raise.
-    text = _differences(*(_Side(world.ranks[at], *_unpacked(sent[at])) for at in (one, other)))
+    text = _differences(
+        *(_Side(world.ranks[at], *_unpacked(sent[at])) for at in (one, other))
+    )
     count = sum(found != hashes[one] for found in hashes)
-    others = f" ({count} of {world.size} ranks differ from rank {world.ranks[one]}.)" if count > 1 else ""
+    others = (
+        f" ({count} of {world.size} ranks differ from rank {world.ranks[one]}.)"
+        if count > 1
+        else ""
+    )
     error: Any = ConfigError(f"{problem}: {text}.{others} {advice}")
     error.on_all_ranks = True
     raise error
@@ -86,7 +94,9 @@ def _hash_of(facts: Facts) -> str:
 def _two_that_differ(hashes: Sequence[str]) -> tuple[int, int]:
     """(lowest rank of the most frequent hash, lowest rank with another hash); ties go to the lower rank."""
     usual, _ = Counter(hashes).most_common(1)[0]
-    return hashes.index(usual), next(at for at, found in enumerate(hashes) if found != usual)
+    return hashes.index(usual), next(
+        at for at, found in enumerate(hashes) if found != usual
+    )
 
 
 def _packed(facts: Facts) -> bytes:
@@ -100,8 +110,15 @@ def _unpacked(sent: bytes) -> tuple[str, dict[str, list]]:
 
 def _differences(one: _Side, other: _Side) -> str:
     text = lambda side, name: json.dumps(side.facts.get(name, [MISSING])[0])
-    names = [name for name in {**one.facts, **other.facts} if text(one, name) != text(other, name)]
-    named = [f"{name} is {one.shown(name)}, and {other.shown(name)}" for name in names[:MOST_NAMED]]
+    names = [
+        name
+        for name in {**one.facts, **other.facts}
+        if text(one, name) != text(other, name)
+    ]
+    named = [
+        f"{name} is {one.shown(name)}, and {other.shown(name)}"
+        for name in names[:MOST_NAMED]
+    ]
     if len(names) > MOST_NAMED:
         named.append(f"and {len(names) - MOST_NAMED} more values differ")
     return "; ".join(named)

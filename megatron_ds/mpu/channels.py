@@ -32,13 +32,12 @@ T = TypeVar("T")
 
 _KINDS = {"act": 0, "grad": 1}
 _NAMES = {"act": "an activation", "grad": "a gradient"}
-SHAPES_TAG = 0                  # of the shape check; those of activations and gradients follow
-LAST_TAG = (1 << 16) - 1        # transports use higher tags themselves
+SHAPES_TAG = 0  # of the shape check; those of activations and gradients follow
+LAST_TAG = (1 << 16) - 1  # transports use higher tags themselves
 
 
 class Channels:
-    """The channels of one rank. Destinations and sources are positions in `group`, the rank's own included.
-    """
+    """The channels of one rank. Destinations and sources are positions in `group`, the rank's own included."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -53,75 +52,128 @@ class Channels:
         """
         self._check.start(shapes, dtype)
 
-    def send(self, kind: str, destination: int, tensor: torch.Tensor, chunk: int = 0) -> None:
+    def send(
+        self, kind: str, destination: int, tensor: torch.Tensor, chunk: int = 0
+    ) -> None:
         """Start sending `tensor`, which must not change until it has arrived. `kind` is "act" or "grad"."""
         tensor = tensor.detach().contiguous()
         if destination == self.group.rank:
             self._own[kind, chunk].append(tensor)
             return
-        self._check.announce(destination,
-                             lambda message: self._start(kind, destination, SHAPES_TAG, message, SHAPES_TAG))
+        self._check.announce(
+            destination,
+            lambda message: self._start(
+                kind, destination, SHAPES_TAG, message, SHAPES_TAG
+            ),
+        )
         self.group.traffic.add("send", self.group.axes, self.group.size, tensor.nbytes)
-        self._start(kind, destination, chunk, tensor, _tag(kind, chunk, tuple(tensor.shape), tensor.dtype))
+        self._start(
+            kind,
+            destination,
+            chunk,
+            tensor,
+            _tag(kind, chunk, tuple(tensor.shape), tensor.dtype),
+        )
 
-    def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype,
-             device: torch.device | str = "cpu", chunk: int = 0) -> "Pending":
+    def recv(
+        self,
+        kind: str,
+        source: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        chunk: int = 0,
+    ) -> "Pending":
         """Post the receive of the channel's next message, whose shape and dtype are not sent."""
         if source == self.group.rank:
-            return Pending(self, kind, source, None, None, lambda: self._own[kind, chunk].popleft())
-        self._check.expect(source, lambda message: self._receive(kind, source, message, SHAPES_TAG))
+            return Pending(
+                self, kind, source, None, None, lambda: self._own[kind, chunk].popleft()
+            )
+        self._check.expect(
+            source, lambda message: self._receive(kind, source, message, SHAPES_TAG)
+        )
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        work = self._receive(kind, source, tensor, _tag(kind, chunk, tuple(shape), dtype))
+        work = self._receive(
+            kind, source, tensor, _tag(kind, chunk, tuple(shape), dtype)
+        )
         return Pending(self, kind, source, tensor, work)
 
     def drain(self) -> None:
         """Wait until all messages of this rank have been sent. Call it at the end of a step."""
         for (kind, destination, _), waiting in self._sent.items():
             while waiting:
-                self._guard(kind, self.group.rank, destination, waiting.popleft()[1].wait)
-        assert not any(self._own.values()), "a message from this rank to itself was never received"
+                self._guard(
+                    kind, self.group.rank, destination, waiting.popleft()[1].wait
+                )
+        assert not any(self._own.values()), (
+            "a message from this rank to itself was never received"
+        )
 
     def verify(self, kind: str, source: int) -> None:
         """Compare the shapes of the step with those of `source`, once a step. Raises CommunicationError."""
         wait = lambda work: self._guard(kind, source, self.group.rank, work.wait)
         if difference := self._check.verify(source, wait):
-            ranks, me = self.group.ranks, self.group.rank
+            ranks = self.group.ranks
+            me = self.group.rank
             raise CommunicationError(
                 f"rank {ranks[me]} (pipeline position {me}) receives {_NAMES[kind]} from rank "
                 f"{ranks[source]} (position {source}), but the shapes of their steps differ: {difference}. "
                 "All stages must divide the same batch in the same way and use one dtype. Look for a rank "
-                "with other data, another sequence length, micro-batch size or precision.")
+                "with other data, another sequence length, micro-batch size or precision."
+            )
 
     @property
     def num_waiting(self) -> int:
         """Messages whose tensors are still held because their sends are not known to be complete."""
-        return sum(not work.is_completed() for waiting in self._sent.values() for _, work in waiting)
+        return sum(
+            not work.is_completed()
+            for waiting in self._sent.values()
+            for _, work in waiting
+        )
 
     @property
     def _transport(self) -> Transport:
-        assert self.group.transport is not None, f"{self.group} has no transport: it has only one rank"
+        assert self.group.transport is not None, (
+            f"{self.group} has no transport: it has only one rank"
+        )
         return self.group.transport
 
-    def _start(self, kind: str, destination: int, chunk: int, tensor: torch.Tensor, tag: int) -> None:
+    def _start(
+        self, kind: str, destination: int, chunk: int, tensor: torch.Tensor, tag: int
+    ) -> None:
         waiting = self._sent[kind, destination, chunk]
         while waiting and waiting[0][1].is_completed():
             waiting.popleft()
-        work = self._guard(kind, self.group.rank, destination,
-                           lambda: self._transport.isend(tensor, destination, tag))
+        work = self._guard(
+            kind,
+            self.group.rank,
+            destination,
+            lambda: self._transport.isend(tensor, destination, tag),
+        )
         waiting.append((tensor, work))
 
     def _receive(self, kind: str, source: int, tensor: torch.Tensor, tag: int) -> Work:
-        return self._guard(kind, source, self.group.rank, lambda: self._transport.irecv(tensor, source, tag))
+        return self._guard(
+            kind,
+            source,
+            self.group.rank,
+            lambda: self._transport.irecv(tensor, source, tag),
+        )
 
-    def _guard(self, kind: str, source: int, destination: int, call: Callable[[], T]) -> T:
+    def _guard(
+        self, kind: str, source: int, destination: int, call: Callable[[], T]
+    ) -> T:
         """`call()`, with both ranks and the kind of message added to its CommunicationError."""
         try:
             return call()
         except CommunicationError as error:
-            ranks, me = self.group.ranks, self.group.rank
-            raise CommunicationError(f"rank {ranks[me]} (pipeline position {me}) was "
-                                     f"{'sending' if me == source else 'waiting for'} {_NAMES[kind]} from "
-                                     f"rank {ranks[source]} to rank {ranks[destination]}: {error}") from error
+            ranks = self.group.ranks
+            me = self.group.rank
+            raise CommunicationError(
+                f"rank {ranks[me]} (pipeline position {me}) was "
+                f"{'sending' if me == source else 'waiting for'} {_NAMES[kind]} from "
+                f"rank {ranks[source]} to rank {ranks[destination]}: {error}"
+            ) from error
 
 
 class Pending:
@@ -129,29 +181,48 @@ class Pending:
 
     __slots__ = ("_channels", "_kind", "_source", "_tensor", "_work", "_take")
 
-    def __init__(self, channels: Channels, kind: str, source: int, tensor: torch.Tensor | None,
-                 work: Work | None, take: Callable[[], torch.Tensor] | None = None):
-        self._channels, self._kind, self._source = channels, kind, source
-        self._tensor, self._work, self._take = tensor, work, take
+    def __init__(
+        self,
+        channels: Channels,
+        kind: str,
+        source: int,
+        tensor: torch.Tensor | None,
+        work: Work | None,
+        take: Callable[[], torch.Tensor] | None = None,
+    ):
+        self._channels = channels
+        self._kind = kind
+        self._source = source
+        self._tensor = tensor
+        self._work = work
+        self._take = take
 
     def wait(self) -> torch.Tensor:
         """The message. Raises CommunicationError when it does not arrive in time."""
         if self._take is not None:
             return self._take()
         self._channels.verify(self._kind, self._source)
-        self._channels._guard(self._kind, self._source, self._channels.group.rank, self._work.wait)
+        self._channels._guard(
+            self._kind, self._source, self._channels.group.rank, self._work.wait
+        )
         return self._tensor
 
 
 @lru_cache(maxsize=4096)
 def _tag(kind: str, chunk: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Odd for gradients, even for activations, so that a transport can separate the two streams."""
-    return 2 + _KINDS[kind] + 2 * (zlib.crc32(repr((chunk, shape, dtype)).encode()) % (LAST_TAG // 2 - 1))
+    return (
+        2
+        + _KINDS[kind]
+        + 2 * (zlib.crc32(repr((chunk, shape, dtype)).encode()) % (LAST_TAG // 2 - 1))
+    )
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MOST_RUNS, MOST_SIZES = 12, 4
-HEADER, RUN = 4, 2 + MOST_SIZES
+MOST_RUNS = 12
+MOST_SIZES = 4
+HEADER = 4
+RUN = 2 + MOST_SIZES
 
 
 class ShapeCheck:
@@ -159,14 +230,15 @@ class ShapeCheck:
 
     def __init__(self):
         self._expected: torch.Tensor | None = None
-        self._announced: set[int] = set()             # peers that this step's message was sent to
+        self._announced: set[int] = set()  # peers that this step's message was sent to
         # peer → its message under way; None: verified
         self._received: dict[int, tuple[torch.Tensor, Work] | None] = {}
 
     def start(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         """Begin a step. shapes: of the hidden states of each micro-batch."""
         self._expected = encode_shapes(shapes, dtype)
-        self._announced, self._received = set(), {}
+        self._announced = set()
+        self._received = {}
 
     def announce(self, peer: int, send: Callable[[torch.Tensor], None]) -> None:
         """Send this step's message to `peer`, the first time only."""
@@ -193,15 +265,26 @@ class ShapeCheck:
         return describe_difference(self._expected, message)
 
 
-def encode_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> torch.Tensor:
+def encode_shapes(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> torch.Tensor:
     """The message, int64 on the CPU; see above. shapes: of each micro-batch in turn."""
     shapes = [tuple(shape) for shape in shapes]
     assert all(len(shape) <= MOST_SIZES for shape in shapes), (
-        f"hidden states have at most {MOST_SIZES} dimensions: {shapes}")
-    runs = [(len(list(same)), len(shape), *shape, *[0] * (MOST_SIZES - len(shape)))
-            for shape, same in groupby(shapes)]
+        f"hidden states have at most {MOST_SIZES} dimensions: {shapes}"
+    )
+    runs = [
+        (len(list(same)), len(shape), *shape, *[0] * (MOST_SIZES - len(shape)))
+        for shape, same in groupby(shapes)
+    ]
     shown = runs[:MOST_RUNS]
-    numbers = [len(shapes), DTYPES.index(dtype), zlib.crc32(repr(runs).encode()), len(shown), *sum(shown, ())]
+    numbers = [
+        len(shapes),
+        DTYPES.index(dtype),
+        zlib.crc32(repr(runs).encode()),
+        len(shown),
+        *sum(shown, ()),
+    ]
     return torch.tensor(numbers + [0] * (HEADER + RUN * MOST_RUNS - len(numbers)))
 
 
@@ -209,23 +292,36 @@ def describe_difference(expected: torch.Tensor, received: torch.Tensor) -> str:
     """The first difference between two messages, for an error; "" if they are equal."""
     if torch.equal(expected, received):
         return ""
-    (count, dtype, *_), (its_count, its_dtype, *_) = expected.tolist(), received.tolist()
+    (count, dtype, *_), (its_count, its_dtype, *_) = (
+        expected.tolist(),
+        received.tolist(),
+    )
     if count != its_count:
-        return f"this rank's step has {count} micro-batches, the sender's has {its_count}"
+        return (
+            f"this rank's step has {count} micro-batches, the sender's has {its_count}"
+        )
     names = [_name_of(dtype), _name_of(its_dtype)]
     for k, (shape, its_shape) in enumerate(zip(_shapes(expected), _shapes(received))):
         if shape != its_shape or dtype != its_dtype:
-            return (f"micro-batch {k} was expected as {shape} {names[0]}, but the sender has {its_shape} "
-                    f"{names[1]}")
+            return (
+                f"micro-batch {k} was expected as {shape} {names[0]}, but the sender has {its_shape} "
+                f"{names[1]}"
+            )
     return f"a micro-batch after number {len(_shapes(expected)) - 1} has another shape than expected"
 
 
 def _name_of(dtype: int) -> str:
-    return str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else "an unknown dtype"
+    return (
+        str(DTYPES[dtype]).removeprefix("torch.")
+        if 0 <= dtype < len(DTYPES)
+        else "an unknown dtype"
+    )
 
 
 def _shapes(message: torch.Tensor) -> list[list[int]]:
     """The shape of each micro-batch in the message, which stores consecutive equal shapes once."""
     _, _, _, num_runs, *numbers = message.tolist()
-    runs = [numbers[RUN * i:RUN * (i + 1)] for i in range(num_runs)]
-    return [sizes[:dimensions] for count, dimensions, *sizes in runs for _ in range(count)]
+    runs = [numbers[RUN * i : RUN * (i + 1)] for i in range(num_runs)]
+    return [
+        sizes[:dimensions] for count, dimensions, *sizes in runs for _ in range(count)
+    ]

@@ -16,7 +16,9 @@ from .group import DONE, Group, Messages, Transport, Work
 from .shared_sums import SharedSums
 
 
-def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
+def all_reduce_(
+    tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False
+) -> Work:
     """Sum (or max, min) of `tensor` over the group, written into it on every rank.
 
     Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py).
@@ -28,7 +30,9 @@ def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: b
     return _run("all_reduce", group, tensor, async_op, call)
 
 
-def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False) -> Work:
+def all_gather_into_(
+    out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False
+) -> Work:
     """Concatenate the flat `tensor`s in `out` [n * numel]; `tensor` may be this rank's slice of `out`."""
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
@@ -37,8 +41,13 @@ def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, asyn
     return _run("all_gather", group, out, async_op, lambda t: t.all_gather(out, tensor))
 
 
-def reduce_scatter_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum",
-                         async_op: bool = False) -> Work:
+def reduce_scatter_into_(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    group: Group,
+    op: str = "sum",
+    async_op: bool = False,
+) -> Work:
     """Sum the flat `tensor` [n * numel] over the group; `out` [numel] receives piece `group.rank`.
 
     Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py): it may be
@@ -70,7 +79,9 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
     if group.size == 1:
         return tensor
     _check_divides(tensor, group, dim)
-    pieces = tensor.contiguous() if dim == 0 else torch.stack(tensor.chunk(group.size, dim))
+    pieces = (
+        tensor.contiguous() if dim == 0 else torch.stack(tensor.chunk(group.size, dim))
+    )
     shape = list(tensor.shape)
     shape[dim] //= group.size
     out = tensor.new_empty(shape)
@@ -86,8 +97,13 @@ def shard(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     return tensor.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def all_to_all_(out: torch.Tensor, tensor: torch.Tensor, group: Group,
-                splits: tuple[Sequence[int], Sequence[int]] | None = None, async_op: bool = False) -> Work:
+def all_to_all_(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    group: Group,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+    async_op: bool = False,
+) -> Work:
     """Send piece i of `tensor` to rank i; piece j of `out` is received from rank j.
 
     splits: (rows sent to each rank, rows received from each rank), rows of dimension 0, in rank order; a
@@ -99,20 +115,24 @@ def all_to_all_(out: torch.Tensor, tensor: torch.Tensor, group: Group,
         if group.size == 1:
             out.copy_(tensor)
             return DONE
-        return _run("all_to_all", group, tensor, async_op, lambda t: t.all_to_all(out, tensor))
+        return _run(
+            "all_to_all", group, tensor, async_op, lambda t: t.all_to_all(out, tensor)
+        )
     sent, received = splits
     _check_splits("sent", sent, tensor, group)
     _check_splits("received", received, out, group)
     if group.size == 1:
         out.copy_(tensor)
         return DONE
-    first = sum(sent[:group.rank])
-    elsewhere = tensor.nbytes - tensor[first:first + sent[group.rank]].nbytes
+    first = sum(sent[: group.rank])
+    elsewhere = tensor.nbytes - tensor[first : first + sent[group.rank]].nbytes
     group.traffic.add("all_to_all_v", group.axes, group.size, elsewhere)
     return _finish(group.transport.all_to_all(out, tensor, sent, received), async_op)
 
 
-def exchange(sends: Messages, receives: Messages, group: Group, async_op: bool = False) -> Work:
+def exchange(
+    sends: Messages, receives: Messages, group: Group, async_op: bool = False
+) -> Work:
     """Send each (tensor, position in the group) and receive into each (tensor, position), all at once.
 
     For rings: `exchange([(x, next)], [(y, previous)], group)`. Each send meets one receive of equal shape
@@ -125,8 +145,10 @@ def exchange(sends: Messages, receives: Messages, group: Group, async_op: bool =
             destination.copy_(source)
         return DONE
     if any(peer == group.rank for _, peer in (*sends, *receives)):
-        raise LayoutError(f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a "
-                          "copy does this without a message.")
+        raise LayoutError(
+            f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a "
+            "copy does this without a message."
+        )
     if sends:
         num_bytes = sum(tensor.nbytes for tensor, _ in sends)
         group.traffic.add("send", group.axes, group.size, num_bytes, len(sends))
@@ -134,9 +156,13 @@ def exchange(sends: Messages, receives: Messages, group: Group, async_op: bool =
     return _finish(group.transport.exchange(sends, receives), async_op)
 
 
-def broadcast_(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> Work:
+def broadcast_(
+    tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False
+) -> Work:
     """Copy the tensor of group position `source` to all ranks."""
-    return _run("broadcast", group, tensor, async_op, lambda t: t.broadcast(tensor, source))
+    return _run(
+        "broadcast", group, tensor, async_op, lambda t: t.broadcast(tensor, source)
+    )
 
 
 def all_gather_object(obj: Any, group: Group) -> list:
@@ -151,12 +177,13 @@ def barrier(group: Group) -> None:
 
 
 def share_memory(group: Group) -> Group:
-    """The group with memory that its ranks share if on one host (`Group.memory`, `Group.sums`). Collective.
-    """
+    """The group with memory that its ranks share if on one host (`Group.memory`, `Group.sums`). Collective."""
     if group.transport is None or (memory := group.transport.share_memory()) is None:
         return group
     signals = group.transport.share_signals()
-    sums = signals and SharedSums(group.rank, group.ranks, memory, signals, group.transport.failure)
+    sums = signals and SharedSums(
+        group.rank, group.ranks, memory, signals, group.transport.failure
+    )
     return replace(group, memory=memory, sums=sums)
 
 
@@ -177,11 +204,18 @@ def settle(group: Group) -> None:
         group.sums.settle()
 
 
-def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool,
-         call: Callable[[Transport], Work]) -> Work:
+def _run(
+    operation: str,
+    group: Group,
+    counted: torch.Tensor,
+    async_op: bool,
+    call: Callable[[Transport], Work],
+) -> Work:
     if group.size == 1:
         return DONE
-    group.traffic.add(operation, group.axes, group.size, counted.numel() * counted.element_size())
+    group.traffic.add(
+        operation, group.axes, group.size, counted.numel() * counted.element_size()
+    )
     return _finish(call(group.transport), async_op)
 
 
@@ -199,12 +233,18 @@ def _finish(work: Work, async_op: bool) -> Work:
 
 def _check_divides(tensor: torch.Tensor, group: Group, dim: int) -> None:
     if tensor.shape[dim] % group.size:
-        raise LayoutError(f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not a multiple of "
-                          f"the {group.axes} group's size {group.size}: each rank keeps an equal piece.")
+        raise LayoutError(
+            f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not a multiple of "
+            f"the {group.axes} group's size {group.size}: each rank keeps an equal piece."
+        )
 
 
-def _check_splits(what: str, rows: Sequence[int], tensor: torch.Tensor, group: Group) -> None:
+def _check_splits(
+    what: str, rows: Sequence[int], tensor: torch.Tensor, group: Group
+) -> None:
     if len(rows) != group.size or sum(rows) != tensor.shape[0] or min(rows) < 0:
-        raise LayoutError(f"splits {list(rows)} of the {tensor.shape[0]} rows to be {what} over the "
-                          f"{group.axes} group of size {group.size}: one number a rank is needed, and they "
-                          "must add up to the rows.")
+        raise LayoutError(
+            f"splits {list(rows)} of the {tensor.shape[0]} rows to be {what} over the "
+            f"{group.axes} group of size {group.size}: one number a rank is needed, and they "
+            "must add up to the rows."
+        )

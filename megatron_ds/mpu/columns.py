@@ -21,8 +21,10 @@ from .group import Group
 def columns_of_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     """x [n, h] of each rank → this rank's columns of all rows. Raises LayoutError unless t divides h."""
     if x.shape[1] % group.size:
-        raise LayoutError(f"{x.shape[1]} columns are not divisible by {group.size}, the size of the "
-                          f"{group.axes} group, whose ranks hold equal parts of them. Use a multiple of it.")
+        raise LayoutError(
+            f"{x.shape[1]} columns are not divisible by {group.size}, the size of the "
+            f"{group.axes} group, whose ranks hold equal parts of them. Use a multiple of it."
+        )
     return _ToColumns.apply(x, group) if group.size > 1 else x
 
 
@@ -32,7 +34,7 @@ def rows_of_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _columns(x: torch.Tensor, group: Group) -> torch.Tensor:
-    pieces = x.view(len(x), group.size, -1).transpose(0, 1).contiguous()               # [t, n, h/t]
+    pieces = x.view(len(x), group.size, -1).transpose(0, 1).contiguous()  # [t, n, h/t]
     out = torch.empty_like(pieces)
     collectives.all_to_all_(out.view(-1), pieces.view(-1), group)
     return out.flatten(0, 1)

@@ -55,8 +55,14 @@ class SequenceSlice:
     zigzag: bool = True
 
     @classmethod
-    def of(cls, *, tp: tuple[int, int] = (0, 1), sequence_parallel: bool = False,
-           cp: tuple[int, int] = (0, 1), zigzag: bool = True) -> "SequenceSlice":
+    def of(
+        cls,
+        *,
+        tp: tuple[int, int] = (0, 1),
+        sequence_parallel: bool = False,
+        cp: tuple[int, int] = (0, 1),
+        zigzag: bool = True,
+    ) -> "SequenceSlice":
         """The slice of a rank with these (rank, size). Without sequence parallelism tp does not split."""
         return cls(Part(*cp), Part(*tp) if sequence_parallel else Part(), zigzag)
 
@@ -64,40 +70,62 @@ class SequenceSlice:
     def parts(self) -> int:
         """The length of a sequence must be a multiple of this number."""
         size = self.context.size
-        return math.lcm(size * (1 + (self.zigzag and size > 1)), size * self.tensor.size)
+        return math.lcm(
+            size * (1 + (self.zigzag and size > 1)), size * self.tensor.size
+        )
 
     def batch_length(self, length: int) -> int:
         """Tokens of a sequence of `length` in a batch of this rank. Raises LayoutError if not divisible."""
-        size, chunks = self.context.size, self.context.size * (1 + self.zigzag)
+        size = self.context.size
+        chunks = self.context.size * (1 + self.zigzag)
         if size > 1 and length % chunks:
             held = "two equal chunks" if self.zigzag else "an equal run of them"
-            raise LayoutError(f"a sequence of {length} tokens is not divisible by {chunks}: each of "
-                              f"{size} context-parallel ranks holds {held}. Use a multiple of {chunks} "
-                              "tokens.")
+            raise LayoutError(
+                f"a sequence of {length} tokens is not divisible by {chunks}: each of "
+                f"{size} context-parallel ranks holds {held}. Use a multiple of {chunks} "
+                "tokens."
+            )
         return length // size
 
     def runs(self, length: int, rank: int | None = None) -> tuple[range, ...]:
         """Positions, ascending, of the tokens in a batch of a context-parallel rank; None: of this one."""
-        held, size = self.batch_length(length), self.context.size
+        held = self.batch_length(length)
+        size = self.context.size
         rank = self.context.rank if rank is None else rank
         if size == 1 or not self.zigzag:
             return (range(rank * held, (rank + 1) * held),)
         chunk = held // 2
-        return tuple(range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
+        return tuple(
+            range(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank)
+        )
 
-    def index(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+    def index(
+        self, length: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor | None:
         """Positions, int64 [k] ascending, of the tokens in a batch of this rank; None for all tokens."""
         if self.context.size == 1:
             return None
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs(length)])
+        return torch.cat(
+            [
+                torch.arange(run.start, run.stop, device=device)
+                for run in self.runs(length)
+            ]
+        )
 
-    def order(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+    def order(
+        self, length: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor | None:
         """int64 [length]: positions in the order of the context-parallel ranks that hold them; None if that
         is ascending."""
         if self.context.size == 1 or not self.zigzag:
             return None
-        return torch.cat([torch.arange(run.start, run.stop, device=device)
-                          for rank in range(self.context.size) for run in self.runs(length, rank)])
+        return torch.cat(
+            [
+                torch.arange(run.start, run.stop, device=device)
+                for rank in range(self.context.size)
+                for run in self.runs(length, rank)
+            ]
+        )
 
     def rows(self, held: int) -> range:
         """The range, within the `held` tokens, whose hidden states this rank holds between linear layers.
@@ -106,12 +134,16 @@ class SequenceSlice:
         """
         rank, size = self.tensor
         if held % size:
-            raise LayoutError(f"{held} tokens of a sequence are not divisible by {size}, the number of "
-                              "tensor-parallel ranks that share them under sequence parallelism. Use a "
-                              "multiple of it.")
+            raise LayoutError(
+                f"{held} tokens of a sequence are not divisible by {size}, the number of "
+                "tensor-parallel ranks that share them under sequence parallelism. Use a "
+                "multiple of it."
+            )
         return range(rank * (held // size), (rank + 1) * (held // size))
 
-    def hidden_shape(self, held: int, samples: int, hidden: int) -> tuple[int, int, int]:
+    def hidden_shape(
+        self, held: int, samples: int, hidden: int
+    ) -> tuple[int, int, int]:
         """[s(/t), b, h]: shape of hidden states between linear layers, and so between pipeline stages."""
         return len(self.rows(held)), samples, hidden
 
@@ -146,8 +178,10 @@ class Recompute:
 
     def __post_init__(self):
         if self.granularity not in GRANULARITIES:
-            raise ConfigError(f"recompute_granularity={self.granularity!r} is not known: use 'full', "
-                              "'selective' or none.")
+            raise ConfigError(
+                f"recompute_granularity={self.granularity!r} is not known: use 'full', "
+                "'selective' or none."
+            )
 
 
 @dataclass(frozen=True)
@@ -214,9 +248,14 @@ class ParallelContext:
     @cached_property
     def slice(self) -> SequenceSlice:
         """Which tokens of a sequence this rank holds."""
-        tp, cp = self.tp, self.cp
-        return SequenceSlice.of(tp=(tp.rank, tp.size), sequence_parallel=self.sequence_parallel,
-                                cp=(cp.rank, cp.size), zigzag=self.zigzag)
+        tp = self.tp
+        cp = self.cp
+        return SequenceSlice.of(
+            tp=(tp.rank, tp.size),
+            sequence_parallel=self.sequence_parallel,
+            cp=(cp.rank, cp.size),
+            zigzag=self.zigzag,
+        )
 
     @cached_property
     def waiting(self) -> WaitingTensors:
@@ -231,10 +270,17 @@ class ParallelContext:
     @cached_property
     def sequence_ranks(self) -> SequenceRanks | None:
         """Ranks that hold different tokens of a sequence; None if this rank holds all of them."""
-        tp, cp = self.sequence_group or solo("tp"), self.cp
+        tp = self.sequence_group or solo("tp")
+        cp = self.cp
         if tp.size * cp.size == 1:
             return None
-        every = self.group("tp", "cp") if tp.size > 1 < cp.size else cp if cp.size > 1 else tp
+        every = (
+            self.group("tp", "cp")
+            if tp.size > 1 < cp.size
+            else cp
+            if cp.size > 1
+            else tp
+        )
         return SequenceRanks(every, tp, cp, self.slice)
 
     @property
@@ -248,13 +294,19 @@ class ParallelContext:
         return self.precision.parameters
 
 
-def new_parameter(spec: ParamSpec, *, sizes: Mapping[str, int] | None = None,
-                  dtype: torch.dtype = torch.float32,
-                  device: torch.device | str | None = None) -> nn.Parameter:
+def new_parameter(
+    spec: ParamSpec,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> nn.Parameter:
     """This rank's shard of `spec`, uninitialised, with `.spec` set; `tensor_parallel.init` writes its values.
 
     sizes: ranks of mesh axes, 1 where absent.
     """
-    parameter = nn.Parameter(torch.empty(spec.local_shape(sizes or {}), dtype=dtype, device=device))
+    parameter = nn.Parameter(
+        torch.empty(spec.local_shape(sizes or {}), dtype=dtype, device=device)
+    )
     parameter.spec = spec
     return parameter

@@ -21,11 +21,20 @@ from . import launch as launching
 from .collectives import all_gather_object
 from .grid import cut_groups
 from .group import Group, solo
-from .mesh import Mesh, default_device, get_mesh, initialize_model_parallel, model_parallel_is_initialized
+from .mesh import (
+    Mesh,
+    default_device,
+    get_mesh,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
 from .param_spec import DATA_AXES, EXPERT_DATA_AXES
 
-FUNCTIONS = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data")
-                  for what in ("rank", "group", "world_size"))
+FUNCTIONS = tuple(
+    f"get_{kind}_parallel_{what}"
+    for kind in ("model", "data")
+    for what in ("rank", "group", "world_size")
+)
 SEVENTH = "get_expert_data_parallel_group"
 _adopted: dict[str, Any] = {}
 
@@ -59,9 +68,18 @@ class DataParallelWorld:
 
         groups = sorted(set(all_gather_object(self.data.ranks, self.world)))
         made = []
-        for axes, lists in zip(("dp-cp-inner", "dp-cp-outer"), cut_groups(groups, size)):
+        for axes, lists in zip(
+            ("dp-cp-inner", "dp-cp-outer"), cut_groups(groups, size)
+        ):
             ranks = next(ranks for ranks in lists if self.rank in ranks)
-            made.append(Group(axes, ranks, ranks.index(self.rank), connect_torch(axes, lists, self.rank)))
+            made.append(
+                Group(
+                    axes,
+                    ranks,
+                    ranks.index(self.rank),
+                    connect_torch(axes, lists, self.rank),
+                )
+            )
         return made[0], made[1]
 
     def with_experts(self, size: int) -> "DataParallelWorld":
@@ -79,14 +97,21 @@ class DataParallelWorld:
             return self.mesh.group("ep")
         from .launch import connect_torch
 
-        given = sorted(set(all_gather_object((self.data.ranks, self.expert_part, self.expert.ranks),
-                                             self.world)))
+        given = sorted(
+            set(
+                all_gather_object(
+                    (self.data.ranks, self.expert_part, self.expert.ranks), self.world
+                )
+            )
+        )
         parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for data, _, ranks in given:
             parts.setdefault(data, []).append(ranks)
         lists = [group for of_data in parts.values() for group in zip(*of_data)]
         ranks = next(group for group in lists if self.rank in group)
-        return Group("ep", ranks, ranks.index(self.rank), connect_torch("ep", lists, self.rank))
+        return Group(
+            "ep", ranks, ranks.index(self.rank), connect_torch("ep", lists, self.rank)
+        )
 
     @property
     def expert_parts(self) -> int:
@@ -96,7 +121,10 @@ class DataParallelWorld:
     @property
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """axis → (position of this rank, size of the axis), for `ParamSpec.boxes`."""
-        return {"tp": (self.model.rank, self.model.size), "ep": (self.expert_part, self.expert_parts)}
+        return {
+            "tp": (self.model.rank, self.model.size),
+            "ep": (self.expert_part, self.expert_parts),
+        }
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], Group]:
@@ -132,7 +160,11 @@ def has_process_group() -> bool:
     """Whether torch.distributed was started or is not needed: there is one rank."""
     import torch.distributed as dist
 
-    return model_parallel_is_initialized() or dist.is_initialized() or launching.read_launch().world_size == 1
+    return (
+        model_parallel_is_initialized()
+        or dist.is_initialized()
+        or launching.read_launch().world_size == 1
+    )
 
 
 def _mesh_of_all_ranks() -> Mesh:
@@ -141,35 +173,52 @@ def _mesh_of_all_ranks() -> Mesh:
     if model_parallel_is_initialized():
         mesh = get_mesh()
         if mesh.size("dp") != mesh.world_size:
-            raise ConfigError(f"The mesh is {mesh.grid}, but no mpu was given, which makes all ranks "
-                              "data-parallel. Pass mpu=megatron_ds.mpu.")
+            raise ConfigError(
+                f"The mesh is {mesh.grid}, but no mpu was given, which makes all ranks "
+                "data-parallel. Pass mpu=megatron_ds.mpu."
+            )
         return mesh
     if not dist.is_initialized():
         launching.start(launching.read_launch(), alone=True)
-        atexit.register(launching.stop)         # `TorchTransport.close` has the reason
+        atexit.register(launching.stop)  # `TorchTransport.close` has the reason
     return initialize_model_parallel()
 
 
 def _of_mesh(mesh: Mesh) -> DataParallelWorld:
     _check_stages(mesh.size("pp"))
     expert = mesh.group("edp") if mesh.size("ep") > 1 else None
-    return DataParallelWorld(mesh.reduction, mesh.group("tp"), mesh.group("world"), mesh.device, mesh, expert,
-                             mesh.coordinate("ep"))
+    return DataParallelWorld(
+        mesh.reduction,
+        mesh.group("tp"),
+        mesh.group("world"),
+        mesh.device,
+        mesh,
+        expert,
+        mesh.coordinate("ep"),
+    )
 
 
 def _of_functions(mpu: Any) -> DataParallelWorld:
     missing = [name for name in FUNCTIONS if not callable(getattr(mpu, name, None))]
     if missing:
-        raise ConfigError(f"mpu lacks {', '.join(missing)}: an mpu is an object with the functions "
-                          f"{', '.join(FUNCTIONS)}, or a megatron_ds Mesh. Leave it out where all ranks are "
-                          "data-parallel.")
+        raise ConfigError(
+            f"mpu lacks {', '.join(missing)}: an mpu is an object with the functions "
+            f"{', '.join(FUNCTIONS)}, or a megatron_ds Mesh. Leave it out where all ranks are "
+            "data-parallel."
+        )
     _check_stages(getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)())
     _adopted["mpu"] = mpu
-    data = _adopt("dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size())
-    model = _adopt("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
+    data = _adopt(
+        "dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size()
+    )
+    model = _adopt(
+        "tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size()
+    )
     size = data.size * model.size
     world = _adopt("tp-cp-dp-pp", None, size)
-    return DataParallelWorld(data, model, world, default_device(), None, *_experts_of(mpu, data, world))
+    return DataParallelWorld(
+        data, model, world, default_device(), None, *_experts_of(mpu, data, world)
+    )
 
 
 def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]:
@@ -184,16 +233,25 @@ def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]
     import torch.distributed as dist
 
     process_group = getattr(mpu, SEVENTH)()
-    expert = _adopt("edp", process_group, dist.get_world_size(process_group) if dist.is_initialized() else 1)
+    expert = _adopt(
+        "edp",
+        process_group,
+        dist.get_world_size(process_group) if dist.is_initialized() else 1,
+    )
     given = all_gather_object((data.ranks, expert.ranks), world)
-    parts = {ranks: sorted({theirs for of, theirs in given if of == ranks}) for ranks, _ in given}
+    parts = {
+        ranks: sorted({theirs for of, theirs in given if of == ranks})
+        for ranks, _ in given
+    }
     for ranks, found in parts.items():
         covered = sorted(rank for part in found for rank in part)
         if covered != sorted(ranks) or len({len(part) for part in found}) > 1:
             shown = ", ".join(str(list(part)) for part in found)
-            raise ConfigError(f"{SEVENTH}() of the mpu gives the groups {shown} to the data-parallel ranks "
-                              f"{list(ranks)}: each of these ranks must be in exactly one group, and all "
-                              "groups must have one size. Make the groups from the data-parallel group.")
+            raise ConfigError(
+                f"{SEVENTH}() of the mpu gives the groups {shown} to the data-parallel ranks "
+                f"{list(ranks)}: each of these ranks must be in exactly one group, and all "
+                "groups must have one size. Make the groups from the data-parallel group."
+            )
     return expert, parts[data.ranks].index(expert.ranks)
 
 
@@ -214,13 +272,17 @@ def _adopt(axes: str, process_group: Any, size: int) -> Group:
 
     transport = transport_over(process_group or dist.group.WORLD, axes)
     if transport.size != size:
-        raise ConfigError(f"mpu gives {size} as the size of its {axes} group, but the process group has "
-                          f"{transport.size} ranks. Correct the mpu: the two must be equal, and "
-                          "data-parallel size × model-parallel size must be the world size.")
+        raise ConfigError(
+            f"mpu gives {size} as the size of its {axes} group, but the process group has "
+            f"{transport.size} ranks. Correct the mpu: the two must be equal, and "
+            "data-parallel size × model-parallel size must be the world size."
+        )
     return Group(axes, transport.ranks, transport.rank, transport)
 
 
 def _check_stages(stages: int) -> None:
     if stages > 1:
-        raise ConfigError(f"mpu has {stages} pipeline stages, but an engine runs a module as a whole. Use "
-                          "data and tensor parallelism, or pretrain_gpt.py for pipelines.")
+        raise ConfigError(
+            f"mpu has {stages} pipeline stages, but an engine runs a module as a whole. Use "
+            "data and tensor parallelism, or pretrain_gpt.py for pipelines."
+        )

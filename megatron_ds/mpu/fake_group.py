@@ -21,7 +21,8 @@ class FakeTransport:
     """`group.Transport` without peers. size: of the group."""
 
     def __init__(self, axes: str, size: int):
-        self.axes, self.size = axes, size
+        self.axes = axes
+        self.size = size
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """As in `Transport`; leaves the tensor as it is."""
@@ -37,8 +38,13 @@ class FakeTransport:
         self._check("reduce-scatter", out.numel() * self.size, tensor.numel())
         return DONE
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int] | None = None,
-                   received: Sequence[int] | None = None) -> Work:
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Work:
         """As in `Transport`. Raises LayoutError for wrong sizes."""
         if sent is None:
             self._check("all-to-all", tensor.numel(), out.numel())
@@ -72,8 +78,10 @@ class FakeTransport:
 
     def _check(self, what: str, parts: int, whole: int) -> None:
         if parts != whole:
-            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the parts of all ranks "
-                              f"have {parts} elements in total, but the whole has {whole}.")
+            raise LayoutError(
+                f"{what} over the {self.axes} group of {self.size}: the parts of all ranks "
+                f"have {parts} elements in total, but the whole has {whole}."
+            )
 
 
 def fake_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:
@@ -81,12 +89,16 @@ def fake_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mes
     return Mesh(grid, rank, _connect, device)
 
 
-def fake_group(axes: str, size: int, rank: int = 0, traffic: Traffic | None = None) -> Group:
+def fake_group(
+    axes: str, size: int, rank: int = 0, traffic: Traffic | None = None
+) -> Group:
     """A group of `size` ranks numbered from 0, seen from one of them."""
     transport = FakeTransport(axes, size) if size > 1 else None
     return Group(axes, tuple(range(size)), rank, transport, traffic or Traffic())
 
 
-def _connect(axes: str, groups: list[tuple[int, ...]], rank: int) -> FakeTransport | None:
+def _connect(
+    axes: str, groups: list[tuple[int, ...]], rank: int
+) -> FakeTransport | None:
     mine = next(ranks for ranks in groups if rank in ranks)
     return FakeTransport(axes, len(mine)) if len(mine) > 1 else None

@@ -78,16 +78,24 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return chunks if chunks > 1 else None
 
 
-def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+def is_pipeline_first_stage(
+    ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
     """Whether this rank holds the model's first stage; with ignore_virtual=False, in chunk `vp_stage`."""
     mesh = get_mesh()
     return mesh.is_first_stage if ignore_virtual else _chunk(mesh, vp_stage) == 0
 
 
-def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+def is_pipeline_last_stage(
+    ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
     """Whether this rank holds the last stage, which has the loss; ignore_virtual as above."""
     mesh = get_mesh()
-    return mesh.is_last_stage if ignore_virtual else _chunk(mesh, vp_stage) == len(mesh.placement) - 1
+    return (
+        mesh.is_last_stage
+        if ignore_virtual
+        else _chunk(mesh, vp_stage) == len(mesh.placement) - 1
+    )
 
 
 def get_data_parallel_group(with_context_parallel: bool = False):
@@ -199,7 +207,9 @@ def get_model_parallel_src_rank() -> int:
     return get_mesh().group("tp", "pp").ranks[0]
 
 
-_alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()    # mesh → process group of its rank
+_alone: WeakKeyDictionary[Mesh, object] = (
+    WeakKeyDictionary()
+)  # mesh → process group of its rank
 
 
 def _process_group(*axes: str):
@@ -223,9 +233,11 @@ def _chunk(mesh: Mesh, vp_stage: int | None) -> int:
     if vp_stage is None and len(stages) == 1:
         vp_stage = 0
     if vp_stage is None or not 0 <= vp_stage < len(stages):
-        raise ConfigError(f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, numbered "
-                          f"0 to {len(stages) - 1}. Give one of these numbers, or query the rank with "
-                          "ignore_virtual=True.")
+        raise ConfigError(
+            f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, numbered "
+            f"0 to {len(stages) - 1}. Give one of these numbers, or query the rank with "
+            "ignore_virtual=True."
+        )
     return stages[vp_stage]
 
 

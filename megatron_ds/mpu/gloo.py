@@ -35,8 +35,10 @@ from .group import Work
 from .slots import Slots, open_slots
 from .transport import TorchTransport, TranslatedWork
 
-FIRST_TAG, NUM_TAGS = 1 << 16, 1 << 20      # above those of the channels; used in turn, two an operation
-WHOLE_BYTES = 1 << 14                       # tensors up to this size go to all ranks whole
+# above those of the channels; used in turn, two an operation
+FIRST_TAG = 1 << 16
+NUM_TAGS = 1 << 20
+WHOLE_BYTES = 1 << 14  # tensors up to this size go to all ranks whole
 
 Message = Callable[[torch.Tensor, int, int], Work]
 
@@ -49,7 +51,9 @@ class GlooTransport(TorchTransport):
     def __init__(self, process_group: dist.ProcessGroup, axes: str = ""):
         super().__init__(process_group, axes)
         self._outbox = _Outbox()
-        self._pieces = Pieces(self.rank, self.size, self._send_piece, self._receive_piece)
+        self._pieces = Pieces(
+            self.rank, self.size, self._send_piece, self._receive_piece
+        )
         self._slots: Slots | None = None
 
     def open_slots(self) -> None:
@@ -57,8 +61,9 @@ class GlooTransport(TorchTransport):
         now on. Collective."""
         memory = self.share_memory()
         signals = memory and self.share_signals()
-        self._slots = signals and open_slots(self.rank, self.ranks, memory, signals, self.failure,
-                                             self.all_gather_object)
+        self._slots = signals and open_slots(
+            self.rank, self.ranks, memory, signals, self.failure, self.all_gather_object
+        )
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """As in `Transport`. By messages, of two ranks, gloo's own: a + b = b + a, so it has the same bits,
@@ -81,8 +86,13 @@ class GlooTransport(TorchTransport):
             return self._pieces.reduce_scatter(out.detach(), tensor.detach())
         return super().reduce_scatter(out, tensor, op)
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int] | None = None,
-                   received: Sequence[int] | None = None) -> Work:
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Work:
         """As in `Transport`."""
         if self._slots is not None and sent is None:
             return self._slots.all_to_all(out.detach(), tensor.detach())
@@ -99,20 +109,28 @@ class GlooTransport(TorchTransport):
         super().close()
 
     def _send_piece(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        return self._guard(f"sending a piece to rank {self.ranks[destination]}",
-                           lambda: dist.isend(tensor, self.ranks[destination], self.process_group, tag))
+        return self._guard(
+            f"sending a piece to rank {self.ranks[destination]}",
+            lambda: dist.isend(
+                tensor, self.ranks[destination], self.process_group, tag
+            ),
+        )
 
     def _receive_piece(self, tensor: Tensor, source: int, tag: int) -> Work:
-        return self._guard(f"receiving a piece from rank {self.ranks[source]}",
-                           lambda: dist.irecv(tensor, self.ranks[source], self.process_group, tag))
+        return self._guard(
+            f"receiving a piece from rank {self.ranks[source]}",
+            lambda: dist.irecv(tensor, self.ranks[source], self.process_group, tag),
+        )
 
 
 class Pieces:
-    """The collectives of one rank. send, receive: start a message (tensor, position of the other rank, tag).
-    """
+    """The collectives of one rank. send, receive: start a message (tensor, position of the other rank, tag)."""
 
     def __init__(self, rank: int, size: int, send: Message, receive: Message):
-        self.rank, self.size, self._send, self._receive = rank, size, send, receive
+        self.rank = rank
+        self.size = size
+        self._send = send
+        self._receive = receive
         self._count = 0
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -127,16 +145,24 @@ class Pieces:
         """out [numel / n] may be this rank's piece of the flat `tensor` [numel]."""
         pieces = tensor.chunk(self.size)
         received = self._buffers_like(pieces[self.rank])
-        return _Steps(self._swap(pieces, received, self._next_tag()), lambda: self._add(received, out))
+        return _Steps(
+            self._swap(pieces, received, self._next_tag()),
+            lambda: self._add(received, out),
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum of a contiguous tensor of any shape, in place."""
-        flat, tag = tensor.view(-1), self._next_tag()
+        flat = tensor.view(-1)
+        tag = self._next_tag()
         if flat.nbytes <= WHOLE_BYTES:
             received = self._buffers_like(flat)
-            return _Steps(self._swap([flat] * self.size, received, tag), lambda: self._add(received, flat))
+            return _Steps(
+                self._swap([flat] * self.size, received, tag),
+                lambda: self._add(received, flat),
+            )
         pieces = flat.tensor_split(self.size)
-        mine, received = pieces[self.rank], self._buffers_like(pieces[self.rank])
+        mine = pieces[self.rank]
+        received = self._buffers_like(pieces[self.rank])
 
         def add_and_send() -> None:
             self._add(received, mine)
@@ -147,15 +173,26 @@ class Pieces:
 
     def _buffers_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of the shape of `mine` for each rank, in rank order; its own is `mine`."""
-        return [mine if i == self.rank else torch.empty_like(mine) for i in range(self.size)]
+        return [
+            mine if i == self.rank else torch.empty_like(mine) for i in range(self.size)
+        ]
 
-    def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor],
-              tag: int) -> list[Work]:
-        """Start to send outgoing[i] to rank i and to receive incoming[i] from it; empty tensors are skipped.
-        """
+    def _swap(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        tag: int,
+    ) -> list[Work]:
+        """Start to send outgoing[i] to rank i and to receive incoming[i] from it; empty tensors are skipped."""
         others = [i for i in range(self.size) if i != self.rank]
-        return [*(self._receive(incoming[i], i, tag) for i in others if incoming[i].numel()),
-                *(self._send(outgoing[i], i, tag) for i in others if outgoing[i].numel())]
+        return [
+            *(
+                self._receive(incoming[i], i, tag)
+                for i in others
+                if incoming[i].numel()
+            ),
+            *(self._send(outgoing[i], i, tag) for i in others if outgoing[i].numel()),
+        ]
 
     def _add(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """p0 + p1 + … into `out`, which may be this rank's part. Overwrites the other ranks' parts."""
@@ -174,13 +211,16 @@ class _Steps:
     __slots__ = ("_works", "_then")
 
     def __init__(self, works: Sequence[Work], then: Callable[[], None]):
-        self._works, self._then = works, then
+        self._works = works
+        self._then = then
 
     def wait(self) -> None:
-        works, self._works = self._works, ()
+        works = self._works
+        self._works = ()
         for work in works:
             work.wait()
-        then, self._then = self._then, _nothing
+        then = self._then
+        self._then = _nothing
         then()
 
     def is_completed(self) -> bool:
@@ -206,7 +246,9 @@ class _Outbox:
     def put(self, work: TranslatedWork) -> "_Sent":
         """Wait for `work` in the thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="sends", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="sends", daemon=True
+            )
             self._thread.start()
         sent = _Sent()
         self._sends.put((work, sent))
@@ -222,10 +264,10 @@ class _Outbox:
             work, sent = entry
             try:
                 work.wait()
-            except Exception as error:      # raised in `_Sent.wait`
+            except Exception as error:  # raised in `_Sent.wait`
                 sent.error = error
             sent.over.set()
-            del entry, work, sent               # they would keep the message until the next one
+            del entry, work, sent  # they would keep the message until the next one
 
 
 class _Sent:
@@ -234,7 +276,8 @@ class _Sent:
     __slots__ = ("over", "error")
 
     def __init__(self):
-        self.over, self.error = threading.Event(), None
+        self.over = threading.Event()
+        self.error = None
 
     def wait(self) -> None:
         self.over.wait()

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from ..host.memory_maps import SharedPages
     from .shared_sums import SharedSums, Signals
 
-RING_FACTOR = {            # bytes sent by one rank of a ring of n, per byte of payload
+RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n),
+    **dict.fromkeys(
+        ("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n
+    ),
     **dict.fromkeys(("all_to_all_v", "broadcast", "send"), lambda n: 1.0),
 }
 
@@ -30,7 +32,9 @@ class Traffic:
     bytes: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
 
-    def add(self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1) -> None:
+    def add(
+        self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1
+    ) -> None:
         """Count calls with `num_bytes` in total."""
         self.bytes[operation, axes, size] += num_bytes
         self.calls[operation, axes, size] += calls
@@ -47,7 +51,10 @@ class Traffic:
 
     def wire_bytes(self) -> dict[tuple[str, str, int], float]:
         """Bytes a rank sends when every collective is a ring."""
-        return {(op, axes, n): count * RING_FACTOR[op](n) for (op, axes, n), count in self.bytes.items()}
+        return {
+            (op, axes, n): count * RING_FACTOR[op](n)
+            for (op, axes, n), count in self.bytes.items()
+        }
 
 
 Messages = Sequence[tuple["Tensor", int]]
@@ -96,7 +103,8 @@ class AllOf:
 
     def wait(self) -> None:
         """Wait for each, in order."""
-        works, self._works = self._works, []
+        works = self._works
+        self._works = []
         for work in works:
             work.wait()
 
@@ -121,8 +129,13 @@ class Transport(Protocol):
     def reduce_scatter(self, out: "Tensor", tensor: "Tensor", op: str) -> Work:
         """Reduce flat [numel], keep flat [numel / n] on each rank. `out` may be a piece of `tensor`."""
 
-    def all_to_all(self, out: "Tensor", tensor: "Tensor", sent: Sequence[int] | None = None,
-                   received: Sequence[int] | None = None) -> Work:
+    def all_to_all(
+        self,
+        out: "Tensor",
+        tensor: "Tensor",
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Work:
         """Rows of `tensor` to each rank: `sent[i]` to rank i; `received[i]` rows of `out` from it.
 
         Without them, flat tensors in n equal pieces.

@@ -46,17 +46,24 @@ class Launch:
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     """The launch that `env` (default: os.environ) describes. ConfigError names a wrong variable."""
     env = os.environ if env is None else env
-    for is_there, read in ((("RANK", "WORLD_SIZE"), _torchrun), (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
-                           (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi)):
+    for is_there, read in (
+        (("RANK", "WORLD_SIZE"), _torchrun),
+        (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
+        (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    ):
         if all(env.get(name) for name in is_there):
             return _checked(read(env))
     if env.get("RANK"):
-        raise ConfigError("RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
-                          "unset RANK.")
+        raise ConfigError(
+            "RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
+            "unset RANK."
+        )
     return Launch()
 
 
-def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT, alone: bool = False) -> torch.device:
+def start(
+    launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT, alone: bool = False
+) -> torch.device:
     """Start torch.distributed unless there is one rank; returns the device of this rank. Collective.
 
     alone: start it for one rank, too
@@ -91,7 +98,11 @@ def expand_nodelist(text: str) -> list[str]:
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         expanded = [""]
         for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
-            pieces = [literal] if literal else [n for part in ranges.split(",") for n in _numbers(part)]
+            pieces = (
+                [literal]
+                if literal
+                else [n for part in ranges.split(",") for n in _numbers(part)]
+            )
             expanded = [name + piece for name in expanded for piece in pieces]
         names += expanded
     return names
@@ -107,48 +118,82 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     address = env.get("MASTER_ADDR", "")
     world_size = _int(env, "WORLD_SIZE")
     if not address and world_size > 1:
-        raise ConfigError(f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank "
-                          "0. torchrun sets it; without torchrun, set it to the host of rank 0.")
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank "
+            "0. torchrun sets it; without torchrun, set it to the host of rank 0."
+        )
     rank = _int(env, "RANK")
     if not env.get("LOCAL_RANK") and world_size > 1 and address not in _LOCAL:
-        raise ConfigError("LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; without "
-                          "torchrun, set it to 0 in the first process of each machine, to 1 in the second, "
-                          "and so on.")
+        raise ConfigError(
+            "LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; without "
+            "torchrun, set it to 0 in the first process of each machine, to 1 in the second, "
+            "and so on."
+        )
     local_rank = _int(env, "LOCAL_RANK", rank)
-    local_size = _int(env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1)
-    return Launch(rank, world_size, local_rank, local_size, address or "127.0.0.1",
-                  _int(env, "MASTER_PORT", DEFAULT_PORT), "torchrun")
+    local_size = _int(
+        env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1
+    )
+    return Launch(
+        rank,
+        world_size,
+        local_rank,
+        local_size,
+        address or "127.0.0.1",
+        _int(env, "MASTER_PORT", DEFAULT_PORT),
+        "torchrun",
+    )
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
     """Variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks is two ranks."""
-    size = _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
-    rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID", 0)
-    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):     # it would wait for ever
-        raise ConfigError(f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the "
-                          "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
-                          "one rank only, put SLURM_NTASKS=1 before the command.")
-    hosts = expand_nodelist(_first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    size = _int(
+        env,
+        "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS",
+    )
+    rank = _int(env, "SLURM_PROCID")
+    local_rank = _int(env, "SLURM_LOCALID", 0)
+    if (
+        size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID")
+    ):  # it would wait for ever
+        raise ConfigError(
+            f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the "
+            "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
+            "one rank only, put SLURM_NTASKS=1 before the command."
+        )
+    hosts = expand_nodelist(
+        _first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    )
     address = env.get("MASTER_ADDR") or (hosts[0] if hosts else "")
     if not address:
-        raise ConfigError(f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR "
-                          "gives the host of rank 0. Set MASTER_ADDR to it.")
-    local_size = _tasks_on_node(env, _int(env, "SLURM_NODEID", 0)) or -(-size // max(1, len(hosts)))
-    job = _first(env, "SLURM_JOB_ID", "SLURM_JOBID") + "." + env.get("SLURM_STEP_ID", "")
+        raise ConfigError(
+            f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR "
+            "gives the host of rank 0. Set MASTER_ADDR to it."
+        )
+    local_size = _tasks_on_node(env, _int(env, "SLURM_NODEID", 0)) or -(
+        -size // max(1, len(hosts))
+    )
+    job = (
+        _first(env, "SLURM_JOB_ID", "SLURM_JOBID") + "." + env.get("SLURM_STEP_ID", "")
+    )
     port = _int(env, "MASTER_PORT", _port_of(job))
     return Launch(rank, size, local_rank, local_size, address, port, "Slurm")
 
 
 def _open_mpi(env: Mapping[str, str]) -> Launch:
-    rank, size = _int(env, "OMPI_COMM_WORLD_RANK"), _int(env, "OMPI_COMM_WORLD_SIZE")
+    rank = _int(env, "OMPI_COMM_WORLD_RANK")
+    size = _int(env, "OMPI_COMM_WORLD_SIZE")
     local_rank = _int(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
     local_size = _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
-        raise ConfigError(f"Open MPI started {size} ranks on several machines, {local_size} of them here, "
-                          "but MASTER_ADDR is not set: the host of rank 0 is unknown. Run mpirun with -x "
-                          "MASTER_ADDR=<host of rank 0>.")
-    job = _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+        raise ConfigError(
+            f"Open MPI started {size} ranks on several machines, {local_size} of them here, "
+            "but MASTER_ADDR is not set: the host of rank 0 is unknown. Run mpirun with -x "
+            "MASTER_ADDR=<host of rank 0>."
+        )
+    job = _first(
+        env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"
+    )
     port = _int(env, "MASTER_PORT", _port_of(job))
     return Launch(rank, size, local_rank, local_size, address, port, "Open MPI")
 
@@ -178,24 +223,35 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise ConfigError(f"environment variable {name}={text!r} is not an integer; the launcher should set "
-                          "it.") from None
+        raise ConfigError(
+            f"environment variable {name}={text!r} is not an integer; the launcher should set "
+            "it."
+        ) from None
 
 
 def _checked(launch: Launch) -> Launch:
-    if not (0 <= launch.rank < launch.world_size and 0 <= launch.local_rank < launch.local_world_size):
-        raise ConfigError(f"{launch.source} gives rank {launch.rank} of {launch.world_size}, local rank "
-                          f"{launch.local_rank} of {launch.local_world_size}: ranks are numbered from 0, so "
-                          "each is smaller than its world size.")
+    if not (
+        0 <= launch.rank < launch.world_size
+        and 0 <= launch.local_rank < launch.local_world_size
+    ):
+        raise ConfigError(
+            f"{launch.source} gives rank {launch.rank} of {launch.world_size}, local rank "
+            f"{launch.local_rank} of {launch.local_world_size}: ranks are numbered from 0, so "
+            "each is smaller than its world size."
+        )
     return launch
 
 
 def _own_device(launch: Launch) -> torch.device:
     """The GPU of this rank: the only visible one where the launcher binds one GPU to each task."""
     count = torch.cuda.device_count()
-    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:    # alike on its ranks
-        raise ConfigError(f"{launch.local_world_size} ranks were started on {platform.node()}, which shows "
-                          f"{count} GPUs: each rank needs its own. Start {count} ranks on it at most.")
+    if (
+        count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count
+    ):  # alike on its ranks
+        raise ConfigError(
+            f"{launch.local_world_size} ranks were started on {platform.node()}, which shows "
+            f"{count} GPUs: each rank needs its own. Start {count} ranks on it at most."
+        )
     return torch.device("cuda", launch.local_rank if count > 1 else 0)
 
 
@@ -204,15 +260,25 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
 
     begin = time.monotonic()
     try:
-        meet(backend, (launch.address, launch.port), launch.rank, launch.world_size, timeout)
+        meet(
+            backend,
+            (launch.address, launch.port),
+            launch.rank,
+            launch.world_size,
+            timeout,
+        )
         register_host()
     except (RuntimeError, ValueError, OSError) as error:
-        hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
-            "start all of them, with the same address and port, and check whether one exited with an error"
+        hint = (
+            "srun, not plain python, starts the ranks of a Slurm job"
+            if launch.source == "Slurm"
+            else "start all of them, with the same address and port, and check whether one exited with an error"
+        )
         raise CommunicationError(
             f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the "
             f"other ranks at {launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; "
-            f"MASTER_PORT chooses another port if this one is taken. The cause: {error}") from error
+            f"MASTER_PORT chooses another port if this one is taken. The cause: {error}"
+        ) from error
 
 
 def _join_alone(backend: str, timeout: timedelta) -> None:
@@ -220,14 +286,23 @@ def _join_alone(backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     try:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    except RuntimeError as error:       # the engine itself does without
-        logger.warning("torch.distributed cannot be started for this one process (%s): the program can "
-                       "train, but not call torch.distributed itself", error)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    except RuntimeError as error:  # the engine itself does without
+        logger.warning(
+            "torch.distributed cannot be started for this one process (%s): the program can "
+            "train, but not call torch.distributed itself",
+            error,
+        )
 
 
-def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
-                  timeout: timedelta | None = None) -> Transport | None:
+def connect_torch(
+    axes: str,
+    groups: list[tuple[int, ...]],
+    rank: int,
+    timeout: timedelta | None = None,
+) -> Transport | None:
     """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
     there. timeout: of their collectives; None: that of the whole world.
 
@@ -235,10 +310,13 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     must make the same groups. Raises CommunicationError where others do not make them in time.
     """
     timeout = timeout or world_timeout()
-    mine, num_lanes = None, NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
+    mine = None
+    num_lanes = NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
-            made = [_new_group(list(ranks), timeout, axes) for _ in range(1 + num_lanes)]
+            made = [
+                _new_group(list(ranks), timeout, axes) for _ in range(1 + num_lanes)
+            ]
             if rank in ranks:
                 mine = transport_over(made[0], axes, made[1:])
     if num_lanes and mine is not None:
@@ -260,7 +338,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None, axes: str) -> Any:
             f"rank {dist.get_rank()}{call}: the {axes} group of ranks {ranks} could not be made; all "
             f"{dist.get_world_size()} ranks make all groups, in the same order. "
             f"{name_stuck_ranks() or 'Look for a rank that took another path'}. Message of the backend: "
-            f"{str(error).splitlines()[0]}") from error
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def world_timeout() -> timedelta | None:
@@ -269,18 +348,30 @@ def world_timeout() -> timedelta | None:
     torch gives other groups its own default, 10 or 30 minutes, instead.
     """
     import torch.distributed as dist
+
     world = dist.group.WORLD
-    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
+    options = [
+        getattr(world._get_backend(device), "options", None)
+        for device in world._device_types
+    ]
     return next((found._timeout for found in options if found is not None), None)
 
 
-def transport_over(process_group: Any, axes: str = "", lanes: Sequence[Any] = ()) -> Transport:
+def transport_over(
+    process_group: Any, axes: str = "", lanes: Sequence[Any] = ()
+) -> Transport:
     """The transport over one torch ProcessGroup. lanes: others of the same ranks, see `TorchTransport`."""
     from .gloo import GlooTransport
     from .transport import TorchTransport
-    return TorchTransport(process_group, axes, lanes) if _has_nccl() else GlooTransport(process_group, axes)
+
+    return (
+        TorchTransport(process_group, axes, lanes)
+        if _has_nccl()
+        else GlooTransport(process_group, axes)
+    )
 
 
 def _has_nccl() -> bool:
     import torch.distributed as dist
+
     return "nccl" in dist.get_backend_config()

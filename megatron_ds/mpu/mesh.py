@@ -28,7 +28,8 @@ Connect = Callable[[str, list[tuple[int, ...]], int], Transport | None]
 
 # Names of groups list their axes in this order. The exception is "dp-cp", a name that logs and plans contain.
 _ORDER = ("tp", "cp", "ep", "edp", "dp", "pp")
-_SAMPLES, _REDUCTION = ("dp",), ("dp", "cp")
+_SAMPLES = ("dp",)
+_REDUCTION = ("dp", "cp")
 _WORLD = "tp-cp-dp-pp"
 
 
@@ -40,12 +41,20 @@ class Mesh:
     transport.
     """
 
-    def __init__(self, grid: Grid, rank: int, connect: Connect | None = None,
-                 device: torch.device | str = "cpu"):
-        self.grid, self.rank, self.device = grid, rank, torch.device(device)
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        connect: Connect | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.grid = grid
+        self.rank = rank
+        self.device = torch.device(device)
         self.traffic = Traffic()
         self._coordinates = grid.coordinates(rank)
-        self._connect, self._transports = connect, {}
+        self._connect = connect
+        self._transports = {}
         self._groups: dict[str, Group] = {}
         self._split: dict[tuple[str, int], tuple[Group, Group]] = {}
         self.placement = tuple(range(grid.pp))
@@ -58,7 +67,11 @@ class Mesh:
         """
         name = _name_of(axes)
         if name not in self._groups:
-            lists = self.grid.embedding_groups() if name == "embd" else self.grid.groups(*name.split("-"))
+            lists = (
+                self.grid.embedding_groups()
+                if name == "embd"
+                else self.grid.groups(*name.split("-"))
+            )
             self._groups[name] = self._make_group(name, lists)
         return self._groups[name]
 
@@ -87,17 +100,24 @@ class Mesh:
         """(inner, outer): the run of `size` ranks of the group over these axes that holds this one, and the
         ranks of equal position in all runs. Collective over the world when first asked for. Raises
         ConfigError."""
-        name, whole = _name_of(axes), self.group(*axes)
+        name = _name_of(axes)
+        whole = self.group(*axes)
         if (name, size) not in self._split:
             inner, outer = cut_groups(self.grid.groups(*axes), size)
-            run = whole if size == whole.size else self._make_group(f"{name}-inner", inner)
+            run = (
+                whole
+                if size == whole.size
+                else self._make_group(f"{name}-inner", inner)
+            )
             self._split[name, size] = run, self._make_group(f"{name}-outer", outer)
         return self._split[name, size]
 
     @property
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """axis → (position of this rank, size of the axis), for `ParamSpec.boxes`."""
-        return {axis: (at, self.grid.size(axis)) for axis, at in self._coordinates.items()}
+        return {
+            axis: (at, self.grid.size(axis)) for axis, at in self._coordinates.items()
+        }
 
     def coordinate(self, axis: str) -> int:
         """Position of this rank on an axis."""
@@ -119,7 +139,11 @@ class Mesh:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of the model on this rank."""
-        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self._coordinates["pp"])
+        return tuple(
+            stage
+            for stage, rank in enumerate(self.placement)
+            if rank == self._coordinates["pp"]
+        )
 
     @property
     def is_first_stage(self) -> bool:
@@ -142,10 +166,16 @@ class Mesh:
         key = tuple(lists)
         if key not in self._transports:
             needed = any(len(ranks) > 1 for ranks in lists)
-            assert self._connect is not None or not needed, "a mesh of several ranks needs connect="
-            self._transports[key] = self._connect(name, lists, self.rank) if needed else None
+            assert self._connect is not None or not needed, (
+                "a mesh of several ranks needs connect="
+            )
+            self._transports[key] = (
+                self._connect(name, lists, self.rank) if needed else None
+            )
         ranks = next(ranks for ranks in lists if self.rank in ranks)
-        return Group(name, ranks, ranks.index(self.rank), self._transports[key], self.traffic)
+        return Group(
+            name, ranks, ranks.index(self.rank), self._transports[key], self.traffic
+        )
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world_size}: {self.grid})"
@@ -157,22 +187,42 @@ def _name_of(axes: Sequence[str]) -> str:
         return _WORLD
     if set(axes) == set(_REDUCTION):
         return "-".join(_REDUCTION)
-    return "-".join(sorted(axes, key=lambda axis: _ORDER.index(axis) if axis in _ORDER else len(_ORDER)))
+    return "-".join(
+        sorted(
+            axes, key=lambda axis: _ORDER.index(axis) if axis in _ORDER else len(_ORDER)
+        )
+    )
 
 
 # Groups that a getter of `getters.py` may return on some ranks only, so they are connected on all ranks
 # before.
-GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "cp"),
-                 ("tp", "pp"),
-                 ("world",), ("embd",))
+GETTER_GROUPS = (
+    ("tp",),
+    ("cp",),
+    ("dp",),
+    ("pp",),
+    ("ep",),
+    ("edp",),
+    ("dp", "cp"),
+    ("tp", "cp"),
+    ("tp", "pp"),
+    ("world",),
+    ("embd",),
+)
 
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
-def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *,
-                              context_parallel_size: int = 1, expert_model_parallel_size: int = 1,
-                              order: str = DEFAULT_ORDER, timeout: timedelta | None = None,
-                              device: torch.device | str | None = None) -> Mesh:
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    order: str = DEFAULT_ORDER,
+    timeout: timedelta | None = None,
+    device: torch.device | str | None = None,
+) -> Mesh:
     """Make the mesh of all ranks of torch.distributed, or of this process alone where it was not started.
 
     Data parallelism takes the remaining ranks. Collective over all ranks. Raises ConfigError when the sizes
@@ -182,9 +232,20 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
 
     joined = dist.is_available() and dist.is_initialized()
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
-    grid = Grid.fit(world_size, tp=tensor_model_parallel_size, cp=context_parallel_size,
-                    ep=expert_model_parallel_size, pp=pipeline_model_parallel_size, order=order)
-    mesh = Mesh(grid, rank, _connect(timeout) if world_size > 1 else None, device or default_device())
+    grid = Grid.fit(
+        world_size,
+        tp=tensor_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        order=order,
+    )
+    mesh = Mesh(
+        grid,
+        rank,
+        _connect(timeout) if world_size > 1 else None,
+        device or default_device(),
+    )
     mesh.connect(GETTER_GROUPS)
     set_mesh(mesh)
     return mesh
@@ -199,9 +260,11 @@ def get_mesh() -> Mesh:
     """The mesh. Raises NotInitializedError before `initialize_model_parallel` or `set_mesh`."""
     mesh = _MESH.get()
     if mesh is None:
-        raise NotInitializedError("the process has no mesh yet, so there are no groups to query. Call "
-                                  "mpu.initialize_model_parallel(...) first; in a new thread, call "
-                                  "mpu.set_mesh(mesh).")
+        raise NotInitializedError(
+            "the process has no mesh yet, so there are no groups to query. Call "
+            "mpu.initialize_model_parallel(...) first; in a new thread, call "
+            "mpu.set_mesh(mesh)."
+        )
     return mesh
 
 

@@ -25,7 +25,8 @@ from ..errors import LayoutError
 Coordinates = Mapping[str, tuple[int, int]]
 """axis → (position of a rank on it, size of the axis); an absent axis has size 1. See `Mesh.coordinates`."""
 
-DATA_AXES, EXPERT_DATA_AXES = ("dp", "cp"), ("edp",)
+DATA_AXES = ("dp", "cp")
+EXPERT_DATA_AXES = ("edp",)
 # The axes that the readers of specs handle.
 SUPPORTED = {"splits": ("tp", "ep"), "partial_over": ("tp",), "distinct_over": ("ep",)}
 
@@ -81,11 +82,15 @@ class Matrices:
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of each matrix of a tensor of this shape, without leading dimensions."""
-        return tuple((self.groups * rows, shape[-1]) for rows in self.parts) or (tuple(shape[-2:]),)
+        return tuple((self.groups * rows, shape[-1]) for rows in self.parts) or (
+            tuple(shape[-2:]),
+        )
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """Multiplications of a product of all matrices with their transposes, as a measure of work."""
-        return math.prod(shape[:-2]) * sum(o * i * min(o, i) for o, i in self.sizes(shape))
+        return math.prod(shape[:-2]) * sum(
+            o * i * min(o, i) for o, i in self.sizes(shape)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,35 +127,54 @@ class ParamSpec:
     matrices: Matrices | None = None
 
     def __post_init__(self):
-        named = {"splits": tuple(split.axis for split in self.splits), "partial_over": self.partial_over,
-                 "distinct_over": self.distinct_over}
+        named = {
+            "splits": tuple(split.axis for split in self.splits),
+            "partial_over": self.partial_over,
+            "distinct_over": self.distinct_over,
+        }
         for field, axes in named.items():
             if odd := [axis for axis in axes if axis not in SUPPORTED[field]]:
-                raise LayoutError(f"{self.name}: {field} names the axis {odd[0]!r}. Supported: "
-                                  f"{SUPPORTED[field]}.")
+                raise LayoutError(
+                    f"{self.name}: {field} names the axis {odd[0]!r}. Supported: "
+                    f"{SUPPORTED[field]}."
+                )
         if len(set(all_axes := sum(named.values(), ()))) < len(all_axes):
-            raise LayoutError(f"{self.name}: an axis is named more than once in {named}. Ranks along an axis "
-                              "hold shards, or whole parameters with partial gradients, or parameters of "
-                              "their own: name each axis once.")
+            raise LayoutError(
+                f"{self.name}: an axis is named more than once in {named}. Ranks along an axis "
+                "hold shards, or whole parameters with partial gradients, or parameters of "
+                "their own: name each axis once."
+            )
         for split in self.splits:
             self._check(split)
-        packed = self.matrices is not None and self.matrices.groups * sum(self.matrices.parts)
-        if self.matrices is not None and (len(self.shape) < 2 or packed and packed != self.shape[-2]):
-            raise LayoutError(f"{self.name}: {self.matrices} of a tensor of shape {list(self.shape)}. Use "
-                              "parts whose rows, times groups, are those of the tensor, which has at least "
-                              "2 dimensions.")
+        packed = self.matrices is not None and self.matrices.groups * sum(
+            self.matrices.parts
+        )
+        if self.matrices is not None and (
+            len(self.shape) < 2 or packed and packed != self.shape[-2]
+        ):
+            raise LayoutError(
+                f"{self.name}: {self.matrices} of a tensor of shape {list(self.shape)}. Use "
+                "parts whose rows, times groups, are those of the tensor, which has at least "
+                "2 dimensions."
+            )
 
     def _check(self, split: Split) -> None:
         if not 0 <= split.dim < len(self.shape):
-            raise LayoutError(f"{self.name}: {split} cuts dimension {split.dim} of a tensor of shape "
-                              f"{list(self.shape)}. Use a dimension below {len(self.shape)}.")
+            raise LayoutError(
+                f"{self.name}: {split} cuts dimension {split.dim} of a tensor of shape "
+                f"{list(self.shape)}. Use a dimension below {len(self.shape)}."
+            )
         if sum(split.dim == other.dim for other in self.splits) > 1:
-            raise LayoutError(f"{self.name}: two splits cut dimension {split.dim}. Cut each over one axis "
-                              "only.")
+            raise LayoutError(
+                f"{self.name}: two splits cut dimension {split.dim}. Cut each over one axis "
+                "only."
+            )
         true = self.shape[split.dim]
         if split.parts < 1 or split.padded is not None and split.padded < true:
-            raise LayoutError(f"{self.name}: {split} of a dimension of size {true}. Use parts >= 1, padded "
-                              f">= {true}.")
+            raise LayoutError(
+                f"{self.name}: {split} of a dimension of size {true}. Use parts >= 1, padded "
+                f">= {true}."
+            )
 
     @property
     def numel(self) -> int:
@@ -178,11 +202,14 @@ class ParamSpec:
         """
         shape = list(self.shape)
         for split in self.splits:
-            size, total = sizes.get(split.axis, 1), split.padded or self.shape[split.dim]
+            size = sizes.get(split.axis, 1)
+            total = split.padded or self.shape[split.dim]
             if total % (size * split.parts):
-                raise LayoutError(f"{self.name}: dimension {split.dim} has size {total} in {split.parts} "
-                                  f"part(s), which is not divisible by {size} {split.axis} ranks. Use a size "
-                                  f"that divides {total // split.parts}.")
+                raise LayoutError(
+                    f"{self.name}: dimension {split.dim} has size {total} in {split.parts} "
+                    f"part(s), which is not divisible by {size} {split.axis} ranks. Use a size "
+                    f"that divides {total // split.parts}."
+                )
             shape[split.dim] = total // size
         return tuple(shape)
 
@@ -191,19 +218,33 @@ class ParamSpec:
 
         Raises LayoutError.
         """
-        local = self.local_shape({axis: size for axis, (_, size) in coordinates.items()})
-        runs = [[(0, 0, n)] for n in self.shape]        # per dimension: (first local, first logical, length)
+        local = self.local_shape(
+            {axis: size for axis, (_, size) in coordinates.items()}
+        )
+        runs = [
+            [(0, 0, n)] for n in self.shape
+        ]  # per dimension: (first local, first logical, length)
         for split in self.splits:
             d, (rank, size) = split.dim, coordinates.get(split.axis, (0, 1))
-            runs[d] = _runs(local[d] // split.parts, split.parts, self.shape[d], rank, size)
-        return tuple(Box(*(tuple(numbers) for numbers in zip(*box))) if box else Box((), (), ())
-                     for box in itertools.product(*runs))
+            runs[d] = _runs(
+                local[d] // split.parts, split.parts, self.shape[d], rank, size
+            )
+        return tuple(
+            Box(*(tuple(numbers) for numbers in zip(*box))) if box else Box((), (), ())
+            for box in itertools.product(*runs)
+        )
 
 
-def _runs(piece: int, parts: int, true: int, rank: int, size: int) -> list[tuple[int, int, int]]:
+def _runs(
+    piece: int, parts: int, true: int, rank: int, size: int
+) -> list[tuple[int, int, int]]:
     """(first local, first logical, length) of each part along a dimension.
 
     piece: elements of one part on one rank.
     """
     starts = [(i * piece, (i * size + rank) * piece) for i in range(parts)]
-    return [(local, logical, min(piece, true - logical)) for local, logical in starts if logical < true]
+    return [
+        (local, logical, min(piece, true - logical))
+        for local, logical in starts
+        if logical < true
+    ]

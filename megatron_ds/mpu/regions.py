@@ -47,13 +47,17 @@ def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     return scatter_to_region(x, group, dim=0)
 
 
-def gather_from_sequence_region(x: torch.Tensor, group: Group, grad: str = "reduce_scatter") -> torch.Tensor:
+def gather_from_sequence_region(
+    x: torch.Tensor, group: Group, grad: str = "reduce_scatter"
+) -> torch.Tensor:
     """The whole sequence from the ranks' slices: [s / t, b, h] → [s, b, h].
 
     grad  "reduce_scatter" where ranks compute different results from it (a column-parallel linear), so that
           the gradient is a partial sum; "split" where all ranks compute the same and have the same gradient
     """
-    assert grad in ("reduce_scatter", "split"), f"grad={grad!r} is neither 'reduce_scatter' nor 'split'"
+    assert grad in ("reduce_scatter", "split"), (
+        f"grad={grad!r} is neither 'reduce_scatter' nor 'split'"
+    )
     if grad == "split":
         return gather_from_region(x, group, dim=0)
     return _GatherSequence.apply(x, group) if group.size > 1 else x
@@ -105,7 +109,8 @@ class _Reduce(Function):
 class _Scatter(Function):
     @staticmethod
     def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         return collectives.shard(x, group, dim)
 
     @staticmethod
@@ -116,7 +121,8 @@ class _Scatter(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         return collectives.all_gather(x, group, dim)
 
     @staticmethod
@@ -149,7 +155,8 @@ class _ReduceScatterSequence(Function):
 class _First(Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.shape = group, x.shape
+        ctx.group = group
+        ctx.shape = x.shape
         first = x[0].clone(memory_format=torch.contiguous_format)
         collectives.broadcast_(first, group)
         return first

@@ -25,11 +25,17 @@ import torch.distributed as dist
 
 from ..host.backend_log import only_errors
 
-SLACK_SECONDS = 2.0         # after the deadline, in which torch's own error may arrive
-PAUSE_SECONDS = 0.05        # between two looks
+SLACK_SECONDS = 2.0  # after the deadline, in which torch's own error may arrive
+PAUSE_SECONDS = 0.05  # between two looks
 
 
-def meet(backend: str, address: tuple[str, int], rank: int, world_size: int, timeout: timedelta) -> None:
+def meet(
+    backend: str,
+    address: tuple[str, int],
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> None:
     """Make the process group. Collective over all ranks.
 
     Raises OSError, RuntimeError or ValueError when the others have not come by the deadline, `timeout` from
@@ -40,11 +46,16 @@ def meet(backend: str, address: tuple[str, int], rank: int, world_size: int, tim
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def start() -> None:
-        if device is not None:              # each thread of a process has its own
+        if device is not None:  # each thread of a process has its own
             torch.cuda.set_device(device)
         host, port = address
-        dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size,
-                                timeout=timeout)
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
 
     with only_errors(), listener or nullcontext():
         attempt = _Attempt(start)
@@ -53,28 +64,35 @@ def meet(backend: str, address: tuple[str, int], rank: int, world_size: int, tim
                 attempt.is_over.wait(SLACK_SECONDS)
                 raise OSError(problem)
             if time.monotonic() > deadline + SLACK_SECONDS:
-                raise OSError("a process listens there, but the ranks have not met by the deadline: other "
-                              "ranks did not start, or another program listens there and does not answer")
+                raise OSError(
+                    "a process listens there, but the ranks have not met by the deadline: other "
+                    "ranks did not start, or another program listens there and does not answer"
+                )
         attempt.raise_error()
 
 
 def wait_for_listener(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to rank 0 (or torchrun's agent), once it listens. Raises the last OSError at `deadline`.
-    """
+    """A connection to rank 0 (or torchrun's agent), once it listens. Raises the last OSError at `deadline`."""
     pause = PAUSE_SECONDS
     while True:
         try:
-            found = socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic()))
+            found = socket.create_connection(
+                (host, port), timeout=max(1.0, deadline - time.monotonic())
+            )
             if found.getsockname() != found.getpeername():
                 return found
             # The kernel chose this port for the socket itself, which is now connected to itself. Reset it:
             # rank 0 could not listen there while it is open, nor for a minute after an ordinary end.
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            found.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             found.close()
         except OSError as error:
             if time.monotonic() > deadline:
-                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start "
-                              "or has exited") from error
+                raise OSError(
+                    f"no process listens there ({error.strerror or error}): rank 0 did not start "
+                    "or has exited"
+                ) from error
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.0, 1.5 * pause)
 
@@ -87,7 +105,8 @@ class _Attempt:
 
     def __init__(self, call: Callable[[], None]):
         self.is_over = threading.Event()
-        self._call, self._error = call, None
+        self._call = call
+        self._error = None
         threading.Thread(target=self._run, name="rendezvous", daemon=True).start()
 
     def raise_error(self) -> None:
@@ -98,7 +117,7 @@ class _Attempt:
     def _run(self) -> None:
         try:
             self._call()
-        except Exception as error:      # raised in the thread that waits
+        except Exception as error:  # raised in the thread that waits
             self._error = error
         self.is_over.set()
 

@@ -30,12 +30,18 @@ class Waiting:
 
     def wait(self) -> None:
         """Wait for the rows."""
-        work, self.work = self.work, DONE
+        work = self.work
+        self.work = DONE
         work.wait()
 
 
-def all_to_all_rows(x: torch.Tensor, sent: Counts, received: Counts, group: Group,
-                    waiting: Waiting | None = None) -> torch.Tensor:
+def all_to_all_rows(
+    x: torch.Tensor,
+    sent: Counts,
+    received: Counts,
+    group: Group,
+    waiting: Waiting | None = None,
+) -> torch.Tensor:
     """The first sent[0] rows of x go to rank 0, the next sent[1] to rank 1, …; received[j] come from rank j.
 
     waiting: the rows may be read after `waiting.wait()`; None waits at once.
@@ -55,10 +61,17 @@ def reduce_scatter_rows(x: torch.Tensor, counts: Counts, group: Group) -> torch.
     return _ReduceScatter.apply(x, tuple(counts), group) if group.size > 1 else x
 
 
-def _all_to_all(x: torch.Tensor, sent: Counts, received: Counts, group: Group,
-                waiting: Waiting | None) -> torch.Tensor:
+def _all_to_all(
+    x: torch.Tensor,
+    sent: Counts,
+    received: Counts,
+    group: Group,
+    waiting: Waiting | None,
+) -> torch.Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
-    work = collectives.all_to_all_(out, x.contiguous(), group, (sent, received), async_op=waiting is not None)
+    work = collectives.all_to_all_(
+        out, x.contiguous(), group, (sent, received), async_op=waiting is not None
+    )
     if waiting is not None:
         waiting.work = work
     return out
@@ -69,8 +82,11 @@ def gathered_rows(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor
     out = x.new_empty((sum(counts), *x.shape[1:]))
     pieces = out.split(list(counts))
     others = [i for i in range(group.size) if i != group.rank]
-    collectives.exchange([(x, i) for i in others if x.numel()],
-                         [(pieces[i], i) for i in others if pieces[i].numel()], group)
+    collectives.exchange(
+        [(x, i) for i in others if x.numel()],
+        [(pieces[i], i) for i in others if pieces[i].numel()],
+        group,
+    )
     pieces[group.rank].copy_(x)
     return out
 
@@ -79,10 +95,15 @@ def summed_rows(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
     """`reduce_scatter_rows` without autograd."""
     pieces = x.contiguous().split(list(counts))
     mine = pieces[group.rank]
-    parts = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
+    parts = [
+        mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)
+    ]
     others = [i for i in range(group.size) if i != group.rank]
-    collectives.exchange([(pieces[i], i) for i in others if pieces[i].numel()],
-                         [(parts[i], i) for i in others if mine.numel()], group)
+    collectives.exchange(
+        [(pieces[i], i) for i in others if pieces[i].numel()],
+        [(parts[i], i) for i in others if mine.numel()],
+        group,
+    )
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -104,7 +125,8 @@ class _AllToAll(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx, x, counts, group):
-        ctx.counts, ctx.group = counts, group
+        ctx.counts = counts
+        ctx.group = group
         return gathered_rows(x.contiguous(), counts, group)
 
     @staticmethod
@@ -116,7 +138,8 @@ class _Gather(Function):
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx, x, counts, group):
-        ctx.counts, ctx.group = counts, group
+        ctx.counts = counts
+        ctx.group = group
         return summed_rows(x, counts, group)
 
     @staticmethod

@@ -33,11 +33,15 @@ class SequenceRanks:
 
     def gather(self, held: torch.Tensor, dim: int) -> torch.Tensor:
         """The tokens of all ranks along `dim`, in the order of the sequence. Collective over the ranks."""
-        whole = collectives.all_gather(collectives.all_gather(held, self.tp, dim), self.cp, dim)
+        whole = collectives.all_gather(
+            collectives.all_gather(held, self.tp, dim), self.cp, dim
+        )
         order = self.part.order(whole.shape[dim], whole.device)
         return whole if order is None else whole.index_select(dim, order.argsort())
 
     def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's tokens of all tokens along `dim`."""
         index = self.part.index(whole.shape[dim], whole.device)
-        return collectives.shard(whole if index is None else whole.index_select(dim, index), self.tp, dim)
+        return collectives.shard(
+            whole if index is None else whole.index_select(dim, index), self.tp, dim
+        )

@@ -31,7 +31,9 @@ from ..host.memory_maps import SharedPages
 from ..host.signal_pipes import Signal
 
 _WHAT = "a reduction in shared memory"
-_READY, _DONE = 0, 1                        # a signal: kind, number of the round, start, bytes of the tensor
+# a signal: kind, number of the round, start, bytes of the tensor
+_READY = 0
+_DONE = 1
 
 
 class Signals(Protocol):
@@ -56,15 +58,29 @@ class SharedSums:
     rounds     that have started
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], memory: SharedPages, signals: Signals,
-                 translate: Callable[[str, Exception], Exception]):
-        self._rank, self._ranks, self._size, self._memory = rank, ranks, len(ranks), memory
-        self._signals, self._translate = signals, translate
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        memory: SharedPages,
+        signals: Signals,
+        translate: Callable[[str, Exception], Exception],
+    ):
+        self._rank = rank
+        self._ranks = ranks
+        self._size = len(ranks)
+        self._memory = memory
+        self._signals = signals
+        self._translate = translate
         self._others = [peer for peer in range(self._size) if peer != rank]
-        self._ready: dict[int, dict[int, tuple[int, int]]] = {}     # number of a round → rank → start, bytes
-        self._waiting: dict[int, Round] = {}            # not complete here
-        self._unread: dict[int, set[int]] = {}          # number of a round → ranks that have not read it
-        self._last: dict[int, int] = {}                 # start of a tensor → its last round
+        self._ready: dict[
+            int, dict[int, tuple[int, int]]
+        ] = {}  # number of a round → rank → start, bytes
+        self._waiting: dict[int, Round] = {}  # not complete here
+        self._unread: dict[
+            int, set[int]
+        ] = {}  # number of a round → ranks that have not read it
+        self._last: dict[int, int] = {}  # start of a tensor → its last round
         self.rounds = 0
 
     def can_sum(self, tensor: torch.Tensor) -> bool:
@@ -73,10 +89,13 @@ class SharedSums:
 
     def is_read(self, tensor: torch.Tensor, wait_seconds: float = 0.0) -> bool:
         """Whether no other rank reads a tensor any more, within the time."""
-        number, deadline = self._last.get(self._memory.start_of(tensor)), time.monotonic() + wait_seconds
+        number = self._last.get(self._memory.start_of(tensor))
+        deadline = time.monotonic() + wait_seconds
         with Translated(self._translate, _WHAT):
             self._take_signals()
-            while (peers := self._unread.get(number)) and (left := deadline - time.monotonic()) > 0:
+            while (peers := self._unread.get(number)) and (
+                left := deadline - time.monotonic()
+            ) > 0:
                 peer = min(peers)
                 if (signal := self._signals.take(peer, left)) is not None:
                     self._note(peer, signal)
@@ -92,7 +111,9 @@ class SharedSums:
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> "Round":
         """As in `Transport`, of the sum, but for when the tensor may be overwritten."""
         self.rounds += 1
-        return self._start(self.rounds, tensor, lambda theirs: self._add(theirs, tensor, out))
+        return self._start(
+            self.rounds, tensor, lambda theirs: self._add(theirs, tensor, out)
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> "AllReduce":
         """As in `Transport`, of the sum."""
@@ -108,7 +129,9 @@ class SharedSums:
             return
         with Translated(self._translate, _WHAT):
             self._take_signals()
-            for number in [number for number in sorted(self._waiting) if not self._missing(number)]:
+            for number in [
+                number for number in sorted(self._waiting) if not self._missing(number)
+            ]:
                 self._complete(number)
 
     def complete(self, number: int) -> None:
@@ -122,11 +145,16 @@ class SharedSums:
         with Translated(self._translate, _WHAT):
             self._until_none(lambda: self._unread.get(number, ()))
 
-    def _start(self, number: int, tensor: torch.Tensor,
-               read: Callable[[dict[int, torch.Tensor]], None]) -> "Round":
+    def _start(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        read: Callable[[dict[int, torch.Tensor]], None],
+    ) -> "Round":
         """read: called with the tensors of the other ranks, as bytes."""
         self.progress()
-        begun, start = Round(self, number, tensor, read), self._memory.start_of(tensor)
+        begun = Round(self, number, tensor, read)
+        start = self._memory.start_of(tensor)
         self._last[start], self._unread[number] = number, set(self._others)
         self._waiting[number] = begun
         with Translated(self._translate, _WHAT):
@@ -137,14 +165,24 @@ class SharedSums:
     def _complete(self, number: int) -> None:
         """Wait for the tensors of a round and read them."""
         self._until_none(lambda: self._missing(number))
-        begun, places = self._waiting[number], self._ready[number]
+        begun = self._waiting[number]
+        places = self._ready[number]
         nbytes = begun.tensor.nbytes
         for peer, (_, theirs) in places.items():
             if theirs != nbytes:
-                raise self._translate(_WHAT, ValueError(
-                    f"rank {self._ranks[peer]} adds {theirs} bytes where rank {self._ranks[self._rank]} adds "
-                    f"{nbytes}: the ranks reduce different tensors"))
-        begun.read({peer: self._memory.view(peer, places[peer][0], nbytes) for peer in self._others})
+                raise self._translate(
+                    _WHAT,
+                    ValueError(
+                        f"rank {self._ranks[peer]} adds {theirs} bytes where rank {self._ranks[self._rank]} adds "
+                        f"{nbytes}: the ranks reduce different tensors"
+                    ),
+                )
+        begun.read(
+            {
+                peer: self._memory.view(peer, places[peer][0], nbytes)
+                for peer in self._others
+            }
+        )
         del self._waiting[number], self._ready[number]
         for peer in self._others:
             self._signals.send(peer, (_DONE, number, 0, 0))
@@ -175,9 +213,14 @@ class SharedSums:
         if not self._unread[number]:
             del self._unread[number]
 
-    def _add(self, theirs: dict[int, torch.Tensor], tensor: torch.Tensor, out: torch.Tensor) -> None:
+    def _add(
+        self, theirs: dict[int, torch.Tensor], tensor: torch.Tensor, out: torch.Tensor
+    ) -> None:
         """p0 + p1 + … of the pieces of this rank into `out`, which may be its own piece."""
-        wholes = [theirs[peer].view(tensor.dtype) if peer in theirs else tensor for peer in range(self._size)]
+        wholes = [
+            theirs[peer].view(tensor.dtype) if peer in theirs else tensor
+            for peer in range(self._size)
+        ]
         parts = [whole.tensor_split(self._size)[self._rank] for whole in wholes]
         total = torch.add(parts[0], parts[1], out=out if self._size == 2 else None)
         for i, part in enumerate(parts[2:], start=2):
@@ -186,10 +229,14 @@ class SharedSums:
 
 def copier(tensor: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
     """A function that copies piece i of the tensor of each other rank i into `tensor`."""
+
     def read(theirs: dict[int, torch.Tensor]) -> None:
         size = len(theirs) + 1
         for peer, whole in theirs.items():
-            tensor.tensor_split(size)[peer].copy_(whole.view(tensor.dtype).tensor_split(size)[peer])
+            tensor.tensor_split(size)[peer].copy_(
+                whole.view(tensor.dtype).tensor_split(size)[peer]
+            )
+
     return read
 
 
@@ -198,9 +245,17 @@ class Round:
 
     __slots__ = ("_sums", "number", "tensor", "read")
 
-    def __init__(self, sums: SharedSums, number: int, tensor: torch.Tensor,
-                 read: Callable[[dict[int, torch.Tensor]], None]):
-        self._sums, self.number, self.tensor, self.read = sums, number, tensor, read
+    def __init__(
+        self,
+        sums: SharedSums,
+        number: int,
+        tensor: torch.Tensor,
+        read: Callable[[dict[int, torch.Tensor]], None],
+    ):
+        self._sums = sums
+        self.number = number
+        self.tensor = tensor
+        self.read = read
 
     def wait(self) -> None:
         """Return when results may be read."""
@@ -224,13 +279,15 @@ class AllReduce:
     __slots__ = ("_first", "_second")
 
     def __init__(self, first: Round, second: Callable[[], Round]):
-        self._first, self._second = first, second
+        self._first = first
+        self._second = second
 
     def wait(self) -> None:
         """Wait for the sum of this rank's piece, then for the other pieces. Collective."""
         if self._second is not None:
-            self._first.wait_until_read()           # the copies overwrite what others have read
-            second, self._second = self._second(), None
+            self._first.wait_until_read()  # the copies overwrite what others have read
+            second = self._second()
+            self._second = None
             second.wait_until_read()
 
     def is_completed(self) -> bool:
@@ -244,7 +301,8 @@ class Translated:
     __slots__ = ("_translate", "_what")
 
     def __init__(self, translate: Callable[[str, Exception], Exception], what: str):
-        self._translate, self._what = translate, what
+        self._translate = translate
+        self._what = what
 
     def __enter__(self):
         return self

@@ -31,14 +31,16 @@ from .group import DONE, Work
 from .shared_sums import Signals, Translated
 
 SLOT_BYTES = 1 << 20
-WHOLE_BYTES = 1 << 14           # three ranks or more add larger tensors by pieces
+WHOLE_BYTES = 1 << 14  # three ranks or more add larger tensors by pieces
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_ALIGNED = 64                   # bytes; a multiple of any element's
+_ALIGNED = 64  # bytes; a multiple of any element's
 
 # What must be the same on all ranks, besides the round and its bytes. A signal has the number of an entry.
-Call = tuple[str, str, torch.dtype]         # kind, reduction or "", dtype
+Call = tuple[str, str, torch.dtype]  # kind, reduction or "", dtype
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+_DTYPES = sorted(
+    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
+)
 _CALLS: tuple[Call, ...] = tuple(product(_KINDS, ("", *_COMBINE), _DTYPES))
 _NUMBERS = {call: number for number, call in enumerate(_CALLS)}
 
@@ -46,21 +48,29 @@ _NUMBERS = {call: number for number, call in enumerate(_CALLS)}
 Read = Callable[[slice, Mapping[int, Tensor]], None]
 
 
-def open_slots(rank: int, ranks: Sequence[int], memory: SharedPages, signals: Signals,
-               translate: Callable[[str, Exception], Exception],
-               exchange: Callable[[object], list]) -> "Slots | None":
+def open_slots(
+    rank: int,
+    ranks: Sequence[int],
+    memory: SharedPages,
+    signals: Signals,
+    translate: Callable[[str, Exception], Exception],
+    exchange: Callable[[object], list],
+) -> "Slots | None":
     """The slots of one rank in one group; None on all ranks where one has no room for them. Collective.
 
     rank       the position of this one in `ranks`, the global ranks of the group
     translate  makes the error that is raised from (what failed, the cause)
     exchange   an all-gather of objects
     """
-    rounds, trouble = None, ""
+    rounds = None
+    trouble = ""
     try:
         rounds = Rounds(rank, ranks, memory, signals, translate)
     except OSError as error:
         trouble = f"rank {ranks[rank]}: {error}"
-    why = next(filter(None, exchange(trouble)), "")         # after it, the slots of all ranks exist
+    why = next(
+        filter(None, exchange(trouble)), ""
+    )  # after it, the slots of all ranks exist
     if why:
         if rank == 0:
             warn_of_messages(why)
@@ -73,7 +83,9 @@ class Slots:
     """The collectives of one rank over the slots of its group."""
 
     def __init__(self, rounds: "Rounds"):
-        self._rounds, self._rank, self._size = rounds, rounds.rank, len(rounds.ranks)
+        self._rounds = rounds
+        self._rank = rounds.rank
+        self._size = len(rounds.ranks)
         self._last: Work = DONE
 
     @property
@@ -83,37 +95,57 @@ class Slots:
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
-        flat, call = tensor.view(-1), ("all-reduce", op, tensor.dtype)
+        flat = tensor.view(-1)
+        call = ("all-reduce", op, tensor.dtype)
         if self._size == 2 or flat.nbytes <= WHOLE_BYTES:
-            return self._start(call, [flat], [flat] * self._size, _combine(flat, flat, op))
+            return self._start(
+                call, [flat], [flat] * self._size, _combine(flat, flat, op)
+            )
         pieces = flat.tensor_split(self._size)
-        mine, rounds = pieces[self._rank], self._rounds
+        mine = pieces[self._rank]
+        rounds = self._rounds
         first = self._start(call, pieces, [mine] * self._size, _combine(mine, mine, op))
         # The next collective must wait for both: it would take the number of the second's round.
-        self._last = _Then(first, lambda: Passage(rounds, call, [mine], pieces, _place(pieces)))
+        self._last = _Then(
+            first, lambda: Passage(rounds, call, [mine], pieces, _place(pieces))
+        )
         return self._last
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """As in `Transport`."""
         pieces = out.chunk(self._size)
         _copy(tensor, pieces[self._rank])
-        return self._start(("all-gather", "", tensor.dtype), [tensor], pieces, _place(pieces))
+        return self._start(
+            ("all-gather", "", tensor.dtype), [tensor], pieces, _place(pieces)
+        )
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
         pieces = tensor.chunk(self._size)
         mine = pieces[self._rank]
-        return self._start(("reduce-scatter", op, tensor.dtype), pieces, [out] * self._size,
-                           _combine(mine, out, op))
+        return self._start(
+            ("reduce-scatter", op, tensor.dtype),
+            pieces,
+            [out] * self._size,
+            _combine(mine, out, op),
+        )
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Work:
         """As in `Transport`, of flat tensors in equal pieces."""
-        sent, received = tensor.chunk(self._size), out.chunk(self._size)
+        sent = tensor.chunk(self._size)
+        received = out.chunk(self._size)
         _copy(sent[self._rank], received[self._rank])
-        return self._start(("all-to-all", "", tensor.dtype), sent, received, _place(received))
+        return self._start(
+            ("all-to-all", "", tensor.dtype), sent, received, _place(received)
+        )
 
-    def _start(self, call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor],
-               read: Read) -> "Passage":
+    def _start(
+        self,
+        call: Call,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        read: Read,
+    ) -> "Passage":
         """outgoing: one tensor for all ranks, or one for each. incoming: as many bytes as each rank sends."""
         self._last.wait()
         self._last = passage = Passage(self._rounds, call, outgoing, incoming, read)
@@ -127,19 +159,35 @@ class Rounds:
     number  of rounds that have started
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], memory: SharedPages, signals: Signals,
-                 translate: Callable[[str, Exception], Exception]):
-        self.rank, self.ranks, self._signals, self._translate = rank, ranks, signals, translate
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        memory: SharedPages,
+        signals: Signals,
+        translate: Callable[[str, Exception], Exception],
+    ):
+        self.rank = rank
+        self.ranks = ranks
+        self._signals = signals
+        self._translate = translate
         self._others = [peer for peer in range(len(ranks)) if peer != rank]
-        places = [memory.allocate(SLOT_BYTES) for _ in range(2)]        # at the same bytes on all ranks
+        places = [
+            memory.allocate(SLOT_BYTES) for _ in range(2)
+        ]  # at the same bytes on all ranks
         self._mine = [slot for _, slot in places]
-        self._theirs = {peer: [memory.view(peer, start, SLOT_BYTES) for start, _ in places]
-                        for peer in self._others}
+        self._theirs = {
+            peer: [memory.view(peer, start, SLOT_BYTES) for start, _ in places]
+            for peer in self._others
+        }
         self.number = 0
 
     def map_pages(self) -> None:
         """Map the pages of all slots now, not within a step. The slots of all ranks must exist."""
-        for slot in (*self._mine, *(slot for slots in self._theirs.values() for slot in slots)):
+        for slot in (
+            *self._mine,
+            *(slot for slots in self._theirs.values() for slot in slots),
+        ):
             slot.max()
 
     def publish(self, call: Call, parts: Sequence[Tensor], width: int) -> None:
@@ -148,11 +196,13 @@ class Rounds:
         slot = self._mine[self.number % 2]
         for i, part in enumerate(parts):
             if len(parts) == 1 or i != self.rank:
-                slot[i * width:i * width + len(part)].copy_(part)
+                slot[i * width : i * width + len(part)].copy_(part)
         with Translated(self._translate, call[0]):
             for peer in self._others:
                 i = peer % len(parts)
-                self._signals.send(peer, (self.number, _NUMBERS[call], i * width, len(parts[i])))
+                self._signals.send(
+                    peer, (self.number, _NUMBERS[call], i * width, len(parts[i]))
+                )
 
     def receive(self, call: Call, expected: Sequence[int]) -> dict[int, Tensor]:
         """The bytes that each other rank has for this one in the round; waits for their signals.
@@ -164,11 +214,15 @@ class Rounds:
             with Translated(self._translate, call[0]):
                 number, other, start, nbytes = self._signals.receive(peer)
             if (number, _CALLS[other], nbytes) != (self.number, call, expected[peer]):
-                raise self._translate(call[0], ValueError(
-                    f"rank {self.ranks[peer]} has {nbytes} bytes for {_in_words(_CALLS[other], number)}, "
-                    f"where rank {self.ranks[self.rank]} expects {expected[peer]} for "
-                    f"{_in_words(call, self.number)}: the ranks took different paths"))
-            theirs[peer] = self._theirs[peer][number % 2][start:start + nbytes]
+                raise self._translate(
+                    call[0],
+                    ValueError(
+                        f"rank {self.ranks[peer]} has {nbytes} bytes for {_in_words(_CALLS[other], number)}, "
+                        f"where rank {self.ranks[self.rank]} expects {expected[peer]} for "
+                        f"{_in_words(call, self.number)}: the ranks took different paths"
+                    ),
+                )
+            theirs[peer] = self._theirs[peer][number % 2][start : start + nbytes]
         return theirs
 
 
@@ -181,14 +235,34 @@ class Passage:
     outgoing  parts for each rank, or one for all, which pass in pieces of `width` bytes
     """
 
-    __slots__ = ("_rounds", "_call", "_outgoing", "_incoming", "_read", "_width", "_needed", "_begun")
+    __slots__ = (
+        "_rounds",
+        "_call",
+        "_outgoing",
+        "_incoming",
+        "_read",
+        "_width",
+        "_needed",
+        "_begun",
+    )
 
-    def __init__(self, rounds: Rounds, call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor],
-                 read: Read):
-        self._rounds, self._call, self._outgoing, self._read = rounds, call, [*map(_bytes, outgoing)], read
+    def __init__(
+        self,
+        rounds: Rounds,
+        call: Call,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        read: Read,
+    ):
+        self._rounds = rounds
+        self._call = call
+        self._outgoing = [*map(_bytes, outgoing)]
+        self._read = read
         self._incoming = [part.nbytes for part in incoming]
         self._width = SLOT_BYTES // len(outgoing) // _ALIGNED * _ALIGNED
-        self._needed = -(-max(*map(len, self._outgoing), *self._incoming) // self._width)
+        self._needed = -(
+            -max(*map(len, self._outgoing), *self._incoming) // self._width
+        )
         self._begun = 0
         self._publish()
 
@@ -196,7 +270,9 @@ class Passage:
         """Return when results may be read and inputs overwritten. Collective."""
         while self._begun:
             at = self._at(self._begun - 1)
-            expected = [max(0, min(nbytes, at.stop) - at.start) for nbytes in self._incoming]
+            expected = [
+                max(0, min(nbytes, at.stop) - at.start) for nbytes in self._incoming
+            ]
             self._read(at, self._rounds.receive(self._call, expected))
             self._publish()
 
@@ -211,7 +287,9 @@ class Passage:
             self._begun = 0
             return
         at = self._at(self._begun)
-        self._rounds.publish(self._call, [part[at] for part in self._outgoing], self._width)
+        self._rounds.publish(
+            self._call, [part[at] for part in self._outgoing], self._width
+        )
         self._begun += 1
 
     def _at(self, i: int) -> slice:
@@ -224,12 +302,14 @@ class _Then:
     __slots__ = ("_work", "_second")
 
     def __init__(self, first: Work, second: Callable[[], Work]):
-        self._work, self._second = first, second
+        self._work = first
+        self._second = second
 
     def wait(self) -> None:
         self._work.wait()
         if self._second is not None:
-            self._work, self._second = self._second(), None
+            self._work = self._second()
+            self._second = None
             self._work.wait()
 
     def is_completed(self) -> bool:
@@ -238,15 +318,19 @@ class _Then:
 
 def _combine(mine: Tensor, out: Tensor, op: str) -> Read:
     """p0 + p1 + … into `out`, which may be `mine`."""
-    combine, dtype = _COMBINE[op], out.dtype
-    mine, out = _bytes(mine), _bytes(out)
+    combine = _COMBINE[op]
+    dtype = out.dtype
+    mine = _bytes(mine)
+    out = _bytes(out)
 
     def read(at: slice, theirs: Mapping[int, Tensor]) -> None:
-        size, result = len(theirs) + 1, out[at].view(dtype)
+        size = len(theirs) + 1
+        result = out[at].view(dtype)
         parts = [theirs.get(peer, mine[at]).view(dtype) for peer in range(size)]
         total = combine(parts[0], parts[1], out=result if size == 2 else None)
         for i, part in enumerate(parts[2:], start=2):
             combine(total, part, out=result if i == size - 1 else total)
+
     return read
 
 
@@ -257,6 +341,7 @@ def _place(pieces: Sequence[Tensor]) -> Read:
     def read(at: slice, theirs: Mapping[int, Tensor]) -> None:
         for peer, part in theirs.items():
             pieces[peer][at].copy_(part)
+
     return read
 
 

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-REPORT_SECONDS = 10.0        # ranks that waited time out within a step of one another
-LAST_REPORT_SECONDS = 2.0    # for the last one, when all others have reported
-ANSWER_SECONDS = 3.0         # how long the store may take to answer
+REPORT_SECONDS = 10.0  # ranks that waited time out within a step of one another
+LAST_REPORT_SECONDS = 2.0  # for the last one, when all others have reported
+ANSWER_SECONDS = 3.0  # how long the store may take to answer
 _NAMED = 8
 _NOTHING = "no call of the engine"
-_current = [""]              # the call that this process is in; also read by threads of autograd
+_current = [""]  # the call that this process is in; also read by threads of autograd
 
 
 @contextmanager
@@ -58,13 +58,16 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
 
     Returns a sentence; None when the store stops responding before all reports are in.
     """
-    size, store = dist.get_world_size(), _within(ANSWER_SECONDS, _store)
+    size = dist.get_world_size()
+    store = _within(ANSWER_SECONDS, _store)
     if store is None or not _within(ANSWER_SECONDS, lambda: _write(store)):
-        return ("The store of torch.distributed does not respond: its process, rank 0 or torchrun's agent, "
-                "is stuck or gone")
+        return (
+            "The store of torch.distributed does not respond: its process, rank 0 or torchrun's agent, "
+            "is stuck or gone"
+        )
     deadline = time.monotonic() + wait_seconds
     while (count := _within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
-        if count == size - 1:        # the last one may be about to report
+        if count == size - 1:  # the last one may be about to report
             deadline = min(deadline, time.monotonic() + LAST_REPORT_SECONDS)
         if count == size or time.monotonic() > deadline:
             return _within(ANSWER_SECONDS, lambda: _sentence(store, size))
@@ -107,28 +110,38 @@ def _host(store: dist.Store, rank: int) -> str:
 def _sentence(store: dist.Store, size: int) -> str:
     missing = _absent(store, range(size))
     if not missing:
-        return (f"All {size} ranks report that they waited{_calls(store, range(size))}: they took different "
-                "paths through the program")
+        return (
+            f"All {size} ranks report that they waited{_calls(store, range(size))}: they took different "
+            "paths through the program"
+        )
     names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED])
     names += " and others" if len(missing) > _NAMED else ""
     which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
     waiting = sorted(set(range(size)) - set(missing))
-    return (f"Of {size} ranks, all but {len(missing)} report that they waited{_calls(store, waiting)}; "
-            f"{which} stuck: stopped, busy with something else, or on a host that is gone")
+    return (
+        f"Of {size} ranks, all but {len(missing)} report that they waited{_calls(store, waiting)}; "
+        f"{which} stuck: stopped, busy with something else, or on a host that is gone"
+    )
 
 
 def _calls(store: dist.Store, ranks: Sequence[int]) -> str:
-    """", rank 0 in engine.save_checkpoint, ranks 1, 2 in engine.step"; "" where no rank is in a call."""
+    """ ", rank 0 in engine.save_checkpoint, ranks 1, 2 in engine.step"; "" where no rank is in a call."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, call in zip(ranks, store.multi_get([str(rank) for rank in ranks]) if ranks else ()):
+    for rank, call in zip(
+        ranks, store.multi_get([str(rank) for rank in ranks]) if ranks else ()
+    ):
         ranks_of.setdefault(call.decode(), []).append(rank)
     if set(ranks_of) <= {_NOTHING}:
         return ""
-    return "".join(f", {_named(of)} in {call}" for call, of in list(ranks_of.items())[:_NAMED])
+    return "".join(
+        f", {_named(of)} in {call}" for call, of in list(ranks_of.items())[:_NAMED]
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks[:_NAMED])) + (" and others" if len(ranks) > _NAMED else "")
+    names = ", ".join(map(str, ranks[:_NAMED])) + (
+        " and others" if len(ranks) > _NAMED else ""
+    )
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
@@ -139,7 +152,7 @@ def _within(seconds: float, call: Callable):
     def run() -> None:
         try:
             result.append(call())
-        except Exception:      # noqa: BLE001  the failure being reported has its own error
+        except Exception:  # noqa: BLE001  the failure being reported has its own error
             pass
 
     thread = threading.Thread(target=run, name="failure report", daemon=True)

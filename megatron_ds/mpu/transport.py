@@ -31,24 +31,36 @@ from .group import AllOf, Messages, Work
 from .stuck_ranks import current_call, name_stuck_ranks, report_failure
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-EXCHANGE_TAG = (1 << 20) + (1 << 16) + 1     # above those of channels and of gloo.py
+EXCHANGE_TAG = (1 << 20) + (1 << 16) + 1  # above those of channels and of gloo.py
 
 # torch 2.13 renamed these two and warns at each use of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def lone_process_group(rank: int) -> dist.ProcessGroup | None:
     """A process group of this rank alone, None without torch.distributed. Only this rank calls."""
-    return dist.new_group([rank], use_local_synchronization=True) if dist.is_initialized() else None
+    return (
+        dist.new_group([rank], use_local_synchronization=True)
+        if dist.is_initialized()
+        else None
+    )
 
 
 class TorchTransport:
     """`group.Transport` over one torch ProcessGroup. Failures and timeouts raise CommunicationError."""
 
-    def __init__(self, process_group: dist.ProcessGroup, axes: str = "",
-                 lanes: Sequence[dist.ProcessGroup] = ()):
-        self.process_group, self.axes, self.lanes = process_group, axes, lanes
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        axes: str = "",
+        lanes: Sequence[dist.ProcessGroup] = (),
+    ):
+        self.process_group = process_group
+        self.axes = axes
+        self.lanes = lanes
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
 
@@ -57,7 +69,9 @@ class TorchTransport:
         for low, high in neighbours(self.size):
             for lane in self.lanes if self.rank in (low, high) else ():
                 number = torch.zeros(1, device=device)
-                with _Translated(self, f"connecting ranks {self.ranks[low]} and {self.ranks[high]}"):
+                with _Translated(
+                    self, f"connecting ranks {self.ranks[low]} and {self.ranks[high]}"
+                ):
                     if self.rank == low:
                         dist.send(number, self.ranks[high], lane)
                     else:
@@ -73,34 +87,60 @@ class TorchTransport:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
         """As in `Transport`."""
-        return self._start("reduce-scatter", _reduce_scatter, out.detach(), tensor.detach(), _OPS[op])
+        return self._start(
+            "reduce-scatter", _reduce_scatter, out.detach(), tensor.detach(), _OPS[op]
+        )
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int] | None = None,
-                   received: Sequence[int] | None = None) -> Work:
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Work:
         """As in `Transport`."""
         splits = () if sent is None else (list(received), list(sent))
-        return self._start("all-to-all", dist.all_to_all_single, out.detach(), tensor.detach(), *splits)
+        return self._start(
+            "all-to-all", dist.all_to_all_single, out.detach(), tensor.detach(), *splits
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """As in `Transport`."""
-        return self._start("broadcast", dist.broadcast, tensor.detach(), self.ranks[source])
+        return self._start(
+            "broadcast", dist.broadcast, tensor.detach(), self.ranks[source]
+        )
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """As in `Transport`."""
-        what, lane = f"send to rank {self.ranks[destination]}", self._lane(self.rank, destination, tag)
-        return self._guard(what, lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag))
+        what = f"send to rank {self.ranks[destination]}"
+        lane = self._lane(self.rank, destination, tag)
+        return self._guard(
+            what,
+            lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
+        )
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """As in `Transport`."""
-        what, lane = f"receive from rank {self.ranks[source]}", self._lane(source, self.rank, tag)
-        return self._guard(what, lambda: dist.irecv(tensor.detach(), self.ranks[source], lane, tag))
+        what = f"receive from rank {self.ranks[source]}"
+        lane = self._lane(source, self.rank, tag)
+        return self._guard(
+            what, lambda: dist.irecv(tensor.detach(), self.ranks[source], lane, tag)
+        )
 
     def exchange(self, sends: Messages, receives: Messages) -> Work:
         """As in `Transport`. One batch on NCCL, where unbatched messages in both directions can deadlock."""
         operations = [(dist.irecv, tensor, peer) for tensor, peer in receives]
         operations += [(dist.isend, tensor, peer) for tensor, peer in sends]
-        batch = [dist.P2POp(operation, tensor.detach(), self.ranks[peer], self.process_group, EXCHANGE_TAG)
-                 for operation, tensor, peer in operations]
+        batch = [
+            dist.P2POp(
+                operation,
+                tensor.detach(),
+                self.ranks[peer],
+                self.process_group,
+                EXCHANGE_TAG,
+            )
+            for operation, tensor, peer in operations
+        ]
         what = f"exchange with ranks {sorted({self.ranks[peer] for _, _, peer in operations})}"
         with _Translated(self, what):
             works = dist.batch_isend_irecv(batch) if batch else []
@@ -136,14 +176,21 @@ class TorchTransport:
         """Destroy the process groups: one that outlives the interpreter's threads aborts the process."""
         for process_group in (*self.lanes, self.process_group):
             dist.destroy_process_group(process_group)
-        self.lanes, self.process_group = (), None
+        self.lanes = ()
+        self.process_group = None
 
     def _lane(self, source: int, destination: int, tag: int) -> dist.ProcessGroup:
         """`Channels` gives activations even and gradients odd tags."""
-        return self.lanes[2 * (tag % 2) + (source < destination)] if self.lanes else self.process_group
+        return (
+            self.lanes[2 * (tag % 2) + (source < destination)]
+            if self.lanes
+            else self.process_group
+        )
 
     def _start(self, what: str, function: Callable, *arguments: Any) -> Work:
-        return self._guard(what, lambda: function(*arguments, group=self.process_group, async_op=True))
+        return self._guard(
+            what, lambda: function(*arguments, group=self.process_group, async_op=True)
+        )
 
     def _guard(self, what: str, call: Callable[[], Any]) -> Work:
         with _Translated(self, what):
@@ -163,7 +210,9 @@ class TranslatedWork:
     __slots__ = ("_work", "_transport", "_what")
 
     def __init__(self, work: Any, transport: TorchTransport, what: str):
-        self._work, self._transport, self._what = work, transport, what
+        self._work = work
+        self._transport = transport
+        self._what = what
 
     def wait(self) -> None:
         with _Translated(self._transport, self._what):
@@ -179,36 +228,57 @@ class _Translated:
     __slots__ = ("transport", "what")
 
     def __init__(self, transport: TorchTransport, what: str):
-        self.transport, self.what = transport, what
+        self.transport = transport
+        self.what = what
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.cuda.OutOfMemoryError):
-            raise CommunicationError(_failure_message(self.transport, self.what, error)) from error
+        if isinstance(error, RuntimeError) and not isinstance(
+            error, torch.cuda.OutOfMemoryError
+        ):
+            raise CommunicationError(
+                _failure_message(self.transport, self.what, error)
+            ) from error
 
 
 # Messages of the backends when a peer's socket closes, as opposed to when nothing arrives through it.
-_CLOSED = ("closed by peer", "connection reset", "connection refused", "broken pipe", "socket closed",
-           "remote process exited")
+_CLOSED = (
+    "closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+)
 
 
 def _failure_message(transport: TorchTransport, what: str, error: Exception) -> str:
     """What failed, where, why as far as the other ranks' reports show, and the backend's own message."""
-    me, peers = transport.ranks[transport.rank], list(transport.ranks)
+    me = transport.ranks[transport.rank]
+    peers = list(transport.ranks)
     cause = str(error).split("This is typically caused")[0].strip()
     if any(closed in cause.lower() for closed in _CLOSED):
         report_failure()
-        why = ("A peer exited: the earliest error among these ranks is the cause; if there is none, the peer "
-               "was killed (out of memory?)")
+        why = (
+            "A peer exited: the earliest error among these ranks is the cause; if there is none, the peer "
+            "was killed (out of memory?)"
+        )
     elif "timed out" in cause.lower() or "timeout" in cause.lower():
-        stuck = name_stuck_ranks() or "Look for a rank that is busy or stuck, or that took another path"
-        why = ("A peer did not arrive in time (--distributed-timeout-minutes, or "
-               f"init_distributed(timeout=…), sets the time to wait). {stuck}")
+        stuck = (
+            name_stuck_ranks()
+            or "Look for a rank that is busy or stuck, or that took another path"
+        )
+        why = (
+            "A peer did not arrive in time (--distributed-timeout-minutes, or "
+            f"init_distributed(timeout=…), sets the time to wait). {stuck}"
+        )
     else:
         report_failure()
         why = "Look for the earliest error among these ranks"
     call = f" in {current_call()}" if current_call() else ""
-    return (f"rank {me}{call}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. "
-            f"{why}. Message of the backend: {cause}")
+    return (
+        f"rank {me}{call}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. "
+        f"{why}. Message of the backend: {cause}"
+    )

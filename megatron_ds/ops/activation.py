@@ -36,13 +36,17 @@ class Activation:
 
 @Operation
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2.
-    """
+    """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2."""
     return F.gelu(x, approximate="tanh")
 
 
-@gelu.implementation("c++", devices=CPU, dtypes=compiled_gelu.DTYPES, suits=has_memory,
-                     available=lambda: "" if compiled_gelu.extension() else "not compiled")
+@gelu.implementation(
+    "c++",
+    devices=CPU,
+    dtypes=compiled_gelu.DTYPES,
+    suits=has_memory,
+    available=lambda: "" if compiled_gelu.extension() else "not compiled",
+)
 def _compiled(x: torch.Tensor) -> torch.Tensor:
     return compiled_gelu.compiled_gelu(x)
 
@@ -66,22 +70,34 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 @Operation
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x = [gate; up] in the last dimension. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
-    if torch.compiler.is_compiling():        # which does not trace writing to strided halves
+    if torch.compiler.is_compiling():  # which does not trace writing to strided halves
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
     return _SwiGLU.apply(x)
 
 
-squared_relu.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_plain)(
-    gated_kernels.squared_relu)
-swiglu.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_gated)(gated_kernels.swiglu)
+squared_relu.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_plain
+)(gated_kernels.squared_relu)
+swiglu.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_gated
+)(gated_kernels.swiglu)
 
-ACTIVATIONS = {"gelu": Activation(gelu), "gelu_exact": Activation(gelu_exact), "relu": Activation(relu),
-               "squared_relu": Activation(squared_relu), "swiglu": Activation(swiglu, parts=2)}
+ACTIVATIONS = {
+    "gelu": Activation(gelu),
+    "gelu_exact": Activation(gelu_exact),
+    "relu": Activation(relu),
+    "squared_relu": Activation(squared_relu),
+    "swiglu": Activation(swiglu, parts=2),
+}
 
 
 for _activation in (gelu, squared_relu, swiglu):
-    _activation.example(lambda rows, width, dtype, device: random_tensors(dtype, device, (rows, 2 * width)))
+    _activation.example(
+        lambda rows, width, dtype, device: random_tensors(
+            dtype, device, (rows, 2 * width)
+        )
+    )
 
 
 class _SquaredReLU(torch.autograd.Function):

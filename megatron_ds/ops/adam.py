@@ -67,40 +67,77 @@ def adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
     Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2.
     """
     if how.skip is None or not how.skip:
-        reference_adamw_(rows, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay,
-                         grad_scale=how.grad_scale)
+        reference_adamw_(
+            rows,
+            lr=how.lr,
+            betas=how.betas,
+            eps=how.eps,
+            weight_decay=how.weight_decay,
+            grad_scale=how.grad_scale,
+        )
 
 
-@adamw.implementation("c++", devices=CPU,
-                      available=lambda: "" if compiled_adam.extension() else "not compiled")
+@adamw.implementation(
+    "c++",
+    devices=CPU,
+    available=lambda: "" if compiled_adam.extension() else "not compiled",
+)
 def _compiled(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
     if how.skip is not None and how.skip:
         return
     wide = [r for r in rows if r.grad.dtype == torch.float32]
-    others = ([r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32)
-    for part in chain([wide], others):                          # one copy at a time
-        compiled_adam.adamw_(part, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay,
-                             grad_scale=how.grad_scale)
+    others = (
+        [r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32
+    )
+    for part in chain([wide], others):  # one copy at a time
+        compiled_adam.adamw_(
+            part,
+            lr=how.lr,
+            betas=how.betas,
+            eps=how.eps,
+            weight_decay=how.weight_decay,
+            grad_scale=how.grad_scale,
+        )
 
 
 adamw.implementation("cuda", devices=GPU)(adam_kernels.adamw)
 
 
-adamw.benchmark_sizes = ((8192, 4096), (317_383, 4096))         # 34 million parameters, 1.3 billion
+adamw.benchmark_sizes = (
+    (8192, 4096),
+    (317_383, 4096),
+)  # 34 million parameters, 1.3 billion
 
 
 @adamw.example
 def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     draw = random_generator(device, 4 * rows * width)
-    made = [AdamRow(*(torch.rand(n, generator=draw, device=draw.device).to(device) for _ in range(4)), step,
-                    None if dtype == torch.float32 else torch.zeros(n, dtype=dtype, device=device))
-            for step, n in ((1, rows * width), (5, width))]
+    made = [
+        AdamRow(
+            *(
+                torch.rand(n, generator=draw, device=draw.device).to(device)
+                for _ in range(4)
+            ),
+            step,
+            None
+            if dtype == torch.float32
+            else torch.zeros(n, dtype=dtype, device=device),
+        )
+        for step, n in ((1, rows * width), (5, width))
+    ]
     return made[0].grad, made, AdamStep(0.1, (0.9, 0.95), 1e-8, 0.1, divisor=1.5)
 
 
 @torch.no_grad()
-def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], eps: float,
-                     weight_decay: float, grad_scale: float = 1.0) -> None:
+def reference_adamw_(
+    rows: Sequence[AdamRow],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+) -> None:
     """Update each row with gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2."""
     for r in rows:
         beta1, beta2 = betas
@@ -110,7 +147,9 @@ def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, 
         # In double: torch's root of a long fp32 tensor may be MKL's, which is not rounded to nearest.
         root = r.v.double().sqrt().float()
         denominator = root * fp32((1 - beta2**r.step) ** -0.5) + fp32(eps)
-        r.p.mul_(fp32(1 - lr * weight_decay)).sub_(r.m / denominator * fp32(lr / (1 - beta1**r.step)))
+        r.p.mul_(fp32(1 - lr * weight_decay)).sub_(
+            r.m / denominator * fp32(lr / (1 - beta1**r.step))
+        )
         if r.low is not None:
             r.low.copy_(r.p)
 
@@ -120,8 +159,14 @@ def fp32(x: float) -> float:
     return float(np.float32(x))
 
 
-def adam_variant_(p: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any], *, corrects: bool,
-                  decoupled: bool) -> None:
+def adam_variant_(
+    p: torch.Tensor,
+    state: dict[str, Any],
+    group: Mapping[str, Any],
+    *,
+    corrects: bool,
+    decoupled: bool,
+) -> None:
     """One update of p by p.grad. Kingma and Ba 2014 (arXiv:1412.6980), alg. 1, with two choices.
 
     state      {"step": number of this update, from 1, "exp_avg", "exp_avg_sq"} of p
@@ -131,7 +176,10 @@ def adam_variant_(p: torch.Tensor, state: dict[str, Any], group: Mapping[str, An
                (L2 regularization), and so divided by the root of the second moment
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    step, m, v, g = state["step"], state["exp_avg"], state["exp_avg_sq"], p.grad
+    step = state["step"]
+    m = state["exp_avg"]
+    v = state["exp_avg_sq"]
+    g = p.grad
     if decay and decoupled:
         p.mul_(1 - group["lr"] * decay)
     elif decay:
@@ -153,17 +201,38 @@ class FusedAdam(torch.optim.Adam):
     set_grad_none has no effect. Raises ConfigError for amsgrad without bias correction.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
-                 weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ):
         if amsgrad and not bias_correction:
-            raise ConfigError(f"{type(self).__name__}(amsgrad=True, bias_correction=False) is not supported: "
-                              "AMSGrad is torch's, which corrects its moments. Leave out one of the two.")
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+            raise ConfigError(
+                f"{type(self).__name__}(amsgrad=True, bias_correction=False) is not supported: "
+                "AMSGrad is torch's, which corrects its moments. Leave out one of the two."
+            )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=adam_w_mode,
+        )
         self.bias_correction = bias_correction
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(
+        self, closure: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor | None:
         """Update the parameters; returns the loss of `closure`."""
         if self.bias_correction:
             return super().step(closure)
@@ -175,19 +244,48 @@ class FusedAdam(torch.optim.Adam):
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p] = self.state[p] or {
-                        "step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                        "step": 0,
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
                     state["step"] = int(state["step"]) + 1
-                    adam_variant_(p, state, group, corrects=False, decoupled=group["decoupled_weight_decay"])
+                    adam_variant_(
+                        p,
+                        state,
+                        group,
+                        corrects=False,
+                        decoupled=group["decoupled_weight_decay"],
+                    )
         return loss
 
 
 class DeepSpeedCPUAdam(FusedAdam):
     """`FusedAdam` with DeepSpeed's CPU Adam's arguments. "offload_optimizer" places its state."""
 
-    def __init__(self, model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-                 amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True):
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ):
         if not fp32_optimizer_states:
-            raise ConfigError("DeepSpeedCPUAdam(fp32_optimizer_states=False) is not supported: states are "
-                              "fp32. Leave the argument out.")
-        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+            raise ConfigError(
+                "DeepSpeedCPUAdam(fp32_optimizer_states=False) is not supported: states are "
+                "fp32. Leave the argument out."
+            )
+        super().__init__(
+            model_params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            adamw_mode,
+            weight_decay,
+            amsgrad,
+        )

@@ -26,7 +26,9 @@ def alibi_slopes(heads: int, device: torch.device | None = None) -> torch.Tensor
     return (torch.cat((counted, between)) * (-8 / power)).exp2().float()
 
 
-def alibi_bias(slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def alibi_bias(
+    slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
     """What is added to the scores, [.., n, q, k] in the dtype of the slopes.
 
     slopes [n]; queries int64 [.., q] and keys int64 [.., k]: positions in the sequence
@@ -35,7 +37,12 @@ def alibi_bias(slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) 
     return distance.unsqueeze(-3) * -slopes[:, None, None]
 
 
-def add_alibi_(scores: torch.Tensor, slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> None:
+def add_alibi_(
+    scores: torch.Tensor,
+    slopes: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+) -> None:
     """Adds `alibi_bias` to the scores fp32 [h, r, q, k] of some heads, in place. slopes: fp32 [h, r]"""
     distance = (queries[:, None] - keys).abs().float()
     scores.addcmul_(slopes[:, :, None, None], distance, value=-1)
@@ -61,5 +68,5 @@ class Alibi:
 
     def _positions(self, part: range) -> torch.Tensor:
         if self.places is not None:
-            return self.places[..., part.start:part.stop]
+            return self.places[..., part.start : part.stop]
         return torch.arange(part.start, part.stop, device=self.slopes.device)

@@ -40,11 +40,19 @@ class AttentionPattern:
     @property
     def is_plain(self) -> bool:
         """Whether there is no window and no layout: the pattern is causal, or hides nothing."""
-        return self.layout is None and self.left is None and (self.causal or self.right is None)
+        return (
+            self.layout is None
+            and self.left is None
+            and (self.causal or self.right is None)
+        )
 
     def of_heads(self, heads: range) -> "AttentionPattern":
         """That of some of the heads of the layout; the same object for the same heads."""
-        return self if self.layout is None or self.layout.is_alike else _of_heads(self, heads)
+        return (
+            self
+            if self.layout is None or self.layout.is_alike
+            else _of_heads(self, heads)
+        )
 
     def pairs(self, s: int) -> float:
         """Pairs of a query and a key that it sees, among s positions; a causal pattern has half of them, as
@@ -60,8 +68,16 @@ class AttentionPattern:
 
         Both are contiguous positions; `queries` has at least one.
         """
-        first = keys.start if self.left is None else max(keys.start, queries.start - self.left)
-        stop = keys.stop if self.after is None else min(keys.stop, queries.stop + self.after)
+        first = (
+            keys.start
+            if self.left is None
+            else max(keys.start, queries.start - self.left)
+        )
+        stop = (
+            keys.stop
+            if self.after is None
+            else min(keys.stop, queries.stop + self.after)
+        )
         return range(first, max(first, stop))
 
     def sees_all(self, queries: range, keys: range) -> bool:
@@ -69,7 +85,9 @@ class AttentionPattern:
         if self.layout is not None and not self.layout.sees_all(queries, keys):
             return False
         is_before = self.left is None or keys.start >= queries.stop - 1 - self.left
-        return is_before and (self.after is None or keys.stop - 1 <= queries.start + self.after)
+        return is_before and (
+            self.after is None or keys.stop - 1 <= queries.start + self.after
+        )
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
         """bool [..., q, k], True where a query does not see a key; None if nothing is hidden. Without layout.
@@ -101,4 +119,5 @@ def _of_heads(pattern: AttentionPattern, heads: range) -> AttentionPattern:
     return replace(pattern, layout=pattern.layout.of_heads(heads))
 
 
-CAUSAL, FULL = AttentionPattern(), AttentionPattern(causal=False)
+CAUSAL = AttentionPattern()
+FULL = AttentionPattern(causal=False)

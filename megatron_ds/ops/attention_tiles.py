@@ -23,9 +23,11 @@ import torch
 from .alibi import Alibi
 from .attention_pattern import AttentionPattern
 
-ROWS, COLUMNS = 512, 1024           # of a tile whose elements may be hidden
-ROWS_OF_LAYOUT = 128                # of a tile of a block layout
-GAP = 64                            # keys between two of its tiles, of which no query sees any
+# of a tile whose elements may be hidden
+ROWS = 512
+COLUMNS = 1024
+ROWS_OF_LAYOUT = 128  # of a tile of a block layout
+GAP = 64  # keys between two of its tiles, of which no query sees any
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,24 @@ class Seen:
         for first_row, rows in queries:
             for first_column, columns in keys:
                 for part, seen, is_whole in parts(rows, columns):
-                    yield Tile(_slice(part, rows, first_row), _slice(seen, columns, first_column), part, seen,
-                               is_whole)
+                    yield Tile(
+                        _slice(part, rows, first_row),
+                        _slice(seen, columns, first_column),
+                        part,
+                        seen,
+                        is_whole,
+                    )
 
-    def hidden(self, tile: Tile, device: torch.device | str = "cpu") -> torch.Tensor | None:
+    def hidden(
+        self, tile: Tile, device: torch.device | str = "cpu"
+    ) -> torch.Tensor | None:
         """bool [b or 1, n or 1, rows, columns], True where a query does not see a key; None: nowhere."""
         if tile.is_whole:
             return None
-        q, k = (torch.arange(r.start, r.stop, device=device) for r in (tile.queries, tile.keys))
+        q, k = (
+            torch.arange(r.start, r.stop, device=device)
+            for r in (tile.queries, tile.keys)
+        )
         hidden = self.pattern.mask(q, k)
         masks = [] if hidden is None else [hidden]
         rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
@@ -105,12 +117,18 @@ class Seen:
             ids = self.documents.ids
             masks.append((ids[:, rows, None] != ids[:, None, columns])[:, None])
         if self.mask is not None:
-            masks.append(self.mask[:, :, rows if self.mask.shape[2] > 1 else slice(None), columns])
+            masks.append(
+                self.mask[
+                    :, :, rows if self.mask.shape[2] > 1 else slice(None), columns
+                ]
+            )
         for other in masks[1:]:
             masks[0] = masks[0] | other
         return masks[0] if masks else None
 
-    def _parts(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+    def _parts(
+        self, queries: range, keys: range
+    ) -> Iterator[tuple[range, range, bool]]:
         """(queries, keys, whether no mask is needed) of the tiles of two runs."""
         if self.pattern.layout is not None:
             yield from self._parts_of_layout(queries, keys)
@@ -123,7 +141,9 @@ class Seen:
                     yield rows, columns, False
                 else:
                     for piece in _pieces(rows, ROWS):
-                        for part, is_whole in self._columns(piece, self._seen_by(piece, columns)):
+                        for part, is_whole in self._columns(
+                            piece, self._seen_by(piece, columns)
+                        ):
                             yield piece, part, is_whole
 
     def _sections(self, queries: range) -> Iterator[range]:
@@ -132,7 +152,13 @@ class Seen:
         does."""
         starts = {queries.start, queries.stop}
         for sample in self._boundaries or () if self.is_bare else ():
-            starts.update(sample[bisect_right(sample, queries.start):bisect_left(sample, queries.stop)])
+            starts.update(
+                sample[
+                    bisect_right(sample, queries.start) : bisect_left(
+                        sample, queries.stop
+                    )
+                ]
+            )
         first = queries.start
         for start, stop in pairwise(sorted(starts)):
             if stop - start >= ROWS:
@@ -143,12 +169,17 @@ class Seen:
         if first < queries.stop:
             yield range(first, queries.stop)
 
-    def _whole_runs(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
-        seen, layout = self._seen_by(queries, keys), self.pattern.layout
+    def _whole_runs(
+        self, queries: range, keys: range
+    ) -> Iterator[tuple[range, range, bool]]:
+        seen = self._seen_by(queries, keys)
+        layout = self.pattern.layout
         if len(seen) and (layout is None or any(layout.runs(queries, seen, GAP))):
             yield queries, keys, False
 
-    def _parts_of_layout(self, queries: range, keys: range) -> Iterator[tuple[range, range, bool]]:
+    def _parts_of_layout(
+        self, queries: range, keys: range
+    ) -> Iterator[tuple[range, range, bool]]:
         for rows in _pieces(queries, ROWS_OF_LAYOUT):
             for run in self.pattern.layout.runs(rows, self._seen_by(rows, keys), GAP):
                 for columns in _pieces(run, COLUMNS):
@@ -174,24 +205,33 @@ class Seen:
             return seen
         runs = []
         for sample in self._boundaries:
-            before, after = bisect_right(sample, queries.start), bisect_left(sample, queries.stop)
+            before = bisect_right(sample, queries.start)
+            after = bisect_left(sample, queries.stop)
             first = max(seen.start, sample[before - 1] if before > 0 else 0)
             last = min(seen.stop, sample[after] if after < len(sample) else seen.stop)
             if first < last:
                 runs.append((first, last))
-        return range(min(run[0] for run in runs), max(run[1] for run in runs)) if runs else range(0)
+        return (
+            range(min(run[0] for run in runs), max(run[1] for run in runs))
+            if runs
+            else range(0)
+        )
 
     def _sees_all(self, queries: range, keys: range) -> bool:
         if self.mask is not None or not self.pattern.sees_all(queries, keys):
             return False
-        return self._is_one_document(min(queries.start, keys.start), max(queries.stop, keys.stop) - 1)
+        return self._is_one_document(
+            min(queries.start, keys.start), max(queries.stop, keys.stop) - 1
+        )
 
     def _is_one_document(self, first: int, last: int) -> bool:
         """Whether all positions from `first` to `last` are known to be of one document in each sample."""
         if self.documents is None:
             return True
         return self._boundaries is not None and all(
-            bisect_right(sample, first) == bisect_right(sample, last) for sample in self._boundaries)
+            bisect_right(sample, first) == bisect_right(sample, last)
+            for sample in self._boundaries
+        )
 
     @property
     def _boundaries(self) -> tuple[tuple[int, ...], ...] | None:
@@ -214,8 +254,14 @@ class Seen:
     def is_triangle(self, queries: range, keys: range) -> bool:
         """Whether these are the same positions and nothing but later keys is hidden, so that a kernel with a
         causal mask of its own computes the tile."""
-        return (queries == keys and self.is_bare and self.pattern.causal and self.pattern.is_plain
-                and self.mask is None and self._is_one_document(queries.start, queries.stop - 1))
+        return (
+            queries == keys
+            and self.is_bare
+            and self.pattern.causal
+            and self.pattern.is_plain
+            and self.mask is None
+            and self._is_one_document(queries.start, queries.stop - 1)
+        )
 
 
 def _halves(run: range, at: int) -> Iterator[range]:

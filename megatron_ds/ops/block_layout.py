@@ -45,7 +45,11 @@ class BlockLayout:
 
     def of_heads(self, heads: range) -> "BlockLayout":
         """That of some of the heads."""
-        return self if self.is_alike else BlockLayout.of(self.block, self.seen[heads.start:heads.stop])
+        return (
+            self
+            if self.is_alike
+            else BlockLayout.of(self.block, self.seen[heads.start : heads.stop])
+        )
 
     @cached_property
     def groups(self) -> list[tuple[list[int], "BlockLayout"]]:
@@ -53,7 +57,10 @@ class BlockLayout:
         same: dict[bytes, list[int]] = {}
         for head, seen in enumerate(self.seen):
             same.setdefault(seen.tobytes(), []).append(head)
-        return [(heads, BlockLayout(self.block, self.seen[heads[:1]])) for heads in same.values()]
+        return [
+            (heads, BlockLayout(self.block, self.seen[heads[:1]]))
+            for heads in same.values()
+        ]
 
     def up_to(self, positions: int) -> np.ndarray:
         """bool [n, blocks, blocks] of a shorter sequence. Raises LayoutError if it is longer."""
@@ -71,20 +78,29 @@ class BlockLayout:
         if not len(keys):
             return
         rows, columns = (self._blocks(positions) for positions in (queries, keys))
-        numbers = columns.start + np.flatnonzero(self.seen[:, rows, columns].any(axis=(0, 1)))
+        numbers = columns.start + np.flatnonzero(
+            self.seen[:, rows, columns].any(axis=(0, 1))
+        )
         cuts = np.flatnonzero(np.diff(numbers) > max(1, gap // self.block)) + 1
         for run in np.split(numbers, cuts) if len(numbers) else ():
-            yield range(max(keys.start, int(run[0]) * self.block),
-                        min(keys.stop, (int(run[-1]) + 1) * self.block))
+            yield range(
+                max(keys.start, int(run[0]) * self.block),
+                min(keys.stop, (int(run[-1]) + 1) * self.block),
+            )
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """bool [.., n, q, k], True where a query does not see a key.
 
         queries: int64 [.., q], keys: int64 [.., k], any positions
         """
-        rows, columns = (t.div(self.block, rounding_mode="floor") for t in (queries, keys))
-        hidden = self._hidden_on(queries.device) if has_memory(queries) else torch.tensor(
-            ~self.seen, device=queries.device)
+        rows, columns = (
+            t.div(self.block, rounding_mode="floor") for t in (queries, keys)
+        )
+        hidden = (
+            self._hidden_on(queries.device)
+            if has_memory(queries)
+            else torch.tensor(~self.seen, device=queries.device)
+        )
         if queries.dim() == 1:
             return hidden[:, rows][:, :, columns]
         return hidden[:, rows[..., :, None], columns[..., None, :]].transpose(0, 1)
@@ -94,15 +110,19 @@ class BlockLayout:
         pattern half."""
         seen = self.up_to(positions)
         if is_causal:
-            earlier = np.tril(seen, -1).sum() + np.trace(seen, axis1=1, axis2=2).sum() / 2
+            earlier = (
+                np.tril(seen, -1).sum() + np.trace(seen, axis1=1, axis2=2).sum() / 2
+            )
             return float(earlier) * self.block**2 / len(seen)
         return float(seen.sum()) * self.block**2 / len(seen)
 
     def _blocks(self, positions: range) -> slice:
         """Numbers of their blocks. Raises LayoutError for positions that the layout does not have."""
         if positions.stop > self.positions:
-            raise LayoutError(f"a sequence of {positions.stop} tokens does not fit a sparse layout of "
-                              f"{self.positions}. Use a larger --max-position-embeddings.")
+            raise LayoutError(
+                f"a sequence of {positions.stop} tokens does not fit a sparse layout of "
+                f"{self.positions}. Use a larger --max-position-embeddings."
+            )
         return slice(positions.start // self.block, -(-positions.stop // self.block))
 
     def _hidden_on(self, device: torch.device) -> torch.Tensor:

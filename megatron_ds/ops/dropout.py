@@ -21,7 +21,13 @@ from typing import Any
 import torch
 
 from .gpu import dropout_kernels
-from .keep_tables import draw_keep_masks_, keep_masks, keep_scale, seeds_on, threshold_of
+from .keep_tables import (
+    draw_keep_masks_,
+    keep_masks,
+    keep_scale,
+    seeds_on,
+    threshold_of,
+)
 from .kernel_table import FLOATS, GPU, Operation, random_tensors
 from .keyed_random import Key, seed_of
 
@@ -48,10 +54,22 @@ class KeepMask:
     @property
     def mask(self) -> torch.Tensor:
         """bool [b, n, sq, sk], contiguous, drawn anew by each call."""
-        queries, columns = (len(self.rows), self.cols) if self.picked is None else 2 * self.picked.shape[1:]
-        out = torch.empty(len(self.keys), len(self.heads), queries, columns, dtype=torch.bool,
-                          device=self.device)
-        fill_attention_mask_(out, self.p, self.of_heads, self.rows, self.cols, self.picked)
+        queries, columns = (
+            (len(self.rows), self.cols)
+            if self.picked is None
+            else 2 * self.picked.shape[1:]
+        )
+        out = torch.empty(
+            len(self.keys),
+            len(self.heads),
+            queries,
+            columns,
+            dtype=torch.bool,
+            device=self.device,
+        )
+        fill_attention_mask_(
+            out, self.p, self.of_heads, self.rows, self.cols, self.picked
+        )
         return out
 
     @property
@@ -61,8 +79,15 @@ class KeepMask:
 
 
 @Operation
-def dropout(x: torch.Tensor, p: float, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
-            picked: torch.Tensor | None = None) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor,
+    p: float,
+    seed: int,
+    site: str,
+    sample_ids: tuple[int, ...],
+    rows: range,
+    picked: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Zero elements of x [s, b, h] with probability `p` and scale the others so that the mean stays.
 
     rows        the s positions that x holds of each sequence
@@ -74,52 +99,92 @@ def dropout(x: torch.Tensor, p: float, seed: int, site: str, sample_ids: tuple[i
     """
     if p == 0.0:
         return x
-    return apply_mask(x, _hidden_mask(x, p, sample_keys(seed, site, sample_ids), rows, picked), p)
+    return apply_mask(
+        x, _hidden_mask(x, p, sample_keys(seed, site, sample_ids), rows, picked), p
+    )
 
 
 @Operation
-def dropout_add(x: torch.Tensor, residual: torch.Tensor, p: float, seed: int, site: str,
-                sample_ids: tuple[int, ...], rows: range, picked: torch.Tensor | None = None) -> torch.Tensor:
+def dropout_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    p: float,
+    seed: int,
+    site: str,
+    sample_ids: tuple[int, ...],
+    rows: range,
+    picked: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`residual` + dropout(x), both [s, b, h] of one dtype; see `dropout`."""
     if p == 0.0:
         return residual + x
-    return apply_mask(x, _hidden_mask(x, p, sample_keys(seed, site, sample_ids), rows, picked), p, residual)
+    return apply_mask(
+        x,
+        _hidden_mask(x, p, sample_keys(seed, site, sample_ids), rows, picked),
+        p,
+        residual,
+    )
 
 
 @dropout.example
-def _dropout_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _dropout_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     (x,) = random_tensors(dtype, device, (rows, 2, width))
     return x, 0.3, 1, "here", (4, 7), range(3, 3 + rows)
 
 
 @dropout_add.example
-def _dropout_add_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _dropout_add_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     x, residual = random_tensors(dtype, device, (rows, 2, width), (rows, 2, width))
     return x, residual, 0.3, 1, "here", (4, 7), range(3, 3 + rows)
 
 
 @dropout.implementation("cuda", devices=GPU, dtypes=FLOATS)
-def _dropout_on_gpu(x: torch.Tensor, p: float, *table: Any, **named: Any) -> torch.Tensor:
+def _dropout_on_gpu(
+    x: torch.Tensor, p: float, *table: Any, **named: Any
+) -> torch.Tensor:
     return _with_kernel(x, None, p, *table, **named) if p else x
 
 
 @dropout_add.implementation("cuda", devices=GPU, dtypes=FLOATS)
-def _dropout_add_on_gpu(x: torch.Tensor, residual: torch.Tensor, p: float, *table: Any,
-                        **named: Any) -> torch.Tensor:
+def _dropout_add_on_gpu(
+    x: torch.Tensor, residual: torch.Tensor, p: float, *table: Any, **named: Any
+) -> torch.Tensor:
     return _with_kernel(x, residual, p, *table, **named) if p else residual + x
 
 
-def _with_kernel(x: torch.Tensor, residual: torch.Tensor | None, p: float, seed: int, site: str,
-                 sample_ids: tuple[int, ...], rows: range,
-                 picked: torch.Tensor | None = None) -> torch.Tensor:
+def _with_kernel(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    p: float,
+    seed: int,
+    site: str,
+    sample_ids: tuple[int, ...],
+    rows: range,
+    picked: torch.Tensor | None = None,
+) -> torch.Tensor:
     _check_held(x, sample_ids, rows, picked)
     seeds = [seed_of(*key) for key in sample_keys(seed, site, sample_ids)]
-    return dropout_kernels.dropout(x, residual, seeds=seeds, threshold=threshold_of(p), first_row=rows.start,
-                                   picked=picked)
+    return dropout_kernels.dropout(
+        x,
+        residual,
+        seeds=seeds,
+        threshold=threshold_of(p),
+        first_row=rows.start,
+        picked=picked,
+    )
 
 
-def _hidden_mask(x: torch.Tensor, p: float, keys: Sequence[Key], rows: range,
-                 picked: torch.Tensor | None) -> torch.Tensor:
+def _hidden_mask(
+    x: torch.Tensor,
+    p: float,
+    keys: Sequence[Key],
+    rows: range,
+    picked: torch.Tensor | None,
+) -> torch.Tensor:
     """bool [s, b, h], contiguous."""
     _check_held(x, keys, rows, picked)
     s, b, h = x.shape
@@ -127,14 +192,21 @@ def _hidden_mask(x: torch.Tensor, p: float, keys: Sequence[Key], rows: range,
         mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
         draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
         return mask
-    whole = keep_masks(p, keys, rows, h, device=x.device)                                # [b, rows, h]
-    return whole.gather(1, picked[:, :, None].expand(-1, -1, h)).transpose(0, 1).contiguous()
+    whole = keep_masks(p, keys, rows, h, device=x.device)  # [b, rows, h]
+    return (
+        whole.gather(1, picked[:, :, None].expand(-1, -1, h))
+        .transpose(0, 1)
+        .contiguous()
+    )
 
 
-def _check_held(x: torch.Tensor, samples: Sequence, rows: range, picked: torch.Tensor | None) -> None:
+def _check_held(
+    x: torch.Tensor, samples: Sequence, rows: range, picked: torch.Tensor | None
+) -> None:
     held = len(rows) if picked is None else picked.shape[1]
     assert (held, len(samples)) == x.shape[:2], (
-        f"x is {list(x.shape)}, got {len(samples)} samples, {held} rows")
+        f"x is {list(x.shape)}, got {len(samples)} samples, {held} rows"
+    )
 
 
 def sample_keys(seed: int, site: str, sample_ids: Sequence[int]) -> list[Key]:
@@ -143,42 +215,76 @@ def sample_keys(seed: int, site: str, sample_ids: Sequence[int]) -> list[Key]:
 
 
 @Operation
-def fill_attention_mask_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range, cols: int,
-                         picked: torch.Tensor | None = None) -> None:
+def fill_attention_mask_(
+    out: torch.Tensor,
+    p: float,
+    keys: Sequence[Key],
+    rows: range,
+    cols: int,
+    picked: torch.Tensor | None = None,
+) -> None:
     """Fill `out`, bool [b, n, sq, sk], with the tables of b n keys; see `KeepMask`."""
     if picked is None:
         return draw_keep_masks_(out.view(len(keys), len(rows), cols), p, keys, rows)
     heads = out.shape[1]
     masks = keep_masks(p, keys, rows, cols, device=out.device).unflatten(0, (-1, heads))
     masks = masks.gather(2, picked[:, None, :, None].expand(-1, heads, -1, cols))
-    torch.gather(masks, 3, picked[:, None, None, :].expand(-1, heads, picked.shape[1], -1), out=out)
+    torch.gather(
+        masks,
+        3,
+        picked[:, None, None, :].expand(-1, heads, picked.shape[1], -1),
+        out=out,
+    )
 
 
-fill_attention_mask_.benchmark_sizes = ((4096, 4096),)              # queries, keys
+fill_attention_mask_.benchmark_sizes = ((4096, 4096),)  # queries, keys
 
 
 @fill_attention_mask_.example
-def _attention_mask_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    keep = KeepMask(0.3, sample_keys(1, "here", (4, 7)), range(2, 5), range(6, 6 + rows), width)
+def _attention_mask_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
+    keep = KeepMask(
+        0.3, sample_keys(1, "here", (4, 7)), range(2, 5), range(6, 6 + rows), width
+    )
     out = torch.zeros(2, 3, rows, width, dtype=torch.bool, device=device)
     return out, keep.p, keep.of_heads, keep.rows, keep.cols
 
 
-def _takes_mask(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range, cols: int,
-                picked: torch.Tensor | None = None) -> str:
+def _takes_mask(
+    out: torch.Tensor,
+    p: float,
+    keys: Sequence[Key],
+    rows: range,
+    cols: int,
+    picked: torch.Tensor | None = None,
+) -> str:
     return dropout_kernels.masks_fit(out, cols, picked)
 
 
 @fill_attention_mask_.implementation("cuda", devices=GPU, fits=_takes_mask)
-def _attention_mask_on_gpu(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range, cols: int,
-                           picked: torch.Tensor | None = None) -> None:
+def _attention_mask_on_gpu(
+    out: torch.Tensor,
+    p: float,
+    keys: Sequence[Key],
+    rows: range,
+    cols: int,
+    picked: torch.Tensor | None = None,
+) -> None:
     seeds = seeds_on(out.device, keys).view(out.shape[:2])
-    dropout_kernels.fill_keep_masks_(out, seeds, threshold=threshold_of(p), first_row=rows.start, cols=cols,
-                                     picked=picked)
+    dropout_kernels.fill_keep_masks_(
+        out,
+        seeds,
+        threshold=threshold_of(p),
+        first_row=rows.start,
+        cols=cols,
+        picked=picked,
+    )
 
 
-def apply_mask(x: torch.Tensor, mask: torch.Tensor, p: float,
-               residual: torch.Tensor | None = None) -> torch.Tensor:
+def apply_mask(
+    x: torch.Tensor, mask: torch.Tensor, p: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """x where `mask`, scaled by `keep_scale(p)`; else 0; plus `residual`. Keeps one byte an element for
     backward."""
     return _Masked.apply(x, mask.view(torch.uint8), keep_scale(p), residual)
@@ -197,4 +303,9 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (mask,) = ctx.saved_tensors
-        return grad.mul(mask).mul_(ctx.scale), None, None, grad if ctx.needs_input_grad[3] else None
+        return (
+            grad.mul(mask).mul_(ctx.scale),
+            None,
+            None,
+            grad if ctx.needs_input_grad[3] else None,
+        )

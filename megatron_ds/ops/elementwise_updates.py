@@ -15,7 +15,7 @@ from .adam import fp32
 from .cpu import compiled_adam
 from .kernel_table import CPU, Operation, random_generator
 
-AT_A_TIME = 1 << 26         # elements whose temporaries exist at once, about
+AT_A_TIME = 1 << 26  # elements whose temporaries exist at once, about
 
 
 class UpdateRow(NamedTuple):
@@ -75,15 +75,29 @@ def lion(grad: torch.Tensor, rows: Sequence[UpdateRow], how: LionStep) -> None:
         _write_low(part)
 
 
-@lion.implementation("c++", devices=CPU,
-                     available=lambda: "" if compiled_adam.extension() else "not compiled")
-def _compiled_lion(grad: torch.Tensor, rows: Sequence[UpdateRow], how: LionStep) -> None:
-    _compiled("lion", rows, how.divisor, lr=how.lr, beta1=how.betas[0], beta2=how.betas[1],
-              weight_decay=how.weight_decay)
+@lion.implementation(
+    "c++",
+    devices=CPU,
+    available=lambda: "" if compiled_adam.extension() else "not compiled",
+)
+def _compiled_lion(
+    grad: torch.Tensor, rows: Sequence[UpdateRow], how: LionStep
+) -> None:
+    _compiled(
+        "lion",
+        rows,
+        how.divisor,
+        lr=how.lr,
+        beta1=how.betas[0],
+        beta2=how.betas[1],
+        weight_decay=how.weight_decay,
+    )
 
 
 @lion.example
-def _lion_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _lion_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     made = _example_rows(rows, width, dtype, device)
     return made[0].grad, made, LionStep(0.1, (0.9, 0.99), 0.1, divisor=1.5)
 
@@ -108,20 +122,36 @@ def adagrad(grad: torch.Tensor, rows: Sequence[UpdateRow], how: AdagradStep) -> 
         _write_low(part)
 
 
-@adagrad.implementation("c++", devices=CPU,
-                        available=lambda: "" if compiled_adam.extension() else "not compiled")
-def _compiled_adagrad(grad: torch.Tensor, rows: Sequence[UpdateRow], how: AdagradStep) -> None:
-    _compiled("adagrad", rows, how.divisor, lr=how.lr, eps=how.eps, weight_decay=how.weight_decay)
+@adagrad.implementation(
+    "c++",
+    devices=CPU,
+    available=lambda: "" if compiled_adam.extension() else "not compiled",
+)
+def _compiled_adagrad(
+    grad: torch.Tensor, rows: Sequence[UpdateRow], how: AdagradStep
+) -> None:
+    _compiled(
+        "adagrad",
+        rows,
+        how.divisor,
+        lr=how.lr,
+        eps=how.eps,
+        weight_decay=how.weight_decay,
+    )
 
 
 @adagrad.example
-def _adagrad_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _adagrad_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     made = _example_rows(rows, width, dtype, device)
     return made[0].grad, made, AdagradStep(0.1, 1e-10, 0.1, divisor=1.5)
 
 
 # Both ------------------------------------------------------------------------------------------------------
-Part = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[UpdateRow]]
+Part = tuple[
+    list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[UpdateRow]
+]
 
 
 def _parts(rows: Sequence[UpdateRow], divisor: float) -> Iterator[Part]:
@@ -130,7 +160,9 @@ def _parts(rows: Sequence[UpdateRow], divisor: float) -> Iterator[Part]:
     for i, row in enumerate(rows):
         part.append(row)
         if i + 1 == len(rows) or sum(r.p.numel() for r in part) >= AT_A_TIME:
-            grads = torch._foreach_mul([r.grad.to(r.p.dtype) for r in part], _inverse(divisor))
+            grads = torch._foreach_mul(
+                [r.grad.to(r.p.dtype) for r in part], _inverse(divisor)
+            )
             yield [r.p for r in part], list(grads), [r.state for r in part], part
             part = []
 
@@ -151,17 +183,35 @@ def _write_low(rows: Sequence[UpdateRow]) -> None:
         torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
-def _compiled(rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: float) -> None:
+def _compiled(
+    rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: float
+) -> None:
     update: Callable = compiled_adam.with_one_state_
     wide = [r for r in rows if r.grad.dtype == torch.float32]
     update(rule, wide, grad_scale=_inverse(divisor), **numbers)
-    for r in rows:                                                              # one copy at a time
+    for r in rows:  # one copy at a time
         if r.grad.dtype != torch.float32:
-            update(rule, [r._replace(grad=r.grad.float())], grad_scale=_inverse(divisor), **numbers)
+            update(
+                rule,
+                [r._replace(grad=r.grad.float())],
+                grad_scale=_inverse(divisor),
+                **numbers,
+            )
 
 
-def _example_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[UpdateRow]:
+def _example_rows(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> list[UpdateRow]:
     draw = random_generator(device, 3 * rows * width)
-    return [UpdateRow(*(torch.rand(n, generator=draw, device=draw.device).to(device) for _ in range(3)),
-                      None if dtype == torch.float32 else torch.zeros(n, dtype=dtype, device=device))
-            for n in (rows * width, width)]
+    return [
+        UpdateRow(
+            *(
+                torch.rand(n, generator=draw, device=draw.device).to(device)
+                for _ in range(3)
+            ),
+            None
+            if dtype == torch.float32
+            else torch.zeros(n, dtype=dtype, device=device),
+        )
+        for n in (rows * width, width)
+    ]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from .product import add_product_, affine, has_memory, product_into
 
-ALIGNMENT = 16         # bytes, of a row
+ALIGNMENT = 16  # bytes, of a row
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -48,19 +48,29 @@ class Runs:
             run = self.counts.index(longest)
             start = sum(self.counts[:run])
             if longest:
-                yield (*(t[start:start + longest] for t in rows), *(t[run] for t in matrices))
+                yield (
+                    *(t[start : start + longest] for t in rows),
+                    *(t[run] for t in matrices),
+                )
             return
-        pieces = zip(*(t.split(list(self.counts)) for t in rows), *(t.unbind() for t in matrices))
+        pieces = zip(
+            *(t.split(list(self.counts)) for t in rows), *(t.unbind() for t in matrices)
+        )
         yield from (part for part, count in zip(pieces, self.counts) if count)
 
 
-def grouped_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                   runs: Runs) -> torch.Tensor:
+def grouped_affine(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, runs: Runs
+) -> torch.Tensor:
     """x [n, in], weight [runs, out, in], bias [runs, out] or None → [n, out]. Without autograd."""
     if _has_kernel(x, weight):
         y = F.grouped_mm(x, weight.transpose(1, 2), offs=runs.ends)
         # Without the number of rows the host would wait for the device to add them up.
-        return y if bias is None else y.add_(bias.repeat_interleave(runs.on_device, 0, output_size=len(y)))
+        return (
+            y
+            if bias is None
+            else y.add_(bias.repeat_interleave(runs.on_device, 0, output_size=len(y)))
+        )
     y = x.new_empty(x.shape[0], weight.shape[1])
     if bias is None:
         for out, part, w in runs.parts((y, x), (weight,)):
@@ -81,8 +91,13 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.
     return y
 
 
-def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs,
-                          overwrites: bool = False) -> None:
+def add_grouped_gradient_(
+    out: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    runs: Runs,
+    overwrites: bool = False,
+) -> None:
     """Add dyᵀ x of each run to out [runs, dy's columns, x's columns]; dy and x [n, ..].
 
     overwrites: replace what `out` contains, by 0 for an empty run
@@ -97,7 +112,9 @@ def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, 
         add_product_(w, part.t(), into, overwrites)
 
 
-def new_grouped_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+def new_grouped_gradient(
+    weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs
+) -> torch.Tensor:
     """dyᵀ x of each run, a new tensor like `weight` [runs, dy's columns, x's columns]; 0 for an empty run."""
     if _has_kernel(x, weight):
         return F.grouped_mm(dy.t(), x, offs=runs.ends)
@@ -124,4 +141,10 @@ def sums_of_runs(x: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
-    return x.is_cuda and x.dtype is torch.bfloat16 and aligned and has_memory(x) and x.shape[0] > 0
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and aligned
+        and has_memory(x)
+        and x.shape[0] > 0
+    )

@@ -22,16 +22,26 @@ from .kernel_table import CPU, Operation
 from .keyed_random import Key, seed_of, shift_right
 from .product import has_memory
 
-LEVELS = 1 << 16             # values of a random number; so drop probabilities are multiples of 1 / LEVELS
-NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
+LEVELS = (
+    1 << 16
+)  # values of a random number; so drop probabilities are multiples of 1 / LEVELS
+NUMBERS_PER_COUNTER = 16  # 4 words of 64 bits
 ROUNDS = 10
-MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)       # Salmon et al. 2011, table 2
-KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)         # of the key from round to round
-COUNTERS_AT_ONCE = 1 << 22   # limits working memory on a device: a few int64 tensors of this size
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)  # Salmon et al. 2011, table 2
+KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)  # of the key from round to round
+COUNTERS_AT_ONCE = (
+    1 << 22
+)  # limits working memory on a device: a few int64 tensors of this size
 
 
-def keep_masks(p: float, keys: Sequence[Key], rows: range, cols: int, *,
-               device: torch.device | str = "cpu") -> torch.Tensor:
+def keep_masks(
+    p: float,
+    keys: Sequence[Key],
+    rows: range,
+    cols: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
     """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table, of full width."""
     masks = torch.empty(len(keys), len(rows), cols, dtype=torch.bool, device=device)
     draw_keep_masks_(masks, p, keys, rows)
@@ -39,7 +49,9 @@ def keep_masks(p: float, keys: Sequence[Key], rows: range, cols: int, *,
 
 
 @Operation
-def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range) -> None:
+def draw_keep_masks_(
+    out: torch.Tensor, p: float, keys: Sequence[Key], rows: range
+) -> None:
     """Fill `out`, bool [len(keys), len(rows), cols] of any strides, with these rows of each key's table.
 
     A tensor without memory stays as it is.
@@ -47,19 +59,27 @@ def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: ran
     if torch.compiler.is_compiling():
         (_, site, *_), *_ = keys
         numbers = [part for key in keys for part in key if part != site]
-        out.copy_(_opaque_keep_masks(numbers, site, p, rows.start, rows.stop, out.shape, out.device))
+        out.copy_(
+            _opaque_keep_masks(
+                numbers, site, p, rows.start, rows.stop, out.shape, out.device
+            )
+        )
     elif has_memory(out) and out.numel():
         draw_on_device_(out, threshold_of(p), keys, rows)
 
 
 @draw_keep_masks_.example
-def _masks_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _masks_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     out = torch.zeros(2, rows, width, dtype=torch.bool, device=device)
     return out, 0.3, [(1, "here", 4), (1, "here", 7)], range(6, 6 + rows)
 
 
 @draw_keep_masks_.implementation("numpy", devices=CPU)
-def _draw_on_cpu_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range) -> None:
+def _draw_on_cpu_(
+    out: torch.Tensor, p: float, keys: Sequence[Key], rows: range
+) -> None:
     if not has_memory(out) or not out.numel():
         return
     threshold = threshold_of(p)
@@ -72,16 +92,33 @@ def _draw_on_cpu_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range)
 
 # One operation for torch.compile, which can trace neither the hash of a key nor NumPy's generator.
 @torch.library.custom_op("megatron_ds::keep_masks", mutates_args=())
-def _opaque_keep_masks(numbers: Sequence[int], site: str, p: float, start: int, stop: int,
-                       shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def _opaque_keep_masks(
+    numbers: Sequence[int],
+    site: str,
+    p: float,
+    start: int,
+    stop: int,
+    shape: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor:
     """`keep_masks` of this shape; numbers: of all keys, one after another, without the site."""
-    keys = [(first, site, *others) for first, *others in zip(*[iter(numbers)] * (len(numbers) // shape[0]))]
+    keys = [
+        (first, site, *others)
+        for first, *others in zip(*[iter(numbers)] * (len(numbers) // shape[0]))
+    ]
     return keep_masks(p, keys, range(start, stop), shape[2], device=device)
 
 
 @_opaque_keep_masks.register_fake
-def _opaque_without_memory(numbers: Sequence[int], site: str, p: float, start: int, stop: int,
-                           shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def _opaque_without_memory(
+    numbers: Sequence[int],
+    site: str,
+    p: float,
+    start: int,
+    stop: int,
+    shape: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bool, device=device)
 
 
@@ -103,17 +140,25 @@ def _counters_per_row(cols: int) -> int:
 def _draw_with_numpy(out: np.ndarray, threshold: int, seed: int, rows: range) -> None:
     cols = out.shape[1]
     per_row = _counters_per_row(cols)
-    words = np.random.Philox(key=seed, counter=rows.start * per_row).random_raw(len(rows) * per_row * 4)
-    numbers = words.view(np.uint16).reshape(len(rows), per_row * NUMBERS_PER_COUNTER)[:, :cols]
+    words = np.random.Philox(key=seed, counter=rows.start * per_row).random_raw(
+        len(rows) * per_row * 4
+    )
+    numbers = words.view(np.uint16).reshape(len(rows), per_row * NUMBERS_PER_COUNTER)[
+        :, :cols
+    ]
     np.less(numbers, np.uint16(threshold), out=out)
 
 
 def seeds_on(device: torch.device, keys: Sequence[Key]) -> torch.Tensor:
     """int64 [len(keys)]: their seeds, copied without waiting for the device."""
-    return on_device(torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64), device)
+    return on_device(
+        torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64), device
+    )
 
 
-def draw_on_device_(out: torch.Tensor, threshold: int, keys: Sequence[Key], rows: range) -> None:
+def draw_on_device_(
+    out: torch.Tensor, threshold: int, keys: Sequence[Key], rows: range
+) -> None:
     """`draw_keep_masks_` by elementwise operations of out's device, over all tables at once.
 
     Rows are drawn in blocks that bound the working memory. Nothing waits for the device.
@@ -127,12 +172,16 @@ def draw_on_device_(out: torch.Tensor, threshold: int, keys: Sequence[Key], rows
     rows_at_once = max(1, COUNTERS_AT_ONCE // (len(keys) * per_row))
     for start in range(0, len(rows), rows_at_once):
         count = min(rows_at_once, len(rows) - start)
-        first = 1 + (rows.start + start) * per_row           # NumPy advances the counter before it draws
+        first = (
+            1 + (rows.start + start) * per_row
+        )  # NumPy advances the counter before it draws
         counters = torch.arange(first, first + count * per_row, device=out.device)
-        words = philox(counters, seeds)                                               # [k, counters, 4]
-        numbers = words.view(torch.int16).view(len(keys), count, per_row * NUMBERS_PER_COUNTER)[:, :, :cols]
+        words = philox(counters, seeds)  # [k, counters, 4]
+        numbers = words.view(torch.int16).view(
+            len(keys), count, per_row * NUMBERS_PER_COUNTER
+        )[:, :, :cols]
         # 16 bits as a signed number: flipping the sign bit turns the unsigned order into the signed one.
-        out[:, start:start + count] = (numbers ^ -(1 << 15)) < threshold - (1 << 15)
+        out[:, start : start + count] = (numbers ^ -(1 << 15)) < threshold - (1 << 15)
 
 
 def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -141,24 +190,40 @@ def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     counters int64 [n], keys int64 [k, 1], both read as unsigned numbers → int64 [k, n, 4].
     """
-    first, second = keys, torch.zeros_like(keys)
+    first = keys
+    second = torch.zeros_like(keys)
     x0 = counters.expand(keys.shape[0], -1)
     x1 = x2 = x3 = torch.zeros_like(x0)
     for _ in range(ROUNDS):
         high0, low0 = _multiply(x0, MULTIPLIERS[0])
         high1, low1 = _multiply(x2, MULTIPLIERS[1])
-        x0, x1, x2, x3 = high1 ^ x1 ^ first, low1, high0 ^ x3 ^ second, low0
-        first, second = (key + _signed(step) for key, step in zip((first, second), KEY_STEPS))    # mod 2**64
+        x0 = high1 ^ x1 ^ first
+        x1 = low1
+        x2 = high0 ^ x3 ^ second
+        x3 = low0
+        first, second = (
+            key + _signed(step) for key, step in zip((first, second), KEY_STEPS)
+        )  # mod 2**64
     return torch.stack((x0, x1, x2, x3), dim=-1)
 
 
 def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The upper and the lower 64 bits of x * factor, all unsigned, from four products of 32-bit halves."""
     half = (1 << 32) - 1
-    x_low, x_high, low, high = x & half, shift_right(x, 32), factor & half, factor >> 32
-    lower, cross1, cross2 = x_low * low, x_low * high, x_high * low
+    x_low = x & half
+    x_high = shift_right(x, 32)
+    low = factor & half
+    high = factor >> 32
+    lower = x_low * low
+    cross1 = x_low * high
+    cross2 = x_high * low
     carry = shift_right(lower, 32) + (cross1 & half) + (cross2 & half)
-    upper = x_high * high + shift_right(cross1, 32) + shift_right(cross2, 32) + shift_right(carry, 32)
+    upper = (
+        x_high * high
+        + shift_right(cross1, 32)
+        + shift_right(cross2, 32)
+        + shift_right(carry, 32)
+    )
     return upper, x * _signed(factor)
 
 

@@ -15,22 +15,37 @@ from .kernel_table import Implementation, Operation
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}
 
 
-def largest_error(operation: Operation, implementation: Implementation, rows: int, width: int,
-                  dtype: torch.dtype, device: torch.device) -> float:
+def largest_error(
+    operation: Operation,
+    implementation: Implementation,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
     """Largest error of results, gradients and tensors changed in place, over that dtype's tolerance.
 
     Over the operation's examples of this size; the implementation is right if it is at most 1. NaN counts as
     infinite. Shapes and dtypes must be equal, too.
     """
-    return max(error_between(implementation.function, operation.in_torch,
-                             partial(make, rows, width, dtype, device)) for make in operation.examples)
+    return max(
+        error_between(
+            implementation.function,
+            operation.in_torch,
+            partial(make, rows, width, dtype, device),
+        )
+        for make in operation.examples
+    )
 
 
-def error_between(function: Callable[..., Any], in_torch: Callable[..., Any],
-                  make: Callable[[], tuple]) -> float:
+def error_between(
+    function: Callable[..., Any],
+    in_torch: Callable[..., Any],
+    make: Callable[[], tuple],
+) -> float:
     """`largest_error` of a function for the arguments that `make` returns, which `in_torch` has in double
     precision."""
-    example = [make() for _ in range(2)]                                                # one may be changed
+    example = [make() for _ in range(2)]  # one may be changed
     got = _values(function, example[0])
     expected = _values(in_torch, tree_map(_wide, example[1]))
     assert len(got) == len(expected), (function, in_torch)
@@ -46,14 +61,20 @@ def _wide(argument: Any) -> Any:
 def _values(function: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
     """Results, the arguments after the call, and gradients of the sum of results with fixed weights."""
     made = function(*arguments)
-    results = [t for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, torch.Tensor)]
+    results = [
+        t
+        for t in (made if isinstance(made, tuple) else (made,))
+        if isinstance(t, torch.Tensor)
+    ]
     tensors = [a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor)]
     leaves = [a for a in tensors if a.requires_grad]
     differentiable = [t for t in results if t.requires_grad]
     gradients = []
     if leaves and differentiable:
         weights = [_weights(t) for t in differentiable]
-        gradients = torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
+        gradients = torch.autograd.grad(
+            differentiable, leaves, weights, allow_unused=True
+        )
     changed = [a for a in tensors if not a.requires_grad]
     return [t.detach() for t in (*results, *changed, *gradients) if t is not None]
 
@@ -71,5 +92,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     if not got.numel():
         return 0.0
     largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    error = ((got.double() - expected.double()).abs().max() / largest).item() / TOLERANCES[got.dtype]
+    error = (
+        (got.double() - expected.double()).abs().max() / largest
+    ).item() / TOLERANCES[got.dtype]
     return error if error == error else float("inf")

@@ -32,12 +32,18 @@ from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-CPU, GPU = ("cpu",), ("cuda", "meta")
+CPU = ("cpu",)
+GPU = ("cuda", "meta")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MODES = ("auto", "torch")
-MOST_DRAWN_BY_CPU = 1 << 22         # random numbers of an example; a core draws fifty million in a second
+MOST_DRAWN_BY_CPU = (
+    1 << 22
+)  # random numbers of an example; a core draws fifty million in a second
 
-BENCHMARK_SIZES = ((8192, 4096), (8192, 8192))      # (rows, width): tokens and hidden sizes of 7B and 70B
+BENCHMARK_SIZES = (
+    (8192, 4096),
+    (8192, 8192),
+)  # (rows, width): tokens and hidden sizes of 7B and 70B
 VOCABULARY_SIZES = ((8192, 50304), (8192, 131072))
 
 OPERATIONS: dict[str, "Operation"] = {}
@@ -77,7 +83,8 @@ class Operation:
 
     def __init__(self, in_torch: Callable[..., Any]):
         functools.update_wrapper(self, in_torch)
-        self.name, self.in_torch = in_torch.__name__, in_torch
+        self.name = in_torch.__name__
+        self.in_torch = in_torch
         self.implementations = [Implementation("torch", in_torch)]
         self.examples: list[Callable[..., tuple]] = []
         self.dtype: torch.dtype | None = None
@@ -100,11 +107,15 @@ class Operation:
         """The first example."""
         return self.examples[0] if self.examples else None
 
-    def implementation(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
+    def implementation(
+        self, name: str, **limits: Any
+    ) -> Callable[[Callable], Callable]:
         """Adds the decorated function before torch's; limits: fields of `Implementation`."""
+
         def add(function: Callable) -> Callable:
             self.implementations.insert(-1, Implementation(name, function, **limits))
             return function
+
         return add
 
     def first_choice(self, device: str, dtype: torch.dtype) -> str:
@@ -113,17 +124,23 @@ class Operation:
 
     def has(self, name: str, device: str, dtype: torch.dtype) -> bool:
         """Whether a type of device has an implementation, with the kernels that are selected."""
-        return any(entry.name == name for entry in _candidates(self, device, dtype, _MODE[0]))
+        return any(
+            entry.name == name for entry in _candidates(self, device, dtype, _MODE[0])
+        )
 
     def remove(self, name: str, device: str, dtype: torch.dtype) -> None:
         """No longer run an implementation in this process, on a type of device, for a dtype."""
-        entries = _candidates(self, device, dtype, "auto")            # the list that all calls read
+        entries = _candidates(
+            self, device, dtype, "auto"
+        )  # the list that all calls read
         entries[:] = [entry for entry in entries if entry.name != name]
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         return self.choice(x, *arguments, **named)(x, *arguments, **named)
 
-    def choice(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Callable[..., Any]:
+    def choice(
+        self, x: torch.Tensor, *arguments: Any, **named: Any
+    ) -> Callable[..., Any]:
         """The function that a call of these arguments runs."""
         if torch.compiler.is_compiling():
             return self.in_torch
@@ -138,11 +155,17 @@ class Operation:
         raise AssertionError(f"{self.name} has no implementation in torch operations")
 
 
-def random_tensors(dtype: torch.dtype, device: torch.device, *shapes: Sequence[int]) -> list[torch.Tensor]:
+def random_tensors(
+    dtype: torch.dtype, device: torch.device, *shapes: Sequence[int]
+) -> list[torch.Tensor]:
     """Normally distributed leaves that require gradients; the values as those of `random_generator`."""
     draw = random_generator(device, sum(math.prod(shape) for shape in shapes))
-    return [torch.randn(shape, generator=draw, device=draw.device).to(device, dtype).requires_grad_()
-            for shape in shapes]
+    return [
+        torch.randn(shape, generator=draw, device=draw.device)
+        .to(device, dtype)
+        .requires_grad_()
+        for shape in shapes
+    ]
 
 
 def random_generator(device: torch.device, numbers: int) -> torch.Generator:
@@ -167,7 +190,9 @@ def calls_recorded() -> Iterator[Calls]:
         _RECORDS[:] = [other for other in _RECORDS if other is not calls]
 
 
-_MODE = ["auto"]      # of the process, as torch.backends: all ranks of a run have the same option
+_MODE = [
+    "auto"
+]  # of the process, as torch.backends: all ranks of a run have the same option
 
 
 def select(mode: str) -> None:
@@ -192,41 +217,67 @@ def selected(mode: str) -> Iterator[None]:
 
 
 @functools.cache
-def _candidates(operation: Operation, device: str, dtype: torch.dtype, mode: str) -> list[Implementation]:
-    return [entry for entry in operation.implementations
-            if entry.name == "torch" or mode == "auto"
-            and (entry.devices is None or device in entry.devices)
-            and (entry.dtypes is None or dtype in entry.dtypes)
-            and not (device != "meta" and _reason_against(operation, entry, device, dtype))]
+def _candidates(
+    operation: Operation, device: str, dtype: torch.dtype, mode: str
+) -> list[Implementation]:
+    return [
+        entry
+        for entry in operation.implementations
+        if entry.name == "torch"
+        or mode == "auto"
+        and (entry.devices is None or device in entry.devices)
+        and (entry.dtypes is None or dtype in entry.dtypes)
+        and not (device != "meta" and _reason_against(operation, entry, device, dtype))
+    ]
 
 
-def _reason_against(operation: Operation, entry: Implementation, device: str, dtype: torch.dtype) -> str:
+def _reason_against(
+    operation: Operation, entry: Implementation, device: str, dtype: torch.dtype
+) -> str:
     """Why this machine cannot use an implementation. On a GPU it must first equal torch's operations."""
     if device != "cuda":
         return entry.available()
-    from .gpu.self_check import reason_against_implementation  # which uses this table to compare
+    from .gpu.self_check import (
+        reason_against_implementation,  # which uses this table to compare
+    )
+
     return entry.available() or reason_against_implementation(operation, entry, dtype)
 
 
 @functools.cache
 def _log_once(operation: str, name: str, reason: str) -> None:
-    logger.info("kernel %s: %s does not take these arguments (%s); torch's operations run instead",
-                operation, name, reason)
+    logger.info(
+        "kernel %s: %s does not take these arguments (%s); torch's operations run instead",
+        operation,
+        name,
+        reason,
+    )
 
 
-def kernels_text(device: torch.device, dtype: torch.dtype, used: Iterable[str] | None = None,
-                 gradients: torch.dtype | None = None) -> str:
+def kernels_text(
+    device: torch.device,
+    dtype: torch.dtype,
+    used: Iterable[str] | None = None,
+    gradients: torch.dtype | None = None,
+) -> str:
     """The implementations that a device has for weights of a dtype, one line for the start of a run.
 
     kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
 
     used: names of the operations to be listed; None for all. gradients: their dtype; None: that of weights
     """
-    own, by_torch = [], []
+    own = []
+    by_torch = []
     for name in sorted(OPERATIONS if used is None else used):
         operation = OPERATIONS[name]
-        first = (gradients or dtype) if operation.of_gradients else operation.dtype or dtype
+        first = (
+            (gradients or dtype) if operation.of_gradients else operation.dtype or dtype
+        )
         entries = _candidates(operation, device.type, first, _MODE[0])[:-1]
-        (own if entries else by_torch).append(f"{name} {' or '.join(e.name for e in entries)}".strip())
-    parts = [", ".join(own)] * bool(own) + [f"{', '.join(by_torch)} by torch"] * bool(by_torch)
+        (own if entries else by_torch).append(
+            f"{name} {' or '.join(e.name for e in entries)}".strip()
+        )
+    parts = [", ".join(own)] * bool(own) + [f"{', '.join(by_torch)} by torch"] * bool(
+        by_torch
+    )
     return f"kernels: {'; '.join(parts)}"

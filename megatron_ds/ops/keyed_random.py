@@ -12,8 +12,8 @@ import torch
 from ..host.device_copies import on_device
 
 Key = tuple[int | str, ...]
-BITS = 63          # of a seed: torch.Generator takes a signed 64-bit number
-GOLDEN = -0x61C8864680B583EB         # 2**64 / golden ratio, as a signed number
+BITS = 63  # of a seed: torch.Generator takes a signed 64-bit number
+GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
 
 def seed_of(*key: int | str) -> int:
@@ -22,13 +22,20 @@ def seed_of(*key: int | str) -> int:
     return int.from_bytes(digest, "little") >> (128 - BITS)
 
 
-def generator_of(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+def generator_of(
+    *key: int | str, device: torch.device | str = "cpu"
+) -> torch.Generator:
     """A new generator, seeded by the key."""
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
-def random_numbers(keys: Sequence[Key], count: int, device: torch.device | str = "cpu", *,
-                   first: int = 0) -> torch.Tensor:
+def random_numbers(
+    keys: Sequence[Key],
+    count: int,
+    device: torch.device | str = "cpu",
+    *,
+    first: int = 0,
+) -> torch.Tensor:
     """int64 [len(keys), count], uniform over all 64 bits, the same bits on every device.
 
     Number i of a key, counting from 0, is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
@@ -37,14 +44,17 @@ def random_numbers(keys: Sequence[Key], count: int, device: torch.device | str =
     """
     seeds = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64)
     starts = on_device(seeds, torch.device(device))
-    z = starts[:, None] + GOLDEN * torch.arange(first + 1, first + count + 1, device=device)    # mod 2**64
+    z = starts[:, None] + GOLDEN * torch.arange(
+        first + 1, first + count + 1, device=device
+    )  # mod 2**64
     z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
     return z ^ shift_right(z, 31)
 
 
-def random_subset(keys: Sequence[Key], kept: int, of: int,
-                  device: torch.device | str = "cpu") -> torch.Tensor:
+def random_subset(
+    keys: Sequence[Key], kept: int, of: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """int64 [len(keys), kept]: for each key `kept` different numbers below `of`, ascending, all subsets
     equally likely.
 

@@ -19,12 +19,15 @@ from .cpu.kept_probabilities import CPU_BLOCK, ProbabilitiesKept, row_blocks
 from .gpu import cross_entropy_kernels
 from .kernel_table import FLOATS, GPU, VOCABULARY_SIZES, Operation, random_tensors
 
-GPU_BLOCK = 2**24                   # elements processed at once in torch's operations, to keep a GPU busy
+GPU_BLOCK = (
+    2**24
+)  # elements processed at once in torch's operations, to keep a GPU busy
 
 
 @Operation
-def cross_entropy_facts(logits: torch.Tensor, labels: torch.Tensor, valid: int,
-                        smoothed: bool) -> torch.Tensor:
+def cross_entropy_facts(
+    logits: torch.Tensor, labels: torch.Tensor, valid: int, smoothed: bool
+) -> torch.Tensor:
     """logits [n, columns], of which those from `valid` on are padding → fp32 [2, n], [3, n] if `smoothed`.
 
     labels  int64 [n], counted from this rank's first column; outside [0, valid) where another rank has it
@@ -46,18 +49,26 @@ def cross_entropy_facts(logits: torch.Tensor, labels: torch.Tensor, valid: int,
 
 
 @Operation
-def cross_entropy_gradient_(logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor,
-                            dloss: torch.Tensor, valid: int, on_label: float, on_all: float) -> torch.Tensor:
+def cross_entropy_gradient_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    dloss: torch.Tensor,
+    valid: int,
+    on_label: float,
+    on_all: float,
+) -> torch.Tensor:
     """Overwrites the logits by (exp(logit - lse) - on_all - [label] on_label) dloss, 0 in padding.
 
     lse, dloss fp32 [n]: the log of the sum of exponentials over all ranks; the gradient of the loss. Other
     arguments: as of `cross_entropy_facts`. Returns the logits.
     """
     elsewhere, column = _own_labels(labels, valid)
-    lse, dloss = lse.unsqueeze(-1), dloss.unsqueeze(-1)
+    lse = lse.unsqueeze(-1)
+    dloss = dloss.unsqueeze(-1)
     at_label = torch.where(elsewhere, 0.0, -on_label).to(lse.dtype)
     for rows, part in _parts(logits):
-        wide = part.to(_wide(part))                                              # in fp32 itself
+        wide = part.to(_wide(part))  # in fp32 itself
         wide.sub_(lse[rows]).exp_()
         if on_all:
             wide.sub_(on_all)
@@ -70,20 +81,36 @@ def cross_entropy_gradient_(logits: torch.Tensor, labels: torch.Tensor, lse: tor
     return logits
 
 
-cross_entropy_facts.benchmark_sizes = cross_entropy_gradient_.benchmark_sizes = VOCABULARY_SIZES
+cross_entropy_facts.benchmark_sizes = cross_entropy_gradient_.benchmark_sizes = (
+    VOCABULARY_SIZES
+)
 
 
 @cross_entropy_facts.example
-def _facts_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _facts_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     (logits,) = random_tensors(dtype, device, (rows, width))
     return logits.detach(), _labels(rows, width, device), width - 1, True
 
 
 @cross_entropy_gradient_.example
-def _gradient_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    logits, dloss = (t.detach() for t in random_tensors(dtype, device, (rows, width), (rows,)))
-    lse = logits[:, :width - 1].float().logsumexp(-1)
-    return logits, _labels(rows, width, device), lse, dloss.float(), width - 1, 0.9, 0.1 / width
+def _gradient_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
+    logits, dloss = (
+        t.detach() for t in random_tensors(dtype, device, (rows, width), (rows,))
+    )
+    lse = logits[:, : width - 1].float().logsumexp(-1)
+    return (
+        logits,
+        _labels(rows, width, device),
+        lse,
+        dloss.float(),
+        width - 1,
+        0.9,
+        0.1 / width,
+    )
 
 
 def _labels(rows: int, width: int, device: torch.device) -> torch.Tensor:
@@ -91,23 +118,39 @@ def _labels(rows: int, width: int, device: torch.device) -> torch.Tensor:
     return torch.arange(rows, device=device) * 5 % (width + 2) - 1
 
 
-@cross_entropy_facts.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=cross_entropy_kernels.fits)
-def _facts_in_one_reading(logits: torch.Tensor, labels: torch.Tensor, valid: int,
-                          smoothed: bool) -> torch.Tensor:
+@cross_entropy_facts.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=cross_entropy_kernels.fits
+)
+def _facts_in_one_reading(
+    logits: torch.Tensor, labels: torch.Tensor, valid: int, smoothed: bool
+) -> torch.Tensor:
     return cross_entropy_kernels.cross_entropy_facts(logits, labels, valid, smoothed)
 
 
-@cross_entropy_gradient_.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=cross_entropy_kernels.fits)
-def _gradient_in_one_pass(logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor,
-                          valid: int, on_label: float, on_all: float) -> torch.Tensor:
-    return cross_entropy_kernels.cross_entropy_gradient_(logits, labels, lse, dloss, valid, on_label, on_all)
+@cross_entropy_gradient_.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=cross_entropy_kernels.fits
+)
+def _gradient_in_one_pass(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    dloss: torch.Tensor,
+    valid: int,
+    on_label: float,
+    on_all: float,
+) -> torch.Tensor:
+    return cross_entropy_kernels.cross_entropy_gradient_(
+        logits, labels, lse, dloss, valid, on_label, on_all
+    )
 
 
 class LogitsKept:
     """Logits between forward and backward, with 12 bytes a row. Arguments: as of `cross_entropy_facts`."""
 
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor, valid: int):
-        self.logits, self.labels, self.valid = logits, labels, valid
+        self.logits = logits
+        self.labels = labels
+        self.valid = valid
 
     def facts(self, smoothed: bool) -> torch.Tensor:
         """`cross_entropy_facts`, once."""
@@ -117,15 +160,22 @@ class LogitsKept:
         """lse fp32 [n]: the log of the sum of exponentials over all ranks."""
         self.lse = lse
 
-    def gradient_(self, dloss: torch.Tensor, on_label: float, on_all: float) -> torch.Tensor:
+    def gradient_(
+        self, dloss: torch.Tensor, on_label: float, on_all: float
+    ) -> torch.Tensor:
         """`cross_entropy_gradient_`, where the logits were, once. dloss fp32 [n]."""
-        return cross_entropy_gradient_(self.logits, self.labels, self.lse, dloss, self.valid, on_label,
-                                       on_all)
+        return cross_entropy_gradient_(
+            self.logits, self.labels, self.lse, dloss, self.valid, on_label, on_all
+        )
 
 
-def keep_logits(logits: torch.Tensor, labels: torch.Tensor, valid: int) -> LogitsKept | ProbabilitiesKept:
+def keep_logits(
+    logits: torch.Tensor, labels: torch.Tensor, valid: int
+) -> LogitsKept | ProbabilitiesKept:
     """What is kept of logits from forward to backward. Arguments: as of `cross_entropy_facts`."""
-    return (ProbabilitiesKept if logits.device.type == "cpu" else LogitsKept)(logits, labels, valid)
+    return (ProbabilitiesKept if logits.device.type == "cpu" else LogitsKept)(
+        logits, labels, valid
+    )
 
 
 def _own_labels(labels: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,5 +190,7 @@ def _wide(t: torch.Tensor) -> torch.dtype:
 
 
 def _parts(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    for rows in row_blocks(logits, CPU_BLOCK if logits.device.type == "cpu" else GPU_BLOCK):
+    for rows in row_blocks(
+        logits, CPU_BLOCK if logits.device.type == "cpu" else GPU_BLOCK
+    ):
         yield rows, logits[rows]

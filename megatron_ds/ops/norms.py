@@ -19,23 +19,42 @@ from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 class _Norm(nn.Module):
     has_bias: bool
 
-    def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = (),
-                 decay: bool = False, zero_centred: bool = False):
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        name: str,
+        eps: float = 1e-5,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        partial_over: tuple[str, ...] = (),
+        decay: bool = False,
+        zero_centred: bool = False,
+    ):
         """partial_over: ("tp",) if x is a slice of the sequence, or some of the heads; see `ParamSpec`.
 
         decay: weight decay applies. zero_centred: `weight` is the factor minus one.
         """
         super().__init__()
-        self.eps, self.offset = eps, 1.0 if zero_centred else 0.0
+        self.eps = eps
+        self.offset = 1.0 if zero_centred else 0.0
         make = lambda leaf, init: new_parameter(
-            ParamSpec(f"{name}.{leaf}", (hidden,), Init(init), partial_over=partial_over, decay=decay),
-            dtype=dtype, device=device)
+            ParamSpec(
+                f"{name}.{leaf}",
+                (hidden,),
+                Init(init),
+                partial_over=partial_over,
+                decay=decay,
+            ),
+            dtype=dtype,
+            device=device,
+        )
         self.weight = make("weight", "zeros" if zero_centred else "ones")
         self.bias = make("bias", "zeros") if self.has_bias else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None
-                ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
         weight = self.weight + self.offset if self.offset else self.weight
         if residual is not None:
@@ -61,7 +80,9 @@ NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 @Operation
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
     """x [.., hidden] → the same shape and dtype."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -69,14 +90,19 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 @Operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [.., hidden] → the same shape and dtype."""
-    if x.is_meta:              # like torch's GPU kernel, `_RMSNorm` keeps x and one number a row
+    if x.is_meta:  # like torch's GPU kernel, `_RMSNorm` keeps x and one number a row
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @Operation
-def residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def residual_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), both [.., hidden] as x: LayerNorm with a bias, RMSNorm without."""
     total = residual + x
     if bias is None:
@@ -89,31 +115,56 @@ layer_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.layer_norm)
 rms_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.rms_norm)
 residual_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.residual_norm)
 
-CPU_KERNELS = {"devices": CPU, "dtypes": compiled_norms.DTYPES,
-               "available": lambda: "" if compiled_norms.extension() else "not compiled"}
-layer_norm.implementation("c++", suits=compiled_norms.suits, **CPU_KERNELS)(compiled_norms.layer_norm)
-rms_norm.implementation("c++", suits=compiled_norms.suits, **CPU_KERNELS)(compiled_norms.rms_norm)
-residual_norm.implementation("c++", suits=compiled_norms.suits_both,
-                             **CPU_KERNELS)(compiled_norms.residual_norm)
+CPU_KERNELS = {
+    "devices": CPU,
+    "dtypes": compiled_norms.DTYPES,
+    "available": lambda: "" if compiled_norms.extension() else "not compiled",
+}
+layer_norm.implementation("c++", suits=compiled_norms.suits, **CPU_KERNELS)(
+    compiled_norms.layer_norm
+)
+rms_norm.implementation("c++", suits=compiled_norms.suits, **CPU_KERNELS)(
+    compiled_norms.rms_norm
+)
+residual_norm.implementation("c++", suits=compiled_norms.suits_both, **CPU_KERNELS)(
+    compiled_norms.residual_norm
+)
 
 
 @residual_norm.example
-def _residual_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    return (*random_tensors(dtype, device, (rows, width), (rows, width), (width,), (width,)), 1e-5)
+def _residual_norm_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
+    return (
+        *random_tensors(
+            dtype, device, (rows, width), (rows, width), (width,), (width,)
+        ),
+        1e-5,
+    )
 
 
 @residual_norm.example
-def _residual_rms_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    return (*random_tensors(dtype, device, (rows, width), (rows, width), (width,)), None, 1e-5)
+def _residual_rms_norm_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
+    return (
+        *random_tensors(dtype, device, (rows, width), (rows, width), (width,)),
+        None,
+        1e-5,
+    )
 
 
 @layer_norm.example
-def _layer_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _layer_norm_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     return (*random_tensors(dtype, device, (rows, width), (width,), (width,)), 1e-5)
 
 
 @rms_norm.example
-def _rms_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _rms_norm_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     return (*random_tensors(dtype, device, (rows, width), (width,)), 1e-5)
 
 
@@ -136,7 +187,11 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         n = x * r
         dyn = dy * n
-        dw = dyn.reshape(-1, dyn.shape[-1]).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dw = (
+            dyn.reshape(-1, dyn.shape[-1]).sum(0).to(weight.dtype)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         dx = None
         if ctx.needs_input_grad[0]:
             mean = dyn.matmul(weight.to(dyn.dtype)).div_(-x.shape[-1]).unsqueeze(-1)
@@ -150,8 +205,9 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-                         eps: float) -> torch.Tensor:
+def reference_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
     """LayerNorm in elementary operations."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
@@ -159,7 +215,11 @@ def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     return (scaled * weight.float() + bias.float()).to(x.dtype)
 
 
-def reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def reference_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """RMSNorm in elementary operations."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return (
+        wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    ).to(x.dtype)

@@ -30,7 +30,7 @@ from .cpu import compiled_attention
 from .cpu.compiled_attention import OfRows, Shown
 from .scoring import Scoring
 
-ALIGNED = 16                        # columns of a bias in memory are a multiple of it, as torch pads them
+ALIGNED = 16  # columns of a bias in memory are a multiple of it, as torch pads them
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GPU = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -43,22 +43,36 @@ class PartialAttention:
     queries [q, b, n, d]; positions: theirs; sink: [n], as in `scoring.Scoring`, or None
     """
 
-    def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float,
-                 sink: torch.Tensor | None = None):
-        self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        positions: Runs,
+        seen: Seen,
+        scale: float,
+        sink: torch.Tensor | None = None,
+    ):
+        self.queries = _heads(queries)
+        self.positions = positions
+        self.seen = seen
+        self.scale = scale
         q, b, n, d = queries.shape
         # In the memory order of the result, which is then no copy.
-        self.out = _heads(queries.new_zeros(q, b, n, d, dtype=torch.float32))                  # [b, n, q, d]
+        self.out = _heads(
+            queries.new_zeros(q, b, n, d, dtype=torch.float32)
+        )  # [b, n, q, d]
         self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
         if sink is not None:
-            self.sums.copy_(sink[:, None])                  # a key of that score, whose value is zero
+            self.sums.copy_(sink[:, None])  # a key of that score, whose value is zero
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs) -> None:
         """Attend to a block of keys and values [k, b, g, d], each key in one block only."""
-        keys, values = _heads(keys), _heads(values)
+        keys = _heads(keys)
+        values = _heads(values)
         by_runs = _has_kernel(self.queries, self.positions, positions, self.seen)
         for tile in self.seen.tiles(self.positions, positions, by_runs):
-            operands = _Operands.of(self.queries, keys, values, self.scale, tile, self.seen, by_runs)
+            operands = _Operands.of(
+                self.queries, keys, values, self.scale, tile, self.seen, by_runs
+            )
             out, sums = operands.kernel.forward(operands)
             _merge_(self.out[:, :, tile.rows], self.sums[:, :, tile.rows], out, sums)
 
@@ -76,31 +90,63 @@ class PartialGradients:
     dout     [q, b, n * d]
     """
 
-    def __init__(self, queries: torch.Tensor, positions: Runs, seen: Seen, scale: float,
-                 result: tuple[torch.Tensor, torch.Tensor], dout: torch.Tensor):
-        self.queries, self.positions, self.seen, self.scale = _heads(queries), positions, seen, scale
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        positions: Runs,
+        seen: Seen,
+        scale: float,
+        result: tuple[torch.Tensor, torch.Tensor],
+        dout: torch.Tensor,
+    ):
+        self.queries = _heads(queries)
+        self.positions = positions
+        self.seen = seen
+        self.scale = scale
         self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
-        self.sums, self._dots = _finite(result[1]), None
-        self.dq = torch.zeros_like(queries, dtype=torch.float32)                               # [q, b, n, d]
+        self.sums = _finite(result[1])
+        self._dots = None
+        self.dq = torch.zeros_like(queries, dtype=torch.float32)  # [q, b, n, d]
 
     def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
         """The gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
-        dots = self._dots if self._dots is not None else (self.dout.float() * self.out).sum(-1)    # [b, n, q]
-        return -((sink.float()[:, None] - self.sums).exp() * dots).sum((0, 2)).to(sink.dtype)
+        dots = (
+            self._dots
+            if self._dots is not None
+            else (self.dout.float() * self.out).sum(-1)
+        )  # [b, n, q]
+        return (
+            -((sink.float()[:, None] - self.sums).exp() * dots)
+            .sum((0, 2))
+            .to(sink.dtype)
+        )
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs, dkv: torch.Tensor) -> None:
+    def add(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: Runs,
+        dkv: torch.Tensor,
+    ) -> None:
         """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""
-        keys, values = _heads(keys), _heads(values)
+        keys = _heads(keys)
+        values = _heads(values)
         totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
         by_runs = _has_kernel(self.queries, self.positions, positions, self.seen)
         if by_runs and self._dots is None:
             self._dots = compiled_attention.row_dots(_rows(self.dout), _rows(self.out))
         of_rows = self.dout, self.out, self.sums, self._dots
         for tile in self.seen.tiles(self.positions, positions, by_runs):
-            operands = _Operands.of(self.queries, keys, values, self.scale, tile, self.seen, by_runs)
-            final = _Final(*(None if t is None else t[:, :, tile.rows] for t in of_rows))
+            operands = _Operands.of(
+                self.queries, keys, values, self.scale, tile, self.seen, by_runs
+            )
+            final = _Final(
+                *(None if t is None else t[:, :, tile.rows] for t in of_rows)
+            )
             places = zip(totals, (tile.rows, tile.columns, tile.columns), strict=True)
-            operands.kernel.backward(operands, final, [total[:, :, at] for total, at in places])
+            operands.kernel.backward(
+                operands, final, [total[:, :, at] for total, at in places]
+            )
 
 
 @dataclass(frozen=True)
@@ -125,21 +171,49 @@ class _Operands:
     alibi: Alibi | None = None
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile: Tile, seen: Seen,
-           by_runs: bool) -> "_Operands":
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        tile: Tile,
+        seen: Seen,
+        by_runs: bool,
+    ) -> "_Operands":
         if by_runs:
-            padding = None if seen.mask is None else seen.mask[:, 0, 0].expand(q.shape[0], -1)
+            padding = (
+                None if seen.mask is None else seen.mask[:, 0, 0].expand(q.shape[0], -1)
+            )
             ids = None if seen.documents is None else seen.documents.ids
             shown = Shown.of(seen.pattern, tile.queries, tile.keys, ids, padding)
-            return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, None, False,
-                       None, shown, seen.alibi)
+            return cls(
+                q[:, :, tile.rows],
+                k[:, :, tile.columns],
+                v[:, :, tile.columns],
+                scale,
+                None,
+                False,
+                None,
+                shown,
+                seen.alibi,
+            )
         keep = None if seen.keep is None else seen.keep(tile)
         triangle = not tile.is_whole and seen.is_triangle(tile.queries, tile.keys)
         hidden = None if triangle else seen.hidden(tile, q.device)
-        falling = None if seen.alibi is None else seen.alibi.bias(tile.queries, tile.keys)
+        falling = (
+            None if seen.alibi is None else seen.alibi.bias(tile.queries, tile.keys)
+        )
         bias = _bias(hidden, falling, q.dtype)
-        return cls(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scale, bias, triangle,
-                   keep)
+        return cls(
+            q[:, :, tile.rows],
+            k[:, :, tile.columns],
+            v[:, :, tile.columns],
+            scale,
+            bias,
+            triangle,
+            keep,
+        )
 
     @property
     def kernel(self) -> "_Kernel":
@@ -184,23 +258,56 @@ def _cpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     return out, _with_empty_rows(sums, t.bias)
 
 
-def _cpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _CPU_BACKWARD(final.dout, t.q, t.k, t.v, final.out, final.sums, 0.0, t.triangle, attn_mask=t.bias,
-                         scale=t.scale)
+def _cpu_backward(
+    t: _Operands, final: _Final
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _CPU_BACKWARD(
+        final.dout,
+        t.q,
+        t.k,
+        t.v,
+        final.out,
+        final.sums,
+        0.0,
+        t.triangle,
+        attn_mask=t.bias,
+        scale=t.scale,
+    )
 
 
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
-    out, sums, *_ = _GPU(t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale)
-    return out, _with_empty_rows(sums[:, :, :t.q.shape[2]], t.bias)                  # torch pads the rows
+    out, sums, *_ = _GPU(
+        t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale
+    )
+    return out, _with_empty_rows(
+        sums[:, :, : t.q.shape[2]], t.bias
+    )  # torch pads the rows
 
 
-def _gpu_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gpu_backward(
+    t: _Operands, final: _Final
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
     sums = F.pad(final.sums, (0, -final.sums.shape[2] % 32))
-    unused = torch.zeros((), dtype=torch.int64, device=t.q.device)                   # the state of a dropout
-    dq, dk, dv, _ = _GPU_BACKWARD(final.dout, t.q, t.spread(t.k), t.spread(t.v), bias, final.out, sums,
-                                  unused, unused, 0.0, [True, True, True, False], t.triangle, scale=t.scale)
+    unused = torch.zeros(
+        (), dtype=torch.int64, device=t.q.device
+    )  # the state of a dropout
+    dq, dk, dv, _ = _GPU_BACKWARD(
+        final.dout,
+        t.q,
+        t.spread(t.k),
+        t.spread(t.v),
+        bias,
+        final.out,
+        sums,
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        t.triangle,
+        scale=t.scale,
+    )
     return dq, t.joined(dk), t.joined(dv)
 
 
@@ -208,52 +315,76 @@ def _has_kernel(queries: torch.Tensor, own: Runs, others: Runs, seen: Seen) -> b
     """Whether the compiled kernel takes queries [b, n, q, d] and keys of these positions."""
     if queries.device.type != "cpu" or not seen.is_of_runs:
         return False
-    return (attention.has("c++", "cpu", queries.dtype)
-            and compiled_attention.takes(queries, seen.pattern, (*own.ranges, *others.ranges)))
+    return attention.has("c++", "cpu", queries.dtype) and compiled_attention.takes(
+        queries, seen.pattern, (*own.ranges, *others.ranges)
+    )
 
 
 def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     scoring = Scoring(t.scale, alibi=t.alibi)
-    out, sums = compiled_attention.attend(_rows(t.q), _rows(t.k), _rows(t.v), t.shown, scoring)
+    out, sums = compiled_attention.attend(
+        _rows(t.q), _rows(t.k), _rows(t.v), t.shown, scoring
+    )
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
 
 
-def _compiled_backward(t: _Operands, final: _Final, totals: Sequence[torch.Tensor]) -> None:
-    tensors, scoring = map(_rows, (t.q, t.k, t.v, final.dout)), Scoring(t.scale, alibi=t.alibi)
-    compiled_attention.add_gradients_([_rows(total) for total in totals], *tensors,
-                                      OfRows(final.sums, final.dots), t.shown, scoring)
+def _compiled_backward(
+    t: _Operands, final: _Final, totals: Sequence[torch.Tensor]
+) -> None:
+    tensors = map(_rows, (t.q, t.k, t.v, final.dout))
+    scoring = Scoring(t.scale, alibi=t.alibi)
+    compiled_attention.add_gradients_(
+        [_rows(total) for total in totals],
+        *tensors,
+        OfRows(final.sums, final.dots),
+        t.shown,
+        scoring,
+    )
 
 
 def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(t)
     sums = scores.logsumexp(-1)
-    return _kept(t, (scores - _finite(sums)[..., None]).exp()) @ t.spread(t.v.float()), sums
+    return _kept(t, (scores - _finite(sums)[..., None]).exp()) @ t.spread(
+        t.v.float()
+    ), sums
 
 
-def _elementary_backward(t: _Operands, final: _Final) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    p, dout = (_scores(t) - final.sums[..., None]).exp(), final.dout.float()
+def _elementary_backward(
+    t: _Operands, final: _Final
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    p = (_scores(t) - final.sums[..., None]).exp()
+    dout = final.dout.float()
     dp = _kept(t, dout @ t.spread(t.v.float()).transpose(-1, -2))
     ds = p * (dp - (dout * final.out.float()).sum(-1, keepdim=True)) * t.scale
-    dk, dv = ds.transpose(-1, -2) @ t.q.float(), _kept(t, p).transpose(-1, -2) @ dout
+    dk = ds.transpose(-1, -2) @ t.q.float()
+    dv = _kept(t, p).transpose(-1, -2) @ dout
     return ds @ t.spread(t.k.float()), t.joined(dk), t.joined(dv)
 
 
 def _adding(backward: Callable) -> Callable:
     """The backward of a `_Kernel` from one that returns dq, dk and dv."""
+
     def add(t: _Operands, final: _Final, totals: Sequence[torch.Tensor]) -> None:
         for total, part in zip(totals, backward(t, final), strict=True):
             total += part
+
     return add
 
 
-_ON_CPU = _Kernel(_cpu_forward, _adding(_cpu_backward))         # also of tensors without memory
-_COMPILED = _Kernel(_compiled_forward, _compiled_backward)      # of a CPU with AVX-512 or AVX2
+_ON_CPU = _Kernel(
+    _cpu_forward, _adding(_cpu_backward)
+)  # also of tensors without memory
+_COMPILED = _Kernel(
+    _compiled_forward, _compiled_backward
+)  # of a CPU with AVX-512 or AVX2
 _ON_GPU = _Kernel(_gpu_forward, _adding(_gpu_backward))
 _ELEMENTARY = _Kernel(_elementary_forward, _adding(_elementary_backward))
 
 
-def _bias(hidden: torch.Tensor | None, falling: torch.Tensor | None,
-          dtype: torch.dtype) -> torch.Tensor | None:
+def _bias(
+    hidden: torch.Tensor | None, falling: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
     """[b or 1, n or 1, rows, columns]: -inf where hidden, else what falls with distance, or 0.
 
     Memory has a multiple of ALIGNED columns, because torch's attention of GPUs refuses a bias whose rows are
@@ -263,7 +394,9 @@ def _bias(hidden: torch.Tensor | None, falling: torch.Tensor | None,
     if not parts:
         return None
     *shape, columns = torch.broadcast_shapes(*(t.shape for t in parts))
-    bias = parts[0].new_zeros(*shape, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)[..., :columns]
+    bias = parts[0].new_zeros(*shape, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)[
+        ..., :columns
+    ]
     if falling is not None:
         bias.copy_(falling)
     return bias if hidden is None else bias.masked_fill_(hidden, -math.inf)
@@ -282,10 +415,16 @@ def _kept(t: _Operands, p: torch.Tensor) -> torch.Tensor:
 
 def _with_empty_rows(sums: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """-inf for rows without keys, where torch's fused kernels have another number."""
-    return sums if bias is None else sums.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+    return (
+        sums
+        if bias is None
+        else sums.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+    )
 
 
-def _merge_(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
+def _merge_(
+    out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
+) -> None:
     """Merge another part into `out` and its log-sum-exp, in place. A part without keys has -inf."""
     # exp(more_sums - both), exactly 1 for the first part
     weight = torch.sigmoid(more_sums - sums).masked_fill_(more_sums == -math.inf, 0.0)

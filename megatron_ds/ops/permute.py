@@ -22,53 +22,64 @@ from .kernel_table import FLOATS, GPU, Operation, random_tensors
 
 
 @Operation
-def permute(x: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, k: int) -> torch.Tensor:
+def permute(
+    x: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, k: int
+) -> torch.Tensor:
     """x [T, h] → rows [R, h]: row i is the token of slot slots[i]. Keeps `place` alone."""
     return _Permute.apply(x, slots, place, k)
 
 
 @Operation
-def combine(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor,
-            place: torch.Tensor) -> torch.Tensor:
+def combine(
+    rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
     """rows [R, h], weights [T, k] → y [T, h]: y[t] = Σ_j weights[t, j] rows[place[t, j]]."""
     return _Combine.apply(rows, weights, slots, place)
 
 
 @Operation
-def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def reorder(
+    x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
     """x [n, h] → rows order[i] of x; `inverse` is the inverse permutation, which alone is kept."""
     return _Reorder.apply(x, order, inverse)
 
 
 @Operation
-def permute_padded(x: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def permute_padded(
+    x: torch.Tensor, slots: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
     """`permute` with place [T, k] and rows of zeros where the slot is -1."""
     return _PermutePadded.apply(x, slots, place)
 
 
 @Operation
-def combine_padded(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor,
-                   place: torch.Tensor) -> torch.Tensor:
+def combine_padded(
+    rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
     """`combine` with place [T, k]; rows without a slot are read by no token and have the gradient zero."""
     return _CombinePadded.apply(rows, weights, slots, place)
 
 
 for _operation, _kernel, _fits in (
-        (permute, permute_kernels.permute, permute_kernels.fits_permute),
-        (permute_padded, permute_kernels.permute, permute_kernels.fits_permute),
-        (combine, permute_kernels.combine, permute_kernels.fits_combine),
-        (combine_padded, permute_kernels.combine, permute_kernels.fits_combine),
-        (reorder, permute_kernels.reorder, permute_kernels.fits_reorder)):
+    (permute, permute_kernels.permute, permute_kernels.fits_permute),
+    (permute_padded, permute_kernels.permute, permute_kernels.fits_permute),
+    (combine, permute_kernels.combine, permute_kernels.fits_combine),
+    (combine_padded, permute_kernels.combine, permute_kernels.fits_combine),
+    (reorder, permute_kernels.reorder, permute_kernels.fits_reorder),
+):
     _operation.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=_fits)(_kernel)
 
 
-def _routed(tokens: int, k: int, device: torch.device, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _routed(
+    tokens: int, k: int, device: torch.device, padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(slots, place [tokens, k]) where a fifth of the slots has no row; padding: rows without a slot."""
     slots = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(0))
     slots = slots[slots % 5 != 3]
     slots = torch.cat((slots[:1], slots.new_full((padding,), -1), slots[1:]))
     place = torch.full((tokens * k + 1,), -1)
-    place[slots] = torch.arange(len(slots))                         # -1, the last, is dropped
+    place[slots] = torch.arange(len(slots))  # -1, the last, is dropped
     return slots.to(device), place[:-1].view(tokens, k).to(device)
 
 
@@ -77,32 +88,45 @@ def _weights(rows: int, k: int, device: torch.device) -> torch.Tensor:
 
 
 @permute.example
-def _permute_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _permute_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     return (*random_tensors(dtype, device, (rows, width)), *_routed(rows, 3, device), 3)
 
 
 @permute_padded.example
-def _padded_permute_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _padded_permute_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     return (*random_tensors(dtype, device, (rows, width)), *_routed(rows, 3, device, 4))
 
 
 @combine.example
-def _combine_example(rows: int, width: int, dtype: torch.dtype, device: torch.device,
-                     padding: int = 0) -> tuple:
+def _combine_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device, padding: int = 0
+) -> tuple:
     slots, place = _routed(rows, 3, device, padding)
     of_experts = random_tensors(dtype, device, (len(slots), width))
     return (*of_experts, _weights(rows, 3, device), slots, place)
 
 
 @combine_padded.example
-def _padded_combine_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _padded_combine_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     return _combine_example(rows, width, dtype, device, padding=4)
 
 
 @reorder.example
-def _reorder_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _reorder_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    return (*random_tensors(dtype, device, (rows, width)), order.to(device), order.argsort().to(device))
+    return (
+        *random_tensors(dtype, device, (rows, width)),
+        order.to(device),
+        order.argsort().to(device),
+    )
 
 
 class _Permute(Function):
@@ -146,31 +170,53 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx, grad):
         rows, weights, order, place = ctx.saved_tensors
-        k, drows = weights.shape[1], torch.empty_like(rows)
-        dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
+        k = weights.shape[1]
+        drows = torch.empty_like(rows)
+        dweights = torch.zeros(
+            weights.numel(), dtype=weights.dtype, device=weights.device
+        )
         # As many rows at a time as there are tokens: all in fp32 would be 8 times the memory of the rows.
         parts = (t.split(max(len(grad), 1)) for t in (rows, drows, order))
         for of_experts, out, slots in zip(*parts):
-            of_tokens = grad.index_select(0, slots // k).to(_wide(grad))               # [T, h]
+            of_tokens = grad.index_select(0, slots // k).to(_wide(grad))  # [T, h]
             dweights[slots] = (of_tokens * of_experts).sum(1).to(weights.dtype)
-            out.copy_(of_tokens.mul_(weights.flatten().index_select(0, slots).to(of_tokens.dtype)[:, None]))
+            out.copy_(
+                of_tokens.mul_(
+                    weights.flatten()
+                    .index_select(0, slots)
+                    .to(of_tokens.dtype)[:, None]
+                )
+            )
         return drows, dweights.view_as(weights), None, None
 
 
-def _sum_of_slots(rows: torch.Tensor, place: torch.Tensor, k: int,
-                  weights: torch.Tensor | None = None) -> torch.Tensor:
+def _sum_of_slots(
+    rows: torch.Tensor, place: torch.Tensor, k: int, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """[T, h] in `_wide` precision: the sum over slots of a token of its rows, times weights [T, k].
 
     One slot after another, so k rows of every token are never in memory together.
     """
-    is_full, total, dtype = len(rows) == len(place) * k, None, _wide(rows)
+    is_full = len(rows) == len(place) * k
+    total = None
+    dtype = _wide(rows)
     for j in range(place.shape[1] if len(rows) else 0):
-        part = rows.index_select(0, place[:, j] if is_full else place[:, j].clamp(min=0))
-        part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
-        if not is_full:     # not times 0: a slot without a row has read row 0, which may be infinite
+        part = rows.index_select(
+            0, place[:, j] if is_full else place[:, j].clamp(min=0)
+        )
+        part = (
+            part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
+        )
+        if (
+            not is_full
+        ):  # not times 0: a slot without a row has read row 0, which may be infinite
             part.masked_fill_((place[:, j] < 0)[:, None], 0)
         total = part if total is None else total.add_(part)
-    return rows.new_zeros(len(place), rows.shape[1], dtype=dtype) if total is None else total
+    return (
+        rows.new_zeros(len(place), rows.shape[1], dtype=dtype)
+        if total is None
+        else total
+    )
 
 
 class _PermutePadded(Function):
@@ -212,14 +258,19 @@ def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
 
 
-def _padded_sum_of_slots(x: torch.Tensor, rows: torch.Tensor,
-                         weights: torch.Tensor | None = None) -> torch.Tensor:
+def _padded_sum_of_slots(
+    x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """[T', c]: the sum over j of x[rows[:, j]], times weights[:, j] if given, one after another."""
-    total, dtype = None, _wide(x)
-    there, is_none = rows.clamp(min=0), rows < 0
+    total = None
+    dtype = _wide(x)
+    there = rows.clamp(min=0)
+    is_none = rows < 0
     for j in range(rows.shape[1]):
         part = x.index_select(0, there[:, j])
-        part = part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
+        part = (
+            part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
+        )
         part.masked_fill_(is_none[:, j, None], 0)
         total = part if total is None else total.add_(part)
     return total

@@ -22,30 +22,49 @@ EXAMPLE_BLOCK = 64
 
 
 @Operation
-def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, bits: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x, of any shape → (codes int8 [⌈n bits / 8⌉], scales fp32 [⌈n / block⌉]) of its n numbers in order.
 
     bits: 8 or 4, two codes a byte, the first in the low half. block: numbers that share a scale, even. A
     block with infinity or NaN has the scale NaN, one whose scale is 0 in fp32 the codes 0.
     """
-    x, most = x.detach().float().flatten(), 2 ** (bits - 1) - 1
+    x = x.detach().float().flatten()
+    most = 2 ** (bits - 1) - 1
     blocks = -(-len(x) // block)
-    table = (F.pad(x, (0, blocks * block - len(x))) if len(x) % block else x).view(blocks, block)
+    table = (F.pad(x, (0, blocks * block - len(x))) if len(x) % block else x).view(
+        blocks, block
+    )
     scales = table.abs().amax(1) * (1 / most)
     scales = scales.where(scales.isfinite(), torch.nan)
-    codes = (table / scales[:, None]).round().clamp(-most, most).where(scales[:, None] > 0, 0).to(torch.int8)
-    codes = codes.flatten()[:len(x)]
+    codes = (
+        (table / scales[:, None])
+        .round()
+        .clamp(-most, most)
+        .where(scales[:, None] > 0, 0)
+        .to(torch.int8)
+    )
+    codes = codes.flatten()[: len(x)]
     return (codes if bits == 8 else _in_pairs(codes)), scales
 
 
 @Operation
-def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
-               dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once.
 
     out: contiguous memory for the result; None: new memory
     """
-    codes, scales = (codes if bits == 8 else _apart(codes))[:numel], scales.detach().float()
+    codes = (codes if bits == 8 else _apart(codes))[:numel]
+    scales = scales.detach().float()
     if numel % block:
         numbers = codes * scales.repeat_interleave(block)[:numel]
     else:
@@ -61,43 +80,68 @@ def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     finite number; NaN stays.
     """
     most = torch.finfo(dtype).max
-    return (x.detach().float() * scale.detach().float()).clamp(-most, most).to(dtype).view(torch.uint8)
+    return (
+        (x.detach().float() * scale.detach().float())
+        .clamp(-most, most)
+        .to(dtype)
+        .view(torch.uint8)
+    )
 
 
-dequantize.dtype = torch.float32                # of the scales
+dequantize.dtype = torch.float32  # of the scales
 
 
 for _operation, _kernel, _dtypes, _fits in (
-        (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
-        (dequantize, quantize_kernels.dequantize, (torch.float32,), quantize_kernels.fits_codes),
-        (cast_fp8, quantize_kernels.cast_fp8, FLOATS, quantize_kernels.fits_numbers)):
+    (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
+    (
+        dequantize,
+        quantize_kernels.dequantize,
+        (torch.float32,),
+        quantize_kernels.fits_codes,
+    ),
+    (cast_fp8, quantize_kernels.cast_fp8, FLOATS, quantize_kernels.fits_numbers),
+):
     _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
 
 
-_compiled = {"devices": CPU, "suits": lambda x, *_, **__: has_memory(x),
-             "available": lambda: "" if compiled_quantize.extension() else "not compiled"}
-quantize.implementation("c++", dtypes=compiled_quantize.DTYPES, **_compiled)(compiled_quantize.quantize)
-dequantize.implementation("c++", dtypes=(torch.float32,), fits=compiled_quantize.fits_dtype,
-                          **_compiled)(compiled_quantize.dequantize)
+_compiled = {
+    "devices": CPU,
+    "suits": lambda x, *_, **__: has_memory(x),
+    "available": lambda: "" if compiled_quantize.extension() else "not compiled",
+}
+quantize.implementation("c++", dtypes=compiled_quantize.DTYPES, **_compiled)(
+    compiled_quantize.quantize
+)
+dequantize.implementation(
+    "c++", dtypes=(torch.float32,), fits=compiled_quantize.fits_dtype, **_compiled
+)(compiled_quantize.dequantize)
 
 
-def _quantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _quantize_example(
+    bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     return random_tensors(dtype, device, (rows, width))[0].detach(), bits, EXAMPLE_BLOCK
 
 
-def _dequantize_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _dequantize_example(
+    bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     where = random_generator(device, rows * width).device
     x, *how = _quantize_example(bits, rows, width, torch.float32, where)
     codes, scales = (t.to(device) for t in quantize.in_torch(x, *how))
     return scales, codes, x.numel(), *how, dtype
 
 
-def _narrow_example(bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _narrow_example(
+    bits: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     """Into 16 bits, whatever the dtype of the scales."""
     return _dequantize_example(bits, rows, width, torch.bfloat16, device)
 
 
-def _cast_example(fp8: torch.dtype, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _cast_example(
+    fp8: torch.dtype, rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     (x,) = random_tensors(dtype, device, (rows, width))
     return x.detach(), torch.full((1,), 150.0, device=device), fp8
 

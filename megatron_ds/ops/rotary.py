@@ -25,42 +25,58 @@ def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
     return channels - channels % 2
 
 
-def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0,
-                  scalings: Sequence[Scaling] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(
+    positions: torch.Tensor,
+    channels: int,
+    base: float = 10000.0,
+    scalings: Sequence[Scaling] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], [s, b, 1, r/2] for [b, s], for all layers.
 
     scalings: of the frequencies, applied in this order; their amplitudes are factors of both tables
     """
-    exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
-    where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()   # [s, 1] or [s, b]
-    frequencies = base ** -exponents
+    exponents = (
+        torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device)
+        / channels
+    )
+    where = (
+        positions.float()[:, None] if positions.dim() == 1 else positions.t().float()
+    )  # [s, 1] or [s, b]
+    frequencies = base**-exponents
     amplitude = 1.0
     for scaling in scalings:
         frequencies = scaling(frequencies)
         amplitude *= scaling.amplitude
     angles = where[:, :, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
 
 
 @Operation
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                 interleaved: bool = False) -> torch.Tensor:
+def apply_rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
     """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
-    if torch.compiler.is_compiling():        # which does not trace writing to strided parts
+    if torch.compiler.is_compiling():  # which does not trace writing to strided parts
         return reference_rotary(x, cos, sin, interleaved)
     return _Rotate.apply(x, cos, sin, interleaved)
 
 
-apply_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
-                            fits=rotary_kernels.fits)(rotary_kernels.rotary)
+apply_rotary.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=rotary_kernels.fits
+)(rotary_kernels.rotary)
 
 
-apply_rotary.benchmark_sizes = ((65536, 128),)      # six heads: so many positions that no cache has them
+apply_rotary.benchmark_sizes = (
+    (65536, 128),
+)  # six heads: so many positions that no cache has them
 
 
 @apply_rotary.example
-def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _rotary_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     positions = torch.arange(3, 3 + rows, device=device)
     (x,) = random_tensors(dtype, device, (rows, 2, 3, width))
     return (x, *rotary_tables(positions, rotary_channels(width, 0.75)))
@@ -68,40 +84,59 @@ def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.dev
 
 def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed heads → q [s, b, n, d], k and v [s, b, g, d], views where strides allow them."""
-    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)      # one split: its backward is one concatenation
+    q, k, v = qkv.split(
+        (qkv.shape[3] - 2, 1, 1), dim=3
+    )  # one split: its backward is one concatenation
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 @Operation
-def split_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                 interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_rotary(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`split_heads`, q and k rotated by the tables of their positions."""
     q, k, v = split_heads(qkv)
-    return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved), v
+    return (
+        apply_rotary(q, cos, sin, interleaved),
+        apply_rotary(k, cos, sin, interleaved),
+        v,
+    )
 
 
-split_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
-                            fits=rotary_kernels.fits)(rotary_kernels.split_rotary)
+split_rotary.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=rotary_kernels.fits
+)(rotary_kernels.split_rotary)
 
 
-split_rotary.benchmark_sizes = ((16384, 128),)      # 24 heads
+split_rotary.benchmark_sizes = ((16384, 128),)  # 24 heads
 
 
 @split_rotary.example
-def _packed_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+def _packed_example(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple:
     positions = torch.arange(3, 3 + rows, device=device)
     (qkv,) = random_tensors(dtype, device, (rows, 2, 3, 4, width))
     return (qkv, *rotary_tables(positions, rotary_channels(width, 0.75)))
 
 
-def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                     interleaved: bool = False) -> torch.Tensor:
+def reference_rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
     """`apply_rotary` with autograd's own backward."""
     channels = 2 * cos.shape[-1]
     rotated, rest = x.float().split([channels, x.shape[-1] - channels], dim=-1)
-    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
+    first, second = (
+        (rotated[..., 0::2], rotated[..., 1::2])
+        if interleaved
+        else rotated.chunk(2, dim=-1)
+    )
     halves = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    turned = (
+        torch.stack(halves, dim=-1).flatten(-2)
+        if interleaved
+        else torch.cat(halves, dim=-1)
+    )
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 
@@ -119,8 +154,13 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad, *ctx.saved_tensors, ctx.interleaved, -1), None, None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
-            direction: int) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    direction: int,
+) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     first, second, rest = _pairs(x, cos.shape[-1], interleaved)
     out_first, out_second, out_rest = _pairs(out, cos.shape[-1], interleaved)
@@ -130,8 +170,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
     return out.to(x.dtype)
 
 
-def _pairs(x: torch.Tensor, count: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pairs(
+    x: torch.Tensor, count: int, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first and the second channels of the pairs [.., count], and the channels that are not rotated."""
     turned, rest = x.split([2 * count, x.shape[-1] - 2 * count], dim=-1)
-    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(count, dim=-1)
+    first, second = (
+        (turned[..., ::2], turned[..., 1::2])
+        if interleaved
+        else turned.split(count, dim=-1)
+    )
     return first, second, rest

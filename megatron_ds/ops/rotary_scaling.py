@@ -88,22 +88,32 @@ class YarnScaling:
     @property
     def amplitude(self) -> float:
         """Factor of rotated queries and keys."""
-        return yarn_growth(self.factor, self.mscale) / yarn_growth(self.factor, self.mscale_all_dim)
+        return yarn_growth(self.factor, self.mscale) / yarn_growth(
+            self.factor, self.mscale_all_dim
+        )
 
     def __call__(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divides low frequencies."""
         pairs = len(frequencies)
-        first, last = self._pair_of(self.fast, pairs), self._pair_of(self.slow, pairs)
+        first = self._pair_of(self.fast, pairs)
+        last = self._pair_of(self.slow, pairs)
         if self.rounds:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * pairs - 1)     # the authors' bound: channels, not pairs
+            first = math.floor(first)
+            last = math.ceil(last)
+        # the authors' bound: channels, not pairs
+        first = max(first, 0)
+        last = min(last, 2 * pairs - 1)
         numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
         stretched = ((numbers - first) / (last - first or 1e-3)).clamp(0, 1)
         return torch.lerp(frequencies, frequencies / self.factor, stretched)
 
     def _pair_of(self, turns: float, pairs: int) -> float:
         """The number of the pair that turns so often in `original` tokens."""
-        return pairs * math.log(self.original / (turns * 2 * math.pi)) / math.log(self.base)
+        return (
+            pairs
+            * math.log(self.original / (turns * 2 * math.pi))
+            / math.log(self.base)
+        )
 
 
 def yarn_growth(factor: float, weight: float = 1.0) -> float:
@@ -111,7 +121,9 @@ def yarn_growth(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def ntk_base(base: float, channels: int, factor: float, original: int, length: int) -> float:
+def ntk_base(
+    base: float, channels: int, factor: float, original: int, length: int
+) -> float:
     """Base of the angles of sequences of `length` tokens, after training with `original`: dynamic NTK.
 
     The fastest pair turns as before, and the slowest is divided by factor * length / original - (factor - 1),

@@ -23,7 +23,7 @@ class Scoring:
 
     def scale_of(self, channels: int) -> float:
         """The scale, for heads of d channels."""
-        return self.scale or channels ** -0.5
+        return self.scale or channels**-0.5
 
 
 PLAIN = Scoring()

@@ -32,8 +32,9 @@ Draw = Callable[[int, int, int, int], np.ndarray]
 
 
 @lru_cache(maxsize=1024)
-def block_layout(options: SparseOptions, positions: int, heads: int, is_causal: bool,
-                 *key: int | str) -> BlockLayout:
+def block_layout(
+    options: SparseOptions, positions: int, heads: int, is_causal: bool, *key: int | str
+) -> BlockLayout:
     """The layout of all heads of a layer. key: of the random blocks; without effect in other modes"""
     blocks = -(-positions // options.sparse_block)
     seen = layout(options, blocks, heads, is_causal, keyed(blocks, *key))
@@ -42,14 +43,20 @@ def block_layout(options: SparseOptions, positions: int, heads: int, is_causal: 
 
 def has_random_blocks(options: SparseOptions) -> bool:
     """Whether layers differ."""
-    return options.sparse_attention in ("variable", "bigbird") and options.sparse_num_random_blocks > 0
+    return (
+        options.sparse_attention in ("variable", "bigbird")
+        and options.sparse_num_random_blocks > 0
+    )
 
 
 def keyed(blocks: int, *key: int | str) -> Draw:
     """A function that draws blocks by a key: those with the smallest random numbers."""
+
     @lru_cache(maxsize=1)
     def numbers(head: int) -> np.ndarray:
-        bits = np.random.Philox(key=seed_of(*key, "sparse layout", head)).random_raw(blocks * blocks)
+        bits = np.random.Philox(key=seed_of(*key, "sparse layout", head)).random_raw(
+            blocks * blocks
+        )
         return bits.reshape(blocks, blocks)
 
     def draw(head: int, row: int, candidates: int, count: int) -> np.ndarray:
@@ -58,83 +65,124 @@ def keyed(blocks: int, *key: int | str) -> Draw:
     return draw
 
 
-def layout(options: SparseOptions, blocks: int, heads: int, is_causal: bool, draw: Draw) -> np.ndarray:
+def layout(
+    options: SparseOptions, blocks: int, heads: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
     """bool [heads, blocks, blocks]: whether a block of queries (row) sees a block of keys (column)."""
     make = LAYOUTS[options.sparse_attention]
     different = heads if options.sparse_layout_per_head else 1
-    seen = np.stack([make(options, blocks, head, is_causal, draw) for head in range(different)])
+    seen = np.stack(
+        [make(options, blocks, head, is_causal, draw) for head in range(different)]
+    )
     if is_causal:
         seen = np.tril(seen)
     return np.broadcast_to(seen, (heads, blocks, blocks)) if different == 1 else seen
 
 
-def _dense(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
+def _dense(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
     return np.ones((blocks, blocks), dtype=bool)
 
 
-def _fixed(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
-    size, shared = options.sparse_num_local_blocks, options.sparse_num_global_blocks
+def _fixed(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
+    size = options.sparse_num_local_blocks
+    shared = options.sparse_num_global_blocks
     seen = _windows(blocks, (size,))
     before = size - shared * (1 + head % options.sparse_num_different_global_patterns)
     for window in range(0, blocks, size):
         first = window + before
-        if window + size > blocks:                  # the last one is shorter
+        if window + size > blocks:  # the last one is shorter
             first = max(0, min(first, blocks - shared))
-        _globally(seen, first, first + shared, is_causal, options.sparse_horizontal_global_attention)
+        _globally(
+            seen,
+            first,
+            first + shared,
+            is_causal,
+            options.sparse_horizontal_global_attention,
+        )
     return seen
 
 
-def _variable(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
+def _variable(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
     seen = _windows(blocks, options.sparse_local_window_blocks)
     for first, stop in _global_runs(options):
-        _globally(seen, first, stop, is_causal, options.sparse_horizontal_global_attention)
+        _globally(
+            seen, first, stop, is_causal, options.sparse_horizontal_global_attention
+        )
     return seen | _random(options, blocks, head, is_causal, draw)
 
 
-def _bigbird(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
-    seen = _local(options, blocks, head, is_causal, draw) | _random(options, blocks, head, is_causal, draw)
+def _bigbird(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
+    seen = _local(options, blocks, head, is_causal, draw) | _random(
+        options, blocks, head, is_causal, draw
+    )
     _globally(seen, 0, options.sparse_num_global_blocks, False, True)
     return seen
 
 
-def _longformer(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
+def _longformer(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
     seen = _local(options, blocks, head, is_causal, draw)
     for first, stop in _global_runs(options):
         _globally(seen, first, stop, False, True)
     return seen
 
 
-def _local(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
+def _local(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
     distance = np.arange(blocks)[:, None] - np.arange(blocks)
     return abs(distance) <= options.sparse_num_sliding_window_blocks // 2
 
 
-LAYOUTS = {"dense": _dense, "fixed": _fixed, "variable": _variable, "bigbird": _bigbird,
-           "bslongformer": _longformer, "local": _local}
+LAYOUTS = {
+    "dense": _dense,
+    "fixed": _fixed,
+    "variable": _variable,
+    "bigbird": _bigbird,
+    "bslongformer": _longformer,
+    "local": _local,
+}
 
 
 def _windows(blocks: int, sizes: tuple[int, ...]) -> np.ndarray:
     """Windows of these sizes that do not overlap; the last size for all others, too."""
     number = np.repeat(np.arange(len(sizes)), sizes)
     rest = max(0, blocks - len(number))
-    number = np.concatenate((number, len(sizes) + np.arange(rest) // sizes[-1]))[:blocks]
+    number = np.concatenate((number, len(sizes) + np.arange(rest) // sizes[-1]))[
+        :blocks
+    ]
     return number[:, None] == number
 
 
-def _globally(seen: np.ndarray, first: int, stop: int, is_causal: bool, is_horizontal: bool) -> None:
+def _globally(
+    seen: np.ndarray, first: int, stop: int, is_causal: bool, is_horizontal: bool
+) -> None:
     """All blocks, or those from the first on, see these columns; and these rows see all."""
-    seen[first if is_causal else 0:, first:stop] = True
+    seen[first if is_causal else 0 :, first:stop] = True
     if is_horizontal:
         seen[first:stop] = True
 
 
 def _global_runs(options: SparseOptions) -> list[tuple[int, int]]:
     starts = options.sparse_global_block_indices
-    ends = options.sparse_global_block_end_indices or tuple(start + 1 for start in starts)
+    ends = options.sparse_global_block_end_indices or tuple(
+        start + 1 for start in starts
+    )
     return list(zip(starts, ends, strict=True))
 
 
-def _random(options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw) -> np.ndarray:
+def _random(
+    options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
+) -> np.ndarray:
     seen = np.zeros((blocks, blocks), dtype=bool)
     count = options.sparse_num_random_blocks
     for row in range(blocks) if count else ():

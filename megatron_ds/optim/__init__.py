@@ -21,5 +21,12 @@ from .optimizers import (
     param_groups_of,
 )
 
-__all__ = ["OPTIMIZERS", "MakeOptimizer", "ParamGroup", "RegisteredOptimizer", "default_groups", "group_of",
-           "param_groups_of"]
+__all__ = [
+    "OPTIMIZERS",
+    "MakeOptimizer",
+    "ParamGroup",
+    "RegisteredOptimizer",
+    "default_groups",
+    "group_of",
+    "param_groups_of",
+]

@@ -1,5 +1,4 @@
-"""The optimizer "adagrad": steps divided by the root of the sum of all squared gradients (Duchi et al. 2011).
-"""
+"""The optimizer "adagrad": steps divided by the root of the sum of all squared gradients (Duchi et al. 2011)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,10 +19,18 @@ class Adagrad(RowOptimizer):
 
     STATE = ("sum",)
 
-    def __init__(self, params: Iterable, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+    ):
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
 
-    def update(self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor) -> None:
+    def update(
+        self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor
+    ) -> None:
         """See `RowOptimizer.update`."""
         how = AdagradStep(group["lr"], group["eps"], group["weight_decay"], divisor)
         adagrad(rows[0].grad, rows, how)
@@ -34,6 +41,8 @@ class Adagrad(RowOptimizer):
 
 
 @OPTIMIZERS.register("adagrad")
-def make_adagrad(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
+def make_adagrad(
+    groups: list[dict], settings: OptimizerConfig
+) -> torch.optim.Optimizer:
     """DeepSpeed's "Adagrad"."""
     return Adagrad(groups, lr=0.0, eps=settings.adagrad_eps)

@@ -25,10 +25,19 @@ from ..config import OptimizerConfig
 from .optimizers import OPTIMIZERS
 from .part_optimizer import PartOptimizer
 
-Norms = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor]
+Norms = Callable[
+    [Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor
+]
 
 
-NUMBERS = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_coeff=10.0, min_coeff=0.01)
+NUMBERS = dict(
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    max_coeff=10.0,
+    min_coeff=0.01,
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,16 @@ class Lamb(PartOptimizer):
     STATE = ("exp_avg", "exp_avg_sq")
     COUNTS_STEPS = True
 
-    def __init__(self, params: Iterable, rule: LambRule = LambRule(), reduce_norms: Norms | None = None,
-                 **numbers: Any):
+    def __init__(
+        self,
+        params: Iterable,
+        rule: LambRule = LambRule(),
+        reduce_norms: Norms | None = None,
+        **numbers: Any,
+    ):
         super().__init__(params, NUMBERS | numbers)
-        self.rule, self._reduce_norms = rule, reduce_norms or _norms_of_whole
+        self.rule = rule
+        self._reduce_norms = reduce_norms or _norms_of_whole
         self._moving: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     def make_step(self) -> None:
@@ -70,14 +85,18 @@ class Lamb(PartOptimizer):
     @torch.no_grad()
     def advance(self) -> None:
         """Update the moments with the gradients."""
-        self._moving = [(group, [p for p in group["params"] if p.grad is not None])
-                        for group in self.param_groups]
+        self._moving = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
         for group, parameters in self._moving:
             if not parameters:
                 continue
             (beta1, beta2), grads = group["betas"], [p.grad for p in parameters]
             states = [self.count_step(p) for p in parameters]
-            m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            m, v = (
+                [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")
+            )
             torch._foreach_lerp_(m, grads, 1 - beta1)
             torch._foreach_mul_(v, beta2)
             torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
@@ -86,8 +105,15 @@ class Lamb(PartOptimizer):
     def measured(self) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
         """([p, u], p) of all parameters, after `advance`: the tensors whose norms a step needs."""
         parameters = [p for _, members in self._moving for p in members]
-        return [parameters, [u for group, members in self._moving if members
-                             for u in self._directions(group, members)]], parameters
+        return [
+            parameters,
+            [
+                u
+                for group, members in self._moving
+                if members
+                for u in self._directions(group, members)
+            ],
+        ], parameters
 
     @torch.no_grad()
     def finish(self, norms: torch.Tensor) -> None:
@@ -97,29 +123,44 @@ class Lamb(PartOptimizer):
     def _move(self, us: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
         of_weights, of_updates = norms
         # r, one number for each part of a parameter, on the device.
-        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
-        us, ratios = iter(us), iter(ratios.split([len(members) for _, members in self._moving]))
+        ratios = torch.where(
+            (of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0
+        )
+        us = iter(us)
+        ratios = iter(ratios.split([len(members) for _, members in self._moving]))
         for (group, members), of_group in zip(self._moving, ratios):
             if members:
                 _, _, factor = self._corrections(group, members)
                 of_members = [next(us) for _ in members]
-                rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (-group["lr"] * factor)
+                rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (
+                    -group["lr"] * factor
+                )
                 torch._foreach_mul_(of_members, list(rates.unbind()))
                 torch._foreach_add_(members, of_members)
 
-    def _corrections(self, group: dict[str, Any],
-                     parameters: Sequence[torch.Tensor]) -> tuple[float, float, float]:
+    def _corrections(
+        self, group: dict[str, Any], parameters: Sequence[torch.Tensor]
+    ) -> tuple[float, float, float]:
         """Divisors of m and of v, and c."""
         (beta1, beta2), step = group["betas"], self.state[parameters[0]]["step"]
-        first, second = (1 - beta1**step, 1 - beta2**step) if self.rule.bias_correction else (1.0, 1.0)
+        first, second = (
+            (1 - beta1**step, 1 - beta2**step)
+            if self.rule.bias_correction
+            else (1.0, 1.0)
+        )
         if self.rule.form == "deepspeed":
             return 1.0, 1.0, second**0.5 / first
         return first, second, 1.0
 
-    def _directions(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _directions(
+        self, group: dict[str, Any], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """u of each parameter."""
         (first, second, _), eps = self._corrections(group, parameters), group["eps"]
-        m, v = ([self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        m, v = (
+            [self.state[p][name] for p in parameters]
+            for name in ("exp_avg", "exp_avg_sq")
+        )
         # m̂ / (√v̂ + eps), in one buffer beside the state.
         us = list(torch._foreach_mul(v, 1 / second))
         if self.rule.eps_inside_sqrt:
@@ -135,8 +176,9 @@ class Lamb(PartOptimizer):
         return us
 
 
-def _norms_of_whole(lists: Sequence[Sequence[torch.Tensor]],
-                    parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def _norms_of_whole(
+    lists: Sequence[Sequence[torch.Tensor]], parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
     if not parameters:
         return torch.zeros(len(lists), 0)
     norms = [torch._foreach_norm(list(tensors), 2, torch.float64) for tensors in lists]
@@ -144,12 +186,23 @@ def _norms_of_whole(lists: Sequence[Sequence[torch.Tensor]],
 
 
 @OPTIMIZERS.register("lamb")
-def make_lamb(groups: list[dict], settings: OptimizerConfig, *,
-              reduce_norms: Norms | None = None) -> torch.optim.Optimizer:
+def make_lamb(
+    groups: list[dict], settings: OptimizerConfig, *, reduce_norms: Norms | None = None
+) -> torch.optim.Optimizer:
     """DeepSpeed's "Lamb", or the paper's with `settings.lamb_form`."""
-    rule = LambRule(settings.lamb_form, settings.adam_bias_correction, settings.lamb_eps_inside_sqrt)
-    return Lamb(groups, rule, reduce_norms, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2),
-                eps=settings.adam_eps, max_coeff=settings.lamb_max_coeff, min_coeff=settings.lamb_min_coeff)
+    rule = LambRule(
+        settings.lamb_form, settings.adam_bias_correction, settings.lamb_eps_inside_sqrt
+    )
+    return Lamb(
+        groups,
+        rule,
+        reduce_norms,
+        lr=0.0,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        max_coeff=settings.lamb_max_coeff,
+        min_coeff=settings.lamb_min_coeff,
+    )
 
 
 make_lamb.needs_norms = make_lamb.steps_in_halves = True

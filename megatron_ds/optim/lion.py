@@ -18,13 +18,24 @@ class Lion(RowOptimizer):
 
     STATE = ("exp_avg",)
 
-    def __init__(self, params: Iterable, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
-                 weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
-    def update(self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor) -> None:
+    def update(
+        self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor
+    ) -> None:
         """See `RowOptimizer.update`."""
-        lion(rows[0].grad, rows, LionStep(group["lr"], group["betas"], group["weight_decay"], divisor))
+        lion(
+            rows[0].grad,
+            rows,
+            LionStep(group["lr"], group["betas"], group["weight_decay"], divisor),
+        )
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> UpdateRow:
         """See `RowOptimizer.row`."""

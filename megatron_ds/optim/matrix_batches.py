@@ -16,19 +16,27 @@ import torch
 
 from ..mpu.param_spec import Matrices
 
-PARTS, HEADS, WHOLE = "parts", "heads", "whole"
-Views = tuple[torch.Tensor, int, int, int]      # a view, and the matrices, rows and columns that it holds
+PARTS = "parts"
+HEADS = "heads"
+WHOLE = "whole"
+Views = tuple[
+    torch.Tensor, int, int, int
+]  # a view, and the matrices, rows and columns that it holds
 
 
-def change_matrices(change: Callable[[torch.Tensor], torch.Tensor], unit: str,
-                    parameters: Sequence[tuple[torch.Tensor, Matrices]]) -> None:
+def change_matrices(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    unit: str,
+    parameters: Sequence[tuple[torch.Tensor, Matrices]],
+) -> None:
     """Replace all matrices of the parameters by those that `change` returns: [n, o, i] → [n, o, i]."""
     by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, int]]] = defaultdict(list)
     for tensor, matrices in parameters:
         for view, count, rows, columns in views_of(tensor, matrices, unit):
             by_shape[rows, columns].append((view, count))
     for (rows, columns), members in by_shape.items():
-        views, counts = [view for view, _ in members], [count for _, count in members]
+        views = [view for view, _ in members]
+        counts = [count for _, count in members]
         batch = views[0].new_empty(sum(counts), rows, columns)
         torch._foreach_copy_(_like(views, batch, counts), views)
         torch._foreach_copy_(views, _like(views, change(batch), counts))
@@ -52,6 +60,11 @@ def views_of(tensor: torch.Tensor, matrices: Matrices, unit: str) -> Iterator[Vi
         yield stacked, len(stacked), tensor.shape[-2], columns
 
 
-def _like(views: Sequence[torch.Tensor], batch: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+def _like(
+    views: Sequence[torch.Tensor], batch: torch.Tensor, counts: Sequence[int]
+) -> list[torch.Tensor]:
     """The parts of a batch as views of the same shapes."""
-    return [part.view(view.shape) for view, part in zip(views, batch.contiguous().split(counts))]
+    return [
+        part.view(view.shape)
+        for view, part in zip(views, batch.contiguous().split(counts))
+    ]

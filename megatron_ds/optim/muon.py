@@ -31,13 +31,21 @@ from .optimizers import OPTIMIZERS, ParamGroup, RegisteredOptimizer, default_gro
 from .part_optimizer import PartOptimizer
 
 # for_each(change, unit, parts of updates, parameters) → the parts after `change` of the matrices.
-ForEachMatrix = Callable[[Callable[[torch.Tensor], torch.Tensor], str, Sequence[torch.Tensor],
-                          Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+ForEachMatrix = Callable[
+    [
+        Callable[[torch.Tensor], torch.Tensor],
+        str,
+        Sequence[torch.Tensor],
+        Sequence[torch.Tensor],
+    ],
+    Sequence[torch.Tensor],
+]
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda o, i: max(o, i) ** 0.5,
     "unit_rms_norm": lambda o, i: (o / i) ** 0.5,
     "shape_scaling": lambda o, i: max(1.0, o / i) ** 0.5,
-    "match_rms_adamw": lambda o, i: 0.2 * max(o, i) ** 0.5}
+    "match_rms_adamw": lambda o, i: 0.2 * max(o, i) ** 0.5,
+}
 NUMBERS = dict(lr=1e-3, momentum=0.95, weight_decay=0.0)
 
 
@@ -59,10 +67,14 @@ class MuonRule:
 
     def orthogonal(self, batch: torch.Tensor) -> torch.Tensor:
         """[n, o, i] → scaled updates of these matrices."""
-        low = self.dtype == "bf16" or self.dtype == "auto" and batch.device.type != "cpu"
+        low = (
+            self.dtype == "bf16" or self.dtype == "auto" and batch.device.type != "cpu"
+        )
         scale = self.factor * SCALES[self.scale](*batch.shape[1:])
         coefficients = SETS[self.coefficients].first(self.steps)
-        return newton_schulz(batch, coefficients, torch.bfloat16 if low else None).mul_(scale)
+        return newton_schulz(batch, coefficients, torch.bfloat16 if low else None).mul_(
+            scale
+        )
 
 
 class Muon(PartOptimizer):
@@ -75,65 +87,114 @@ class Muon(PartOptimizer):
 
     STATE = ("momentum_buffer",)
 
-    def __init__(self, params: Iterable, rule: MuonRule = MuonRule(), for_each: ForEachMatrix | None = None,
-                 **numbers: Any):
+    def __init__(
+        self,
+        params: Iterable,
+        rule: MuonRule = MuonRule(),
+        for_each: ForEachMatrix | None = None,
+        **numbers: Any,
+    ):
         super().__init__(params, NUMBERS | numbers)
-        self.rule, self._for_each = rule, for_each or _of_whole
+        self.rule = rule
+        self._for_each = for_each or _of_whole
 
     def make_step(self) -> None:
         """See `PartOptimizer.make_step`. Collective, see `for_each`.
 
         With learning rates of 0 only the momentum changes, and nothing is communicated.
         """
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        groups = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
         inputs = [u for group, members in groups for u in self._inputs(group, members)]
         if not any(group["lr"] for group in self.param_groups):
             return
         parameters = [p for _, members in groups for p in members]
-        updates = iter(self._for_each(self.rule.orthogonal, self.rule.unit, inputs, parameters))
+        updates = iter(
+            self._for_each(self.rule.orthogonal, self.rule.unit, inputs, parameters)
+        )
         for group, members in groups:
             if members:
                 torch._foreach_mul_(members, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(members, [next(updates) for _ in members], alpha=-group["lr"])
+                torch._foreach_add_(
+                    members, [next(updates) for _ in members], alpha=-group["lr"]
+                )
 
-    def _inputs(self, group: dict[str, Any], members: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _inputs(
+        self, group: dict[str, Any], members: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
         """New tensors, u of each parameter of a group, after its momentum is updated."""
         if not members:
             return ()
-        grads, momentum = [p.grad for p in members], group["momentum"]
+        grads = [p.grad for p in members]
+        momentum = group["momentum"]
         moments = [self.state_of(p)["momentum_buffer"] for p in members]
         torch._foreach_lerp_(moments, grads, 1 - momentum)
-        return torch._foreach_lerp(grads, moments, momentum if self.rule.nesterov else 1.0)
+        return torch._foreach_lerp(
+            grads, moments, momentum if self.rule.nesterov else 1.0
+        )
 
 
-def _of_whole(change: Callable[[torch.Tensor], torch.Tensor], unit: str, inputs: Sequence[torch.Tensor],
-              parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _of_whole(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    unit: str,
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:
     """`ForEachMatrix` of parameters of which each is whole."""
-    of = [getattr(getattr(p, "spec", None), "matrices", None) or Matrices() for p in parameters]
+    of = [
+        getattr(getattr(p, "spec", None), "matrices", None) or Matrices()
+        for p in parameters
+    ]
     change_matrices(change, unit, list(zip(inputs, of)))
     return inputs
 
 
 def rule_of(settings: OptimizerConfig) -> MuonRule:
     """The rule of a configuration."""
-    unit = HEADS if settings.muon_per_head else PARTS if settings.muon_split_qkv else WHOLE
-    return MuonRule(settings.muon_use_nesterov, settings.muon_coefficient_type, settings.muon_num_ns_steps,
-                    settings.muon_scale_mode, settings.muon_extra_scale_factor, unit, settings.muon_ns_dtype)
+    unit = (
+        HEADS if settings.muon_per_head else PARTS if settings.muon_split_qkv else WHOLE
+    )
+    return MuonRule(
+        settings.muon_use_nesterov,
+        settings.muon_coefficient_type,
+        settings.muon_num_ns_steps,
+        settings.muon_scale_mode,
+        settings.muon_extra_scale_factor,
+        unit,
+        settings.muon_ns_dtype,
+    )
 
 
 @OPTIMIZERS.register("muon", "dist_muon")
-def make_muon(groups: list[dict], settings: OptimizerConfig, *,
-              for_each: ForEachMatrix | None = None) -> torch.optim.Optimizer:
+def make_muon(
+    groups: list[dict],
+    settings: OptimizerConfig,
+    *,
+    for_each: ForEachMatrix | None = None,
+) -> torch.optim.Optimizer:
     """Megatron's "muon", or DeepSpeed's "Muon" with its options."""
-    return Muon(groups, rule_of(settings), for_each, lr=0.0, momentum=settings.muon_momentum)
+    return Muon(
+        groups, rule_of(settings), for_each, lr=0.0, momentum=settings.muon_momentum
+    )
 
 
 def muon_groups(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
     """Weights of hidden layers; then what is left, with and without weight decay, for the other optimizer."""
-    muon, scalar = (RegisteredOptimizer(name, settings) for name in ("muon", settings.muon_scalar_optimizer))
+    muon, scalar = (
+        RegisteredOptimizer(name, settings)
+        for name in ("muon", settings.muon_scalar_optimizer)
+    )
     factor = lambda rate: 1.0 if rate is None else rate / settings.lr
-    of_rest = [replace(group, lr_factor=factor(settings.muon_scalar_lr)) for group in default_groups(scalar)]
-    return (ParamGroup("matrices", has_matrices, muon, lr_factor=factor(settings.muon_lr)), *of_rest)
+    of_rest = [
+        replace(group, lr_factor=factor(settings.muon_scalar_lr))
+        for group in default_groups(scalar)
+    ]
+    return (
+        ParamGroup("matrices", has_matrices, muon, lr_factor=factor(settings.muon_lr)),
+        *of_rest,
+    )
 
 
 def has_matrices(spec: ParamSpec) -> bool:

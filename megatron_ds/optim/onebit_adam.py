@@ -33,21 +33,34 @@ class OneBitAdam(CompressedOptimizer):
             descend(self, group, group["params"])
 
 
-def descend(optimizer: CompressedOptimizer, group: dict, parameters: list[torch.Tensor]) -> None:
+def descend(
+    optimizer: CompressedOptimizer, group: dict, parameters: list[torch.Tensor]
+) -> None:
     """p ← p - lr (m̂ / (√v̂ + eps) + wd p)."""
     first, second = optimizer.corrections(group)
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-    torch._foreach_addcdiv_(parameters, optimizer.tensors(group, "exp_avg"),
-                            optimizer.denominators(group, second), -group["lr"] / first)
+    torch._foreach_addcdiv_(
+        parameters,
+        optimizer.tensors(group, "exp_avg"),
+        optimizer.denominators(group, second),
+        -group["lr"] / first,
+    )
 
 
 @OPTIMIZERS.register("onebit_adam")
-def make_onebit_adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
+def make_onebit_adam(
+    groups: list[dict], settings: OptimizerConfig
+) -> torch.optim.Optimizer:
     """DeepSpeed's "OneBitAdam"."""
-    return OneBitAdam(groups, frozen_variance(settings), lr=0.0, eps=settings.adam_eps,
-                      betas=(settings.adam_beta1, settings.adam_beta2),
-                      bias_correction=settings.adam_bias_correction)
+    return OneBitAdam(
+        groups,
+        frozen_variance(settings),
+        lr=0.0,
+        eps=settings.adam_eps,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        bias_correction=settings.adam_bias_correction,
+    )
 
 
 def frozen_variance(settings: OptimizerConfig) -> Phases:

@@ -28,15 +28,24 @@ class CompressedOptimizer(PartOptimizer):
     """
 
     STATE = ("exp_avg", "exp_avg_sq")
-    _step_supports_amp_scaling = True      # torch's name for support of `grad_scale`
+    _step_supports_amp_scaling = True  # torch's name for support of `grad_scale`
     takes_numbers = True
     reads_low_grad = True
 
-    def __init__(self, params: Iterable, phases: Phases, *, bias_correction: bool = True, **numbers: Any):
+    def __init__(
+        self,
+        params: Iterable,
+        phases: Phases,
+        *,
+        bias_correction: bool = True,
+        **numbers: Any,
+    ):
         super().__init__(params, numbers)
-        self.phases, self.bias_correction = phases, bias_correction
+        self.phases = phases
+        self.bias_correction = bias_correction
         self.grad_scale: float | None = None
-        self.num_updates, self.differs = 0, False
+        self.num_updates = 0
+        self.differs = False
 
     def make_step(self) -> None:
         """See `PartOptimizer.make_step`."""
@@ -80,7 +89,9 @@ class CompressedOptimizer(PartOptimizer):
         if not self.bias_correction:
             return 1.0, 1.0
         beta1, beta2 = group["betas"]
-        return 1 - beta1**self.num_updates, 1 - beta2**self.phases.variance_updates(self.num_updates)
+        return 1 - beta1**self.num_updates, 1 - beta2 ** self.phases.variance_updates(
+            self.num_updates
+        )
 
     def denominators(self, group: dict, second: float) -> Tensors:
         """√(v / second) + eps of all parameters of a group, new tensors; infinite where v is 0.
@@ -104,7 +115,8 @@ class CompressedOptimizer(PartOptimizer):
         if not grads:
             return
         (beta1, beta2), scale = group["betas"], self.grad_scale or 1.0
-        m, v = self.tensors(group, "exp_avg"), self.tensors(group, "exp_avg_sq")
+        m = self.tensors(group, "exp_avg")
+        v = self.tensors(group, "exp_avg_sq")
         torch._foreach_mul_(m, beta1)
         torch._foreach_add_(m, grads, alpha=(1 - beta1) / scale)
         torch._foreach_mul_(v, beta2)

@@ -31,11 +31,16 @@ from .optimizers import OPTIMIZERS
 class Reductions(Protocol):
     """`zero.norm.ParameterNorms`."""
 
-    def __call__(self, lists: Sequence[Sequence[torch.Tensor]],
-                 parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self,
+        lists: Sequence[Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
         """Norms of logical parameters."""
 
-    def largest(self, values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def largest(
+        self, values: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Maxima over the parts of logical parameters."""
 
 
@@ -57,12 +62,21 @@ class OneBitLamb(CompressedOptimizer):
 
     STATE = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 
-    def __init__(self, params: Iterable, phases: Phases, rule: CoefficientRule = CoefficientRule(),
-                 reduce_norms: Reductions | None = None, **numbers: Any):
+    def __init__(
+        self,
+        params: Iterable,
+        phases: Phases,
+        rule: CoefficientRule = CoefficientRule(),
+        reduce_norms: Reductions | None = None,
+        **numbers: Any,
+    ):
         super().__init__(params, phases, **LAMB_NUMBERS | numbers)
-        self.rule, self._reduce = rule, reduce_norms or WholeParameterNorms()
+        self.rule = rule
+        self._reduce = reduce_norms or WholeParameterNorms()
         count = sum(len(group["params"]) for group in self.param_groups)
-        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        device = next(
+            (p.device for group in self.param_groups for p in group["params"]), None
+        )
         self.coefficients = torch.zeros(2, count, device=device)
         self.restart()
         self._before: dict[int, torch.Tensor] = {}
@@ -73,7 +87,9 @@ class OneBitLamb(CompressedOptimizer):
 
     def before_exchange(self) -> None:
         """See `CompressedOptimizer.before_exchange`."""
-        self._before = {id(p): self.state_of(p)["exp_avg"].clone() for p in self._parameters}
+        self._before = {
+            id(p): self.state_of(p)["exp_avg"].clone() for p in self._parameters
+        }
 
     def update(self, exchange: Exchange) -> None:
         """See `CompressedOptimizer.update`."""
@@ -87,17 +103,18 @@ class OneBitLamb(CompressedOptimizer):
             count = len(group["params"])
             if count:
                 first, second = self.corrections(group)
-                steps = rates[at:at + count] * (-group["lr"] * second**0.5 / first)
+                steps = rates[at : at + count] * (-group["lr"] * second**0.5 / first)
                 torch._foreach_mul_(us, list(steps.unbind()))
                 torch._foreach_add_(group["params"], us)
                 at += count
-        self._us, self._before = [], {}
+        self._us = []
+        self._before = {}
 
     def numbers_of(self, p: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """See `CompressedOptimizer.numbers_of`."""
         i = next(i for i, q in enumerate(self._parameters) if q is p)
-        yield "mean_ratio", self.coefficients[0, i:i + 1]
-        yield "last_factor", self.coefficients[1, i:i + 1]
+        yield "mean_ratio", self.coefficients[0, i : i + 1]
+        yield "last_factor", self.coefficients[1, i : i + 1]
 
     @property
     def _parameters(self) -> Tensors:
@@ -109,15 +126,29 @@ class OneBitLamb(CompressedOptimizer):
         for us, group in zip(self._us, self.param_groups):
             if us:
                 decayed(us, group)
-                torch._foreach_copy_(self.tensors(group, "exp_avg_sq_fresh"),
-                                     self.tensors(group, "exp_avg_sq"))
-        of_weights, of_updates = self._reduce([self._parameters, sum(self._us, [])], self._parameters)
-        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+                torch._foreach_copy_(
+                    self.tensors(group, "exp_avg_sq_fresh"),
+                    self.tensors(group, "exp_avg_sq"),
+                )
+        of_weights, of_updates = self._reduce(
+            [self._parameters, sum(self._us, [])], self._parameters
+        )
+        ratios = torch.where(
+            (of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0
+        )
         of_groups = ratios.split([len(group["params"]) for group in self.param_groups])
-        ratios = torch.cat([r.clamp(group["min_coeff"], group["max_coeff"])
-                            for r, group in zip(of_groups, self.param_groups)])
+        ratios = torch.cat(
+            [
+                r.clamp(group["min_coeff"], group["max_coeff"])
+                for r, group in zip(of_groups, self.param_groups)
+            ]
+        )
         means = self.coefficients[0]
-        means.copy_(torch.where(ratios == 1, means, means.lerp(ratios, 1 - self.rule.coeff_beta)))
+        means.copy_(
+            torch.where(
+                ratios == 1, means, means.lerp(ratios, 1 - self.rule.coeff_beta)
+            )
+        )
         return ratios
 
     def _factors(self) -> torch.Tensor:
@@ -129,13 +160,22 @@ class OneBitLamb(CompressedOptimizer):
                 decayed(us, group)
         parameters = self._parameters
         bare, whole = self._reduce([before_decay, sum(self._us, [])], parameters)
-        largest = [self._excess(p, group["eps"]) for group in self.param_groups for p in group["params"]]
-        factors = self._reduce.largest(torch.stack(largest) if largest else bare, parameters)
+        largest = [
+            self._excess(p, group["eps"])
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        factors = self._reduce.largest(
+            torch.stack(largest) if largest else bare, parameters
+        )
         share = torch.where(whole > 0, bare / whole, 1.0).clamp_(max=1.0)
         factors = factors * share + 1 - share
-        rule, last = self.rule, self.coefficients[1]
+        rule = self.rule
+        last = self.coefficients[1]
         factors = factors.clamp(rule.factor_min, rule.factor_max)
-        factors = factors.clamp(last * (1 - rule.factor_threshold), last * (1 + rule.factor_threshold))
+        factors = factors.clamp(
+            last * (1 - rule.factor_threshold), last * (1 + rule.factor_threshold)
+        )
         last.copy_(factors)
         return self.coefficients[0] * factors
 
@@ -151,7 +191,8 @@ class OneBitLamb(CompressedOptimizer):
     def _excess(self, p: torch.Tensor, eps: float) -> torch.Tensor:
         """The largest (√v + eps) / (√v' + eps) of a part."""
         state = self.state_of(p)
-        v, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
+        v = state["exp_avg_sq"]
+        fresh = state["exp_avg_sq_fresh"]
         ratio = (v.sqrt() + eps).div_(fresh.sqrt().add_(eps))
         return ratio.mul_(v > 0).max()
 
@@ -164,7 +205,7 @@ class OneBitLamb(CompressedOptimizer):
             torch._foreach_add_(grads, self.tensors(group, "exp_avg"))
             fresh = self.tensors(group, "exp_avg_sq_fresh")
             torch._foreach_mul_(fresh, beta2)
-            torch._foreach_addcmul_(fresh, grads, grads, (1 - beta2) / (1 - beta1)**2)
+            torch._foreach_addcmul_(fresh, grads, grads, (1 - beta2) / (1 - beta1) ** 2)
 
 
 def decayed(us: Tensors, group: dict) -> None:
@@ -176,27 +217,50 @@ def decayed(us: Tensors, group: dict) -> None:
 class WholeParameterNorms:
     """`Reductions` where each parameter is whole."""
 
-    def __call__(self, lists: Sequence[Sequence[torch.Tensor]],
-                 parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self,
+        lists: Sequence[Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
         """Norms, fp32 [lists, parameters]."""
-        norms = [torch._foreach_norm(list(tensors), 2, torch.float64) for tensors in lists]
+        norms = [
+            torch._foreach_norm(list(tensors), 2, torch.float64) for tensors in lists
+        ]
         return torch.stack([torch.stack(list(of_list)).float() for of_list in norms])
 
-    def largest(self, values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def largest(
+        self, values: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """The values themselves."""
         return values
 
 
 @OPTIMIZERS.register("onebit_lamb")
-def make_onebit_lamb(groups: list[dict], settings: OptimizerConfig, *,
-                     reduce_norms: Reductions | None = None) -> torch.optim.Optimizer:
+def make_onebit_lamb(
+    groups: list[dict],
+    settings: OptimizerConfig,
+    *,
+    reduce_norms: Reductions | None = None,
+) -> torch.optim.Optimizer:
     """DeepSpeed's "OneBitLamb"."""
-    rule = CoefficientRule(settings.coeff_beta, settings.factor_max, settings.factor_min,
-                           settings.factor_threshold)
-    return OneBitLamb(groups, frozen_variance(settings), rule, reduce_norms, lr=0.0, eps=settings.adam_eps,
-                      max_coeff=settings.lamb_max_coeff, min_coeff=settings.lamb_min_coeff,
-                      betas=(settings.adam_beta1, settings.adam_beta2),
-                      bias_correction=settings.adam_bias_correction)
+    rule = CoefficientRule(
+        settings.coeff_beta,
+        settings.factor_max,
+        settings.factor_min,
+        settings.factor_threshold,
+    )
+    return OneBitLamb(
+        groups,
+        frozen_variance(settings),
+        rule,
+        reduce_norms,
+        lr=0.0,
+        eps=settings.adam_eps,
+        max_coeff=settings.lamb_max_coeff,
+        min_coeff=settings.lamb_min_coeff,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        bias_correction=settings.adam_bias_correction,
+    )
 
 
 make_onebit_lamb.phases = frozen_variance

@@ -77,7 +77,10 @@ class ZeroOnePhases:
 
     def variance_updates(self, step: int) -> int:
         """Updates of the second moment after a step."""
-        step, last, interval, count = min(step, self.var_freeze_step), 0, 1, 0
+        step = min(step, self.var_freeze_step)
+        last = 0
+        interval = 1
+        count = 0
         while True:
             first = (last // interval + 1) * interval
             last = first + (self.var_update_scaler - 1) * interval

@@ -55,8 +55,11 @@ class ZeroOneAdam(CompressedOptimizer):
             group[RATES] += rate
             if parameters:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(self.tensors(group, "local_sum"), self.tensors(group, "exp_avg"),
-                                    alpha=rate)
+                torch._foreach_add_(
+                    self.tensors(group, "local_sum"),
+                    self.tensors(group, "exp_avg"),
+                    alpha=rate,
+                )
             if exchange is Exchange.NONE and parameters:
                 self._show(group)
 
@@ -67,8 +70,11 @@ class ZeroOneAdam(CompressedOptimizer):
             rates, group[RATES] = group[RATES], 0.0
             if not group["params"]:
                 continue
-            sums, m = self.tensors(group, "local_sum"), self.tensors(group, "exp_avg")
-            torch._foreach_addcdiv_(group["params"], sums, self._denominators(group), -1.0)
+            sums = self.tensors(group, "local_sum")
+            m = self.tensors(group, "exp_avg")
+            torch._foreach_addcdiv_(
+                group["params"], sums, self._denominators(group), -1.0
+            )
             # With learning rates of zero there is no sum; each rank keeps its momentum.
             if rates:
                 torch._foreach_copy_(m, torch._foreach_div(sums, rates))
@@ -82,7 +88,9 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def numbers(self) -> dict[str, float]:
         """See `CompressedOptimizer.numbers`."""
-        return {f"{RATES}_{i}": group[RATES] for i, group in enumerate(self.param_groups)}
+        return {
+            f"{RATES}_{i}": group[RATES] for i, group in enumerate(self.param_groups)
+        }
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
         """See `CompressedOptimizer.load_numbers`."""
@@ -95,29 +103,48 @@ class ZeroOneAdam(CompressedOptimizer):
     def _show(self, group: dict) -> None:
         """Write the weights with which this rank computes."""
         if self.num_updates:
-            steps = torch._foreach_div(self.tensors(group, "local_sum"), self._denominators(group))
+            steps = torch._foreach_div(
+                self.tensors(group, "local_sum"), self._denominators(group)
+            )
             write_low(group["params"], torch._foreach_sub(group["params"], steps))
 
 
-def write_low(parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+def write_low(
+    parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
+) -> None:
     """Write the weights of the model, where they are not the parameters themselves."""
-    pairs = [(p.low, value) for p, value in zip(parameters, values) if getattr(p, "low", None) is not None]
+    pairs = [
+        (p.low, value)
+        for p, value in zip(parameters, values)
+        if getattr(p, "low", None) is not None
+    ]
     if pairs:
         torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
 @OPTIMIZERS.register("zero_one_adam")
-def make_zero_one_adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
+def make_zero_one_adam(
+    groups: list[dict], settings: OptimizerConfig
+) -> torch.optim.Optimizer:
     """DeepSpeed's "ZeroOneAdam"."""
-    return ZeroOneAdam(groups, zero_one_phases(settings), lr=0.0, eps=settings.adam_eps,
-                       betas=(settings.adam_beta1, settings.adam_beta2),
-                       bias_correction=settings.adam_bias_correction)
+    return ZeroOneAdam(
+        groups,
+        zero_one_phases(settings),
+        lr=0.0,
+        eps=settings.adam_eps,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        bias_correction=settings.adam_bias_correction,
+    )
 
 
 def zero_one_phases(settings: OptimizerConfig) -> Phases:
     """The exchanges of 0/1 Adam."""
-    return ZeroOnePhases(settings.var_freeze_step, settings.var_update_scaler, settings.local_step_scaler,
-                         settings.local_step_clipper)
+    return ZeroOnePhases(
+        settings.var_freeze_step,
+        settings.var_update_scaler,
+        settings.local_step_scaler,
+        settings.local_step_clipper,
+    )
 
 
 make_zero_one_adam.phases = zero_one_phases

@@ -64,7 +64,9 @@ class MakeOptimizer(Protocol):
                          precision. Then it is a `CompressedOptimizer`
     """
 
-    def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer: ...
+    def __call__(
+        self, groups: list[dict[str, Any]], /, **options: Any
+    ) -> torch.optim.Optimizer: ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ class RegisteredOptimizer:
     name: str
     settings: OptimizerConfig
 
-    def __call__(self, groups: list[dict[str, Any]], /, **options: Any) -> torch.optim.Optimizer:
+    def __call__(
+        self, groups: list[dict[str, Any]], /, **options: Any
+    ) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.name](groups, settings=self.settings, **options)
 
     @property
@@ -152,8 +156,10 @@ class RegisteredOptimizer:
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
     """Parameters with weight decay, then those without."""
-    return (ParamGroup("decay", lambda spec: spec.decay, optimizer),
-            ParamGroup("no decay", lambda spec: not spec.decay, optimizer, decay=False))
+    return (
+        ParamGroup("decay", lambda spec: spec.decay, optimizer),
+        ParamGroup("no decay", lambda spec: not spec.decay, optimizer, decay=False),
+    )
 
 
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
@@ -161,26 +167,55 @@ def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
     --param-group and --decoupled-lr. Raises ConfigError for a --param-group that cannot be read."""
     entry = OPTIMIZERS[settings.optimizer]
     choose = getattr(entry, "param_groups", None)
-    groups = choose(settings) if choose else default_groups(RegisteredOptimizer(settings.optimizer, settings))
-    divided = [_of_rule(rule, group, groups, settings) for rule in group_rules(settings.param_groups)
-               for group in groups]
+    groups = (
+        choose(settings)
+        if choose
+        else default_groups(RegisteredOptimizer(settings.optimizer, settings))
+    )
+    divided = [
+        _of_rule(rule, group, groups, settings)
+        for rule in group_rules(settings.param_groups)
+        for group in groups
+    ]
     groups = (*divided, *groups)
     if settings.decoupled_lr is None:
         return groups
-    return (*(replace(group, name=f"{group.name}, decoupled", filter=partial(_is_decoupled, group),
-                      rate=DECOUPLED_RATE) for group in groups), *groups)
+    return (
+        *(
+            replace(
+                group,
+                name=f"{group.name}, decoupled",
+                filter=partial(_is_decoupled, group),
+                rate=DECOUPLED_RATE,
+            )
+            for group in groups
+        ),
+        *groups,
+    )
 
 
-def _of_rule(rule: GroupRule, group: ParamGroup, groups: Sequence[ParamGroup],
-             settings: OptimizerConfig) -> ParamGroup:
+def _of_rule(
+    rule: GroupRule,
+    group: ParamGroup,
+    groups: Sequence[ParamGroup],
+    settings: OptimizerConfig,
+) -> ParamGroup:
     """The parameters of `group` that match the rule."""
-    optimizer, factor = group.optimizer, group.lr_factor
+    optimizer = group.optimizer
+    factor = group.lr_factor
     if rule.optimizer is not None:
         optimizer = RegisteredOptimizer(OPTIMIZERS.name_of(rule.optimizer), settings)
-        factor = next((other.lr_factor for other in groups if other.optimizer == optimizer), 1.0)
-    return replace(group, name=f"{rule.pattern}, {group.name}", filter=partial(_follows, rule, group),
-                   optimizer=optimizer, lr_factor=factor * rule.lr_factor,
-                   decay=group.decay if rule.decay is None else rule.decay)
+        factor = next(
+            (other.lr_factor for other in groups if other.optimizer == optimizer), 1.0
+        )
+    return replace(
+        group,
+        name=f"{rule.pattern}, {group.name}",
+        filter=partial(_follows, rule, group),
+        optimizer=optimizer,
+        lr_factor=factor * rule.lr_factor,
+        decay=group.decay if rule.decay is None else rule.decay,
+    )
 
 
 def _follows(rule: GroupRule, group: ParamGroup, spec: ParamSpec) -> bool:
@@ -197,5 +232,7 @@ def group_of(spec: ParamSpec, groups: Sequence[ParamGroup]) -> ParamGroup:
         if group.filter(spec):
             return group
     names = ", ".join(group.name for group in groups)
-    raise ConfigError(f"{spec.name} belongs to none of the parameter groups {names}, so no optimizer "
-                      "would update it. Add a group whose filter accepts it.")
+    raise ConfigError(
+        f"{spec.name} belongs to none of the parameter groups {names}, so no optimizer "
+        "would update it. Add a group whose filter accepts it."
+    )

@@ -29,7 +29,9 @@ class PartOptimizer(torch.optim.Optimizer):
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(
+        self, closure: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor | None:
         """Update the parameters; returns the loss of `closure`. Collective if `make_step` is."""
         loss = None
         if closure is not None:
@@ -59,7 +61,9 @@ class PartOptimizer(torch.optim.Optimizer):
     def count_step(self, p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, whose number of updates is one larger then."""
         state = self.state_of(p)
-        state["step"] = int(state["step"]) + 1          # loaded from torch's optimizer it is a tensor
+        state["step"] = (
+            int(state["step"]) + 1
+        )  # loaded from torch's optimizer it is a tensor
         return state
 
 

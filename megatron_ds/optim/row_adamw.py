@@ -24,26 +24,53 @@ class RowAdamW(RowOptimizer):
     STATE = ("exp_avg", "exp_avg_sq")
     COUNTS_STEPS = True
 
-    def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.01, *, bias_correction: bool = True):
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+    ):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.bias_correction = bias_correction
 
-    def update(self, rows: Sequence[AdamRow], group: dict, divisor: float | torch.Tensor) -> None:
+    def update(
+        self, rows: Sequence[AdamRow], group: dict, divisor: float | torch.Tensor
+    ) -> None:
         """See `RowOptimizer.update`."""
-        adamw(rows[0].grad, rows, AdamStep(float(group["lr"]), group["betas"], group["eps"],
-                                           group["weight_decay"], divisor, self.found_inf))
+        adamw(
+            rows[0].grad,
+            rows,
+            AdamStep(
+                float(group["lr"]),
+                group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                divisor,
+                self.found_inf,
+            ),
+        )
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> AdamRow:
         """See `RowOptimizer.row`; counts the step."""
         state = self.count_step(p)
-        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"],
-                       state["step"] if self.bias_correction else UNCORRECTED, getattr(p, "low", None))
+        return AdamRow(
+            p,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"] if self.bias_correction else UNCORRECTED,
+            getattr(p, "low", None),
+        )
 
 
 def has_kernel(groups: Iterable[dict]) -> bool:
     """Whether all parameters of the groups are fp32, on devices with an implementation of `adamw`."""
     parameters = [p for group in groups for p in group["params"]]
     devices = {p.device.type for p in parameters} or {"cpu"}
-    return (all(p.dtype == torch.float32 for p in parameters)
-            and all(adamw.first_choice(device, torch.float32) != "torch" for device in devices))
+    return all(p.dtype == torch.float32 for p in parameters) and all(
+        adamw.first_choice(device, torch.float32) != "torch" for device in devices
+    )

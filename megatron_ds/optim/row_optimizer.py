@@ -22,8 +22,10 @@ class RowOptimizer(PartOptimizer):
     parameter.low_grad    optional, a 16-bit tensor of the same length, used instead of `grad`
     """
 
-    _step_supports_amp_scaling = True      # torch's name for support of `grad_scale` and `found_inf`
-    takes_numbers = True                   # as grad_scale
+    _step_supports_amp_scaling = (
+        True  # torch's name for support of `grad_scale` and `found_inf`
+    )
+    takes_numbers = True  # as grad_scale
     writes_low = True
     reads_low_grad = True
 
@@ -39,7 +41,9 @@ class RowOptimizer(PartOptimizer):
             for rows in self._rows_by_device(group["params"]).values():
                 self.update(rows, group, divisor)
 
-    def update(self, rows: Sequence, group: dict[str, Any], divisor: float | torch.Tensor) -> None:
+    def update(
+        self, rows: Sequence, group: dict[str, Any], divisor: float | torch.Tensor
+    ) -> None:
         """Update rows of one device with the numbers of their parameter group."""
         raise NotImplementedError
 
@@ -51,7 +55,9 @@ class RowOptimizer(PartOptimizer):
         """See `PartOptimizer.zeros`; on huge pages, which the operations pass once in each step."""
         return huge_page_zeros(p.numel(), device=p.device).view(p.shape)
 
-    def _rows_by_device(self, parameters: Iterable[torch.Tensor]) -> dict[torch.device, list]:
+    def _rows_by_device(
+        self, parameters: Iterable[torch.Tensor]
+    ) -> dict[torch.device, list]:
         rows = defaultdict(list)
         for p in parameters:
             if (grad := gradient_of(p)) is not None:

@@ -16,16 +16,32 @@ class VariantAdam(PartOptimizer):
     STATE = ("exp_avg", "exp_avg_sq")
     COUNTS_STEPS = True
 
-    def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
-                 decoupled: bool = True):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.bias_correction, self.decoupled = bias_correction, decoupled
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        decoupled: bool = True,
+    ):
+        super().__init__(
+            params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
+        self.bias_correction = bias_correction
+        self.decoupled = decoupled
 
     def make_step(self) -> None:
         """See `PartOptimizer.make_step`."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    adam_variant_(p, self.count_step(p), group, corrects=self.bias_correction,
-                                  decoupled=self.decoupled)
+                    adam_variant_(
+                        p,
+                        self.count_step(p),
+                        group,
+                        corrects=self.bias_correction,
+                        decoupled=self.decoupled,
+                    )

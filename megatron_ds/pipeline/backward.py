@@ -39,8 +39,12 @@ class Root:
     """
 
     def __init__(self, *tensors: Tensor):
-        self._gradients: list[Tensor] = []  # shared with the node; a reference to the root would be a cycle
-        self.edge: GradientEdge = get_gradient_edge(_Join.apply(self._gradients, *tensors))
+        self._gradients: list[
+            Tensor
+        ] = []  # shared with the node; a reference to the root would be a cycle
+        self.edge: GradientEdge = get_gradient_edge(
+            _Join.apply(self._gradients, *tensors)
+        )
 
     def give(self, *gradients: Tensor) -> None:
         """Set the gradients of the tensors, in their order and shapes; each backward consumes them."""
@@ -71,9 +75,13 @@ def attach(x: Tensor, terms: Sequence[Tensor], gradients: Sequence[Tensor]) -> T
 
 class _Attach(Function):
     @staticmethod
-    def forward(ctx, gradients: tuple[Tensor, ...], x: Tensor, *terms: Tensor) -> Tensor:
+    def forward(
+        ctx, gradients: tuple[Tensor, ...], x: Tensor, *terms: Tensor
+    ) -> Tensor:
         ctx.gradients = gradients
-        return x.detach()  # not a view to autograd: the next layer may change it in place
+        return (
+            x.detach()
+        )  # not a view to autograd: the next layer may change it in place
 
     @staticmethod
     def backward(ctx, dx: Tensor):
@@ -96,15 +104,22 @@ class SplitBackward:
         for layer, module in enumerate(modules):
             for p in module.parameters():
                 holders[p].append(layer)
-        self.num_layers, self.parameters = len(modules), list(holders)
-        self._layer_of = {p: layers[0] for p, layers in holders.items() if len(layers) == 1}
+        self.num_layers = len(modules)
+        self.parameters = list(holders)
+        self._layer_of = {
+            p: layers[0] for p, layers in holders.items() if len(layers) == 1
+        }
         # layer → parameters of which it is the last layer that backward passes
         self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]
         for p, layers in holders.items():
             self._completed_with[layers[0]].append(p)
-        self.waiting: dict[int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]] = {}
+        self.waiting: dict[
+            int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]
+        ] = {}
 
-    def input_half(self, microbatch: int, edge: GradientEdge | None, x: Tensor | None) -> Tensor | None:
+    def input_half(
+        self, microbatch: int, edge: GradientEdge | None, x: Tensor | None
+    ) -> Tensor | None:
         """The gradient of x, a leaf, in a backward from the `Root` at `edge`.
 
         The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter
@@ -123,10 +138,13 @@ class SplitBackward:
         finally:
             for p in wanted:
                 del p.grad_queue
-        self.waiting[microbatch] = queue, {p: g for p, g in zip(wanted, found) if g is not None}
+        self.waiting[microbatch] = (
+            queue,
+            {p: g for p, g in zip(wanted, found) if g is not None},
+        )
         return None if x is None else found[-1]
 
-    @torch.no_grad()                                        # as autograd does in a backward
+    @torch.no_grad()  # as autograd does in a backward
     def weight_half(self, microbatch: int, completed: Callable[[int], None]) -> None:
         """Deliver a micro-batch's gradients; `completed` is called after each layer, last to first."""
         queue, gradients = self.waiting.pop(microbatch)
@@ -138,16 +156,24 @@ class SplitBackward:
             while layer > self._layer_of.get(parameter, layer):
                 self._complete(layer, gradients, completed)
                 layer -= 1
-            begun = _begin(queue)                           # one ahead: it gathers while this one computes
+            begun = _begin(queue)  # one ahead: it gathers while this one computes
             gradient = finish()
             del finish
             if gradient is not None:
-                gradients[parameter] = gradients[parameter] + gradient if parameter in gradients else gradient
+                gradients[parameter] = (
+                    gradients[parameter] + gradient
+                    if parameter in gradients
+                    else gradient
+                )
         for rest in range(layer, -1, -1):
             self._complete(rest, gradients, completed)
 
-    def _complete(self, layer: int, gradients: dict[nn.Parameter, Tensor],
-                  completed: Callable[[int], None]) -> None:
+    def _complete(
+        self,
+        layer: int,
+        gradients: dict[nn.Parameter, Tensor],
+        completed: Callable[[int], None],
+    ) -> None:
         mine = [p for p in self._completed_with[layer] if p in gradients]
         if mine:
             # The backward of a leaf accumulates its gradient and runs its hooks.
@@ -155,7 +181,9 @@ class SplitBackward:
         completed(layer)
 
 
-def _begin(queue: list[tuple[nn.Parameter, Begin]]) -> tuple[nn.Parameter, Finish] | None:
+def _begin(
+    queue: list[tuple[nn.Parameter, Begin]],
+) -> tuple[nn.Parameter, Finish] | None:
     if not queue:
         return None
     parameter, begin = queue.pop()

@@ -22,13 +22,21 @@ from .stage import Stage
 from .timeline import Timeline
 
 Handler = Callable[[Instruction], None]
-Key = tuple[int, int | None]                     # (stage, micro-batch)
-DESCRIPTIONS = {Op.F: "forward", Op.B: "backward", Op.I: "input half of the backward",
-                Op.W: "weight half of the backward", Op.SEND_ACT: "sending the activation",
-                Op.RECV_ACT: "posting the receive of the activation", Op.SEND_GRAD: "sending the gradient",
-                Op.RECV_GRAD: "posting the receive of the gradient", Op.GATHER: "gathering parameters",
-                Op.RELEASE: "releasing parameters", Op.REDUCE: "reducing gradients",
-                Op.TIE: "summing tied gradients"}
+Key = tuple[int, int | None]  # (stage, micro-batch)
+DESCRIPTIONS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input half of the backward",
+    Op.W: "weight half of the backward",
+    Op.SEND_ACT: "sending the activation",
+    Op.RECV_ACT: "posting the receive of the activation",
+    Op.SEND_GRAD: "sending the gradient",
+    Op.RECV_GRAD: "posting the receive of the gradient",
+    Op.GATHER: "gathering parameters",
+    Op.RELEASE: "releasing parameters",
+    Op.REDUCE: "reducing gradients",
+    Op.TIE: "summing tied gradients",
+}
 
 
 class Executor:
@@ -43,22 +51,41 @@ class Executor:
     timeline          records start and end of each instruction, unless None; may be set between steps
     """
 
-    def __init__(self, program: Program | Callable[[int], Program], stages: Mapping[int, Stage],
-                 channels: Channels, stage_rank: Callable[[int], int],
-                 activation_shape: Callable[[Batch], tuple[int, ...]], dtype: torch.dtype,
-                 device: torch.device, hooks: Mapping[Op, Callable[[int], None]] | None = None):
-        self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
-        self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
+    def __init__(
+        self,
+        program: Program | Callable[[int], Program],
+        stages: Mapping[int, Stage],
+        channels: Channels,
+        stage_rank: Callable[[int], int],
+        activation_shape: Callable[[Batch], tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        hooks: Mapping[Op, Callable[[int], None]] | None = None,
+    ):
+        self.stages = stages
+        self.channels = channels
+        self.stage_rank = stage_rank
+        self.activation_shape = activation_shape
+        self.dtype = dtype
+        self.device = device
         self._handlers: dict[Op, Handler] = {
-            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward, Op.W: self._backward_weights,
-            Op.SEND_ACT: self._send, Op.RECV_ACT: self._receive, Op.SEND_GRAD: self._send,
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._backward_weights,
+            Op.SEND_ACT: self._send,
+            Op.RECV_ACT: self._receive,
+            Op.SEND_GRAD: self._send,
             Op.RECV_GRAD: self._receive,
-            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()}}
+            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()},
+        }
         self._activations: dict[Key, Tensor | Pending] = {}
         self._gradients: dict[Key, Tensor | Pending] = {}
         self._losses: dict[int, Any] = {}
         self._microbatches: Sequence[Batch] = ()
-        self._shapes: list[tuple[int, ...]] = []  # of the hidden states between stages, by micro-batch
+        self._shapes: list[
+            tuple[int, ...]
+        ] = []  # of the hidden states between stages, by micro-batch
         self._current: Instruction | None = None
         self._scale = 1.0
         self.timeline: Timeline | None = None
@@ -97,8 +124,12 @@ class Executor:
         return self.stage_rank(min(self.stages))
 
     def _execute(self, microbatches: Sequence[Batch], forward: bool) -> list[Any]:
-        steps = self._steps.get((len(microbatches), forward)) or self._steps_for(len(microbatches), forward)
-        self._microbatches, self._losses, self._current = microbatches, {}, None
+        steps = self._steps.get((len(microbatches), forward)) or self._steps_for(
+            len(microbatches), forward
+        )
+        self._microbatches = microbatches
+        self._losses = {}
+        self._current = None
         for stage in self.stages.values():
             stage.begin_step()
         try:
@@ -109,13 +140,16 @@ class Executor:
         except BaseException as error:
             where = self._where()
             self._clear()
-            if type(error) is CommunicationError:  # its message may be the only one of this rank in the logs
+            if (
+                type(error) is CommunicationError
+            ):  # its message may be the only one of this rank in the logs
                 raise CommunicationError(f"{where}: {error}") from error
             error.add_note(where)
             raise
         self._microbatches = ()
         assert not self._activations and not self._gradients, (
-            f"unconsumed activations {list(self._activations)}, gradients {list(self._gradients)}")
+            f"unconsumed activations {list(self._activations)}, gradients {list(self._gradients)}"
+        )
         return [loss for _, loss in sorted(self._losses.items())]
 
     def _run_steps(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
@@ -131,23 +165,31 @@ class Executor:
 
     def _await(self, i: Instruction) -> None:
         """Wait for the input of a computation before its start is recorded."""
-        waiting = {Op.F: self._activations, Op.B: self._gradients, Op.I: self._gradients}.get(i.op, {})
+        waiting = {
+            Op.F: self._activations,
+            Op.B: self._gradients,
+            Op.I: self._gradients,
+        }.get(i.op, {})
         if (key := (i.stage, i.microbatch)) in waiting:
             waiting[key] = _arrived(waiting[key])
 
     def _where(self) -> str:
         """The current instruction, for messages."""
-        i, step = self._current, f"in a step of {len(self._microbatches)} micro-batches"
+        i = self._current
+        step = f"in a step of {len(self._microbatches)} micro-batches"
         if i is None:
             return f"pipeline rank {self.rank} was about to begin the first instruction {step}"
         microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
-        return (f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
-                f"{i.stage}) {step}")
+        return (
+            f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
+            f"{i.stage}) {step}"
+        )
 
     # Handlers; each takes the instruction alone.
 
     def _forward(self, i: Instruction) -> None:
-        stage, k = self.stages[i.stage], i.microbatch
+        stage = self.stages[i.stage]
+        k = i.microbatch
         x = None if stage.is_first else _arrived(self._activations.pop((i.stage, k)))
         output = stage.forward(k, self._microbatches[k], x, self._scale)
         if stage.is_last:
@@ -157,10 +199,13 @@ class Executor:
             self._activations[i.stage + 1, k] = output.contiguous()
 
     def _backward(self, i: Instruction) -> None:
-        stage, k = self.stages[i.stage], i.microbatch
+        stage = self.stages[i.stage]
+        k = i.microbatch
         backward = stage.backward if i.op is Op.B else stage.backward_input
         # No local variable holds the gradient of the output, which the backward may free.
-        grad = backward(k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k))))
+        grad = backward(
+            k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k)))
+        )
         if not stage.is_first:
             self._gradients[i.stage - 1, k] = grad.contiguous()
 
@@ -168,51 +213,74 @@ class Executor:
         self.stages[i.stage].backward_weights(i.microbatch)
 
     def _send(self, i: Instruction) -> None:
-        kind, tensors, to = (("act", self._activations, i.stage + 1) if i.op is Op.SEND_ACT else
-                             ("grad", self._gradients, i.stage - 1))
+        kind, tensors, to = (
+            ("act", self._activations, i.stage + 1)
+            if i.op is Op.SEND_ACT
+            else ("grad", self._gradients, i.stage - 1)
+        )
         self.channels.send(kind, self.stage_rank(to), tensors.pop((to, i.microbatch)))
 
     def _receive(self, i: Instruction) -> None:
-        kind, tensors, source = (("act", self._activations, i.stage - 1) if i.op is Op.RECV_ACT else
-                                 ("grad", self._gradients, i.stage + 1))
+        kind, tensors, source = (
+            ("act", self._activations, i.stage - 1)
+            if i.op is Op.RECV_ACT
+            else ("grad", self._gradients, i.stage + 1)
+        )
         tensors[i.stage, i.microbatch] = self.channels.recv(
-            kind, self.stage_rank(source), self._shapes[i.microbatch], self.dtype, self.device)
+            kind,
+            self.stage_rank(source),
+            self._shapes[i.microbatch],
+            self.dtype,
+            self.device,
+        )
 
     def _check(self, i: Instruction, output: Tensor) -> None:
         """Raise CommunicationError unless `output` has the shape and dtype that the next stage expects."""
         expected = self._shapes[i.microbatch]
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
-            raise CommunicationError(f"stage {i.stage} on pipeline rank {self.rank} computed "
-                                     f"{list(output.shape)} {_name(output.dtype)} for micro-batch "
-                                     f"{i.microbatch}, but stage {i.stage + 1} on pipeline rank {receiver} "
-                                     f"expects {list(expected)} {_name(self.dtype)}. A layer of stage "
-                                     f"{i.stage} changes the shape or the dtype of the hidden states: all "
-                                     "layers but the last must keep both.")
+            raise CommunicationError(
+                f"stage {i.stage} on pipeline rank {self.rank} computed "
+                f"{list(output.shape)} {_name(output.dtype)} for micro-batch "
+                f"{i.microbatch}, but stage {i.stage + 1} on pipeline rank {receiver} "
+                f"expects {list(expected)} {_name(self.dtype)}. A layer of stage "
+                f"{i.stage} changes the shape or the dtype of the hidden states: all "
+                "layers but the last must keep both."
+            )
 
     # Programs → steps.
 
-    def _steps_for(self, num_microbatches: int, forward: bool) -> list[tuple[Handler, Instruction]]:
+    def _steps_for(
+        self, num_microbatches: int, forward: bool
+    ) -> list[tuple[Handler, Instruction]]:
         if not callable(self._plan):
             legal = program_length(self._plan)
-            raise ScheduleError(f"this executor received {num_microbatches} micro-batches, but its program "
-                                f"is for {legal}. Pass {legal}, or make the executor with a function from "
-                                "the number of micro-batches to the program.")
+            raise ScheduleError(
+                f"this executor received {num_microbatches} micro-batches, but its program "
+                f"is for {legal}. Pass {legal}, or make the executor with a function from "
+                "the number of micro-batches to the program."
+            )
         self._compile(self._plan(num_microbatches), num_microbatches)
         return self._steps[num_microbatches, forward]
 
     def _compile(self, program: Program, num_microbatches: int) -> None:
         if program_length(program) != num_microbatches:
-            raise ScheduleError(f"the program for a step of {num_microbatches} micro-batches computes "
-                                f"{program_length(program)}. Make it for exactly {num_microbatches}.")
+            raise ScheduleError(
+                f"the program for a step of {num_microbatches} micro-batches computes "
+                f"{program_length(program)}. Make it for exactly {num_microbatches}."
+            )
         for i in program:
             if i.op not in self._handlers:
-                raise ScheduleError(f"{i}: this executor has no handler for {i.op.name}. Handlers: "
-                                    f"{', '.join(op.name for op in self._handlers)}; "
-                                    "REDUCE, TIE, GATHER and RELEASE need a hook.")
+                raise ScheduleError(
+                    f"{i}: this executor has no handler for {i.op.name}. Handlers: "
+                    f"{', '.join(op.name for op in self._handlers)}; "
+                    "REDUCE, TIE, GATHER and RELEASE need a hook."
+                )
             if i.stage not in self.stages:
-                raise ScheduleError(f"{i} is for stage {i.stage}, which is not on this rank. Stages here: "
-                                    f"{sorted(self.stages)}.")
+                raise ScheduleError(
+                    f"{i} is for stage {i.stage}, which is not on this rank. Stages here: "
+                    f"{sorted(self.stages)}."
+                )
         steps = lambda instructions: [(self._handlers[i.op], i) for i in instructions]
         self._steps[num_microbatches, False] = steps(program)
         self._steps[num_microbatches, True] = steps(forward_only((program,))[0])
@@ -221,7 +289,8 @@ class Executor:
         """Free the activations after a failure, for the caller that handles it."""
         self._activations.clear()
         self._gradients.clear()
-        self._losses, self._microbatches = {}, ()
+        self._losses = {}
+        self._microbatches = ()
         for stage in self.stages.values():
             stage.clear()
 

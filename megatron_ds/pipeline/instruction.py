@@ -15,20 +15,22 @@ from ..errors import ScheduleError
 class Op(StrEnum):
     """The instruction set; the value is the short form in drawings and traces."""
 
-    F = "F"                  # forward of one micro-batch through one stage
-    B = "B"                  # its whole backward
-    I = "I"                  # noqa: E741  backward, gradient of the input only      (Qi et al. 2024 call it B)
-    W = "W"                  # backward, gradient of the weights only
+    F = "F"  # forward of one micro-batch through one stage
+    B = "B"  # its whole backward
+    I = "I"  # noqa: E741  backward, gradient of the input only      (Qi et al. 2024 call it B)
+    W = "W"  # backward, gradient of the weights only
     SEND_ACT = "SA"
     RECV_ACT = "RA"
     SEND_GRAD = "SG"
     RECV_GRAD = "RG"
-    GATHER = "GATHER"        # gather the stage's sharded parameters        (ZeRO stage 3)
-    RELEASE = "RELEASE"      # free what GATHER has gathered
-    REDUCE = "REDUCE"        # the next backward of the stage completes its gradients: reduce full buckets
-    TIE = "TIE"              # sum the gradients of parameters that several stages hold
+    GATHER = "GATHER"  # gather the stage's sharded parameters        (ZeRO stage 3)
+    RELEASE = "RELEASE"  # free what GATHER has gathered
+    REDUCE = "REDUCE"  # the next backward of the stage completes its gradients: reduce full buckets
+    TIE = "TIE"  # sum the gradients of parameters that several stages hold
 
-    __hash__ = str.__hash__  # Enum's own is a Python function, too slow for half a million look-ups
+    __hash__ = (
+        str.__hash__
+    )  # Enum's own is a Python function, too slow for half a million look-ups
 
 
 class Instruction(NamedTuple):
@@ -47,15 +49,25 @@ class Instruction(NamedTuple):
 
 
 Program = tuple[Instruction, ...]
-Schedule = tuple[Program, ...]      # one program per pipeline rank
+Schedule = tuple[Program, ...]  # one program per pipeline rank
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD = frozenset({Op.B, Op.I, Op.W})
-READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs only the layers' inputs and output gradients
+READS_WEIGHTS = frozenset(
+    {Op.F, Op.B, Op.I}
+)  # W needs only the layers' inputs and output gradients
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
-CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # ← receive of its input
-PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}  # computation → send of its result
+CONSUMED_BY = {
+    Op.F: Op.RECV_ACT,
+    Op.B: Op.RECV_GRAD,
+    Op.I: Op.RECV_GRAD,
+}  # ← receive of its input
+PRODUCED_BY = {
+    Op.F: Op.SEND_ACT,
+    Op.B: Op.SEND_GRAD,
+    Op.I: Op.SEND_GRAD,
+}  # computation → send of its result
 
 
 def stage_ranks(schedule: Schedule) -> dict[int, int]:
@@ -64,9 +76,11 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
     for rank, program in enumerate(schedule):
         for i in program:
             if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
-                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank "
-                                    f"{ranks[i.stage]}: the activations of a stage stay on its rank. Move it "
-                                    f"to rank {ranks[i.stage]}.")
+                raise ScheduleError(
+                    f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank "
+                    f"{ranks[i.stage]}: the activations of a stage stay on its rank. Move it "
+                    f"to rank {ranks[i.stage]}."
+                )
     return ranks
 
 
@@ -94,18 +108,23 @@ class StageCosts:
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             if not values or any(not 0 <= v < float("inf") for v in values):
-                raise ScheduleError(f"{field.name}={value} is not a cost: times are finite and not negative. "
-                                    "Use a number of 0 or more, or a tuple with one for each stage.")
+                raise ScheduleError(
+                    f"{field.name}={value} is not a cost: times are finite and not negative. "
+                    "Use a number of 0 or more, or a tuple with one for each stage."
+                )
             if isinstance(value, tuple):
                 lengths[field.name] = len(value)
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{n} stages for {name}" for name, n in lengths.items())
-            raise ScheduleError(f"costs are of {counts}, but a pipeline has one number of stages. Use one "
-                                "number for all stages, or tuples of the same length.")
+            raise ScheduleError(
+                f"costs are of {counts}, but a pipeline has one number of stages. Use one "
+                "number for all stages, or tuples of the same length."
+            )
 
     def of(self, instruction: Instruction) -> float:
         """Time of an instruction, for the simulator. Operations that are not listed above take none."""
-        op, stage = instruction.op, instruction.stage
+        op = instruction.op
+        stage = instruction.stage
         if op is Op.B:
             return self._at("input_grad", stage) + self._at("weight_grad", stage)
         return self._at(KIND[op], stage) if op in KIND else 0
@@ -115,10 +134,17 @@ class StageCosts:
         if not isinstance(value, tuple):
             return value
         if stage >= len(value):
-            raise ScheduleError(f"{kind} has costs of {len(value)} stages, but the schedule computes stage "
-                                f"{stage}. Use one for each stage, or one number for all.")
+            raise ScheduleError(
+                f"{kind} has costs of {len(value)} stages, but the schedule computes stage "
+                f"{stage}. Use one for each stage, or one number for all."
+            )
         return value[stage]
 
 
-KIND = {Op.F: "forward", Op.I: "input_grad", Op.W: "weight_grad", Op.SEND_ACT: "transfer",
-        Op.SEND_GRAD: "transfer"}
+KIND = {
+    Op.F: "forward",
+    Op.I: "input_grad",
+    Op.W: "weight_grad",
+    Op.SEND_ACT: "transfer",
+    Op.SEND_GRAD: "transfer",
+}

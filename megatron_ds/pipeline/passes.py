@@ -48,11 +48,20 @@ from .instruction import (
 from .simulate import run_clocks
 
 
-def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gather: bool = False,
-          reduce_each: bool = False) -> Schedule:
+def lower(
+    schedule: Schedule,
+    num_stages: int,
+    *,
+    tied: Iterable[int] = (),
+    gather: bool = False,
+    reduce_each: bool = False,
+) -> Schedule:
     """A schedule ready to be executed: transfers, ties and reductions added."""
-    return add_zero(add_ties(add_transfers(schedule, num_stages), tied), gather=gather,
-                    reduce_each=reduce_each)
+    return add_zero(
+        add_ties(add_transfers(schedule, num_stages), tied),
+        gather=gather,
+        reduce_each=reduce_each,
+    )
 
 
 def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
@@ -65,11 +74,15 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
     """
     home = stage_ranks(schedule)
     if sorted(home) != list(range(num_stages)):
-        raise ScheduleError(f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
-                            f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule.")
+        raise ScheduleError(
+            f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
+            f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule."
+        )
     # Pair each computation that makes a tensor with its send, and with the receive on the peer.
     sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
-    channels: list[dict[tuple[int, Op], list[Instruction]]] = [defaultdict(list) for _ in schedule]
+    channels: list[dict[tuple[int, Op], list[Instruction]]] = [
+        defaultdict(list) for _ in schedule
+    ]
     for rank, program in enumerate(schedule):
         for i in program:
             peer = i.stage + 1 if i.op is Op.F else i.stage - 1
@@ -77,23 +90,42 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
                 send = PRODUCED_BY[i.op]
                 sends[rank][i] = Instruction(send, i.stage, i.microbatch)
                 receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
-                channels[home[peer]][rank, receive].append(Instruction(receive, peer, i.microbatch))
+                channels[home[peer]][rank, receive].append(
+                    Instruction(receive, peer, i.microbatch)
+                )
     # Place them among the computations.
     posts = _latest_posts(schedule, channels) if early else [{}] * len(schedule)
-    return tuple(_place(program, channels[rank].values(), sends[rank], posts[rank], early)
-                 for rank, program in enumerate(schedule))
+    return tuple(
+        _place(program, channels[rank].values(), sends[rank], posts[rank], early)
+        for rank, program in enumerate(schedule)
+    )
 
 
-def _latest_posts(schedule: Schedule, channels: Sequence) -> list[dict[Instruction, int]]:
+def _latest_posts(
+    schedule: Schedule, channels: Sequence
+) -> list[dict[Instruction, int]]:
     """For each rank: receive → number of the computation before which it is posted (see the note)."""
     starts, ends = run_clocks(schedule)
-    made = {i: end for program, its_ends in zip(schedule, ends) for i, end in zip(program, its_ends)}
-    maker = {Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
-             Op.RECV_GRAD: lambda r: made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
-             or made[Instruction(Op.B, r.stage + 1, r.microbatch)]}
-    return [{r: bisect_left(starts[rank], maker[r.op](r))
-             for receives in its_channels.values() for r in receives}
-            for rank, its_channels in enumerate(channels)]
+    made = {
+        i: end
+        for program, its_ends in zip(schedule, ends)
+        for i, end in zip(program, its_ends)
+    }
+    maker = {
+        Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
+        Op.RECV_GRAD: lambda r: (
+            made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
+            or made[Instruction(Op.B, r.stage + 1, r.microbatch)]
+        ),
+    }
+    return [
+        {
+            r: bisect_left(starts[rank], maker[r.op](r))
+            for receives in its_channels.values()
+            for r in receives
+        }
+        for rank, its_channels in enumerate(channels)
+    ]
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
@@ -102,18 +134,25 @@ def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     Not right after the stage's own last backward: TIE waits for the other holders, and with several chunks
     per rank those may wait for a backward that comes later on this rank.
     """
-    stages, home = sorted(set(stages)), stage_ranks(schedule)
+    stages = sorted(set(stages))
+    home = stage_ranks(schedule)
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
     for stage in stages:
         if stage not in trained:
-            raise ScheduleError(f"stage {stage} was given as a holder of a tied parameter, but the schedule "
-                                "computes no backward of it. Stages with a backward: "
-                                f"{sorted(trained) or 'none (forward only)'}.")
-    return tuple(program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
-                 for rank, program in enumerate(schedule))
+            raise ScheduleError(
+                f"stage {stage} was given as a holder of a tied parameter, but the schedule "
+                "computes no backward of it. Stages with a backward: "
+                f"{sorted(trained) or 'none (forward only)'}."
+            )
+    return tuple(
+        program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
+        for rank, program in enumerate(schedule)
+    )
 
 
-def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = False) -> Schedule:
+def add_zero(
+    schedule: Schedule, *, gather: bool = False, reduce_each: bool = False
+) -> Schedule:
     """Add REDUCE before the last B or W of a stage: "the next one completes the gradients of this stage".
 
     reduce_each  REDUCE before every B or W: only shards of gradients are kept, so each micro-batch is reduced
@@ -146,7 +185,9 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def _forward_program(program: Program) -> Program:
     forward = tuple(i for i in program if i.op is Op.F)
-    posts: dict[Instruction, int] = {}  # no later among the forwards than among all computations
+    posts: dict[
+        Instruction, int
+    ] = {}  # no later among the forwards than among all computations
     number = 0
     for i in program:
         number += i.op is Op.F
@@ -157,32 +198,47 @@ def _forward_program(program: Program) -> Program:
     return _gathered(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
-def _place(program: Program, channels: Collection[Sequence[Instruction]],
-           sends: Mapping[Instruction, Instruction], latest: Mapping[Instruction, int],
-           early: bool) -> Program:
+def _place(
+    program: Program,
+    channels: Collection[Sequence[Instruction]],
+    sends: Mapping[Instruction, Instruction],
+    latest: Mapping[Instruction, int],
+    early: bool,
+) -> Program:
     """`program` with `sends` after their computations, and the receives of each channel in its order.
 
     A receive is posted right before its use; if early, one computation before, or before computation number
     latest[receive], whichever comes first, and before the send that precedes that computation.
     """
     computations = [i for i in program if i.op in COMPUTE]
-    use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
-           for at, i in enumerate(computations) if i.op in CONSUMED_BY}
+    use = {
+        Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
+        for at, i in enumerate(computations)
+        if i.op in CONSUMED_BY
+    }
     # Decide before which computation each receive is posted.
-    posts: dict[int, list[Instruction]] = defaultdict(list)         # number of the computation → receives
+    posts: dict[int, list[Instruction]] = defaultdict(
+        list
+    )  # number of the computation → receives
     for receives in channels:
         for r in receives:
             if r not in use:
                 consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-                raise ScheduleError(f"{r} arrives on a rank that never computes {consumers} of micro-batch "
-                                    f"{r.microbatch} at stage {r.stage}. Complete the schedule: each "
-                                    "micro-batch passes every stage once.")
+                raise ScheduleError(
+                    f"{r} arrives on a rank that never computes {consumers} of micro-batch "
+                    f"{r.microbatch} at stage {r.stage}. Complete the schedule: each "
+                    "micro-batch passes every stage once."
+                )
         # No later than any message behind it in the channel: a running minimum from the back.
-        wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
+        wanted = (
+            min(max(0, use[r] - early), latest.get(r, use[r]))
+            for r in reversed(receives)
+        )
         for receive, at in zip(reversed(receives), accumulate(wanted, min)):
             posts[at].append(receive)
     # Walk the program; `at` is the number of computations so far.
-    placed, at = posts[0][::-1], 0
+    placed = posts[0][::-1]
+    at = 0
     for i in program:
         placed.append(i)
         send = [sends[i]] if i in sends else []
@@ -195,7 +251,12 @@ def _place(program: Program, channels: Collection[Sequence[Instruction]],
 def _with_reduces(program: Program, reduce_each: bool) -> Program:
     completing = [at for at, i in enumerate(program) if i.op in (Op.B, Op.W)]
     if not reduce_each:
-        completing = {program[at].stage: at for at in completing}.values()  # the last of each stage wins
+        completing = {
+            program[at].stage: at for at in completing
+        }.values()  # the last of each stage wins
     reduce_before = set(completing)
-    return tuple(j for at, i in enumerate(program)
-                 for j in ((Instruction(Op.REDUCE, i.stage), i) if at in reduce_before else (i,)))
+    return tuple(
+        j
+        for at, i in enumerate(program)
+        for j in ((Instruction(Op.REDUCE, i.stage), i) if at in reduce_before else (i,))
+    )

@@ -14,31 +14,59 @@ from .instruction import COMPUTE, Op, Schedule
 from .simulate import Simulation, simulate
 
 # of a rank's first, third … stage; of the others
-COLOURS = {Op.F: ("#4c86c6", "#9dc3ea"), Op.B: ("#d9822b", "#f3c48f"), Op.I: ("#c8574d", "#ebb3ad"),
-           Op.W: ("#5a9e6f", "#a9d3b5")}
-MEANINGS = {Op.F: "F forward", Op.B: "B backward", Op.I: "I backward, input half",
-            Op.W: "W backward, weight half"}
-IDLE, INK, FAINT = "#eef0f2", "#22272e", "#8b949e"
-LEFT, RIGHT, TOP, ROW, GAP, TITLE, AXIS, LEGEND = 62, 74, 8, 24, 4, 26, 24, 26         # pixels
-SMALL, LETTER = 11, 6.6  # font size, width of a digit
+COLOURS = {
+    Op.F: ("#4c86c6", "#9dc3ea"),
+    Op.B: ("#d9822b", "#f3c48f"),
+    Op.I: ("#c8574d", "#ebb3ad"),
+    Op.W: ("#5a9e6f", "#a9d3b5"),
+}
+MEANINGS = {
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I backward, input half",
+    Op.W: "W backward, weight half",
+}
+IDLE = "#eef0f2"
+INK = "#22272e"
+FAINT = "#8b949e"
+# pixels
+LEFT = 62
+RIGHT = 74
+TOP = 8
+ROW = 24
+GAP = 4
+TITLE = 26
+AXIS = 24
+LEGEND = 26
+# font size, width of a digit
+SMALL = 11
+LETTER = 6.6
 
 
 def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
     """The schedule as text, a line per rank, a column per `unit` of time (default: shortest computation).
 
-        rank 0 | F0 F1 .. .. B0 -- .. B1 --
-        rank 1 | .. F0 B0 -- F1 B1 --     "--" continues, ".." is idle, F0' is of the rank's second stage
+    rank 0 | F0 F1 .. .. B0 -- .. B1 --
+    rank 1 | .. F0 B0 -- F1 B1 --     "--" continues, ".." is idle, F0' is of the rank's second stage
     """
     simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
     ranks = list(zip(simulation.schedule, simulation.starts, simulation.ends))
     if unit is None:
-        lengths = (end - start for rank in ranks for i, start, end in zip(*rank) if i.op in COMPUTE)
+        lengths = (
+            end - start
+            for rank in ranks
+            for i, start, end in zip(*rank)
+            if i.op in COMPUTE
+        )
         unit = min((length for length in lengths if length > 0), default=1)
     rows = [_text_row(*rank, unit) for rank in ranks]
     width = max((len(cell) for row in rows for cell in row), default=1)
     digits = len(str(len(rows) - 1))
-    return "\n".join(f"rank {rank:>{digits}} | " + " ".join(_text_cell(cell, width) for cell in row).rstrip()
-                     for rank, row in enumerate(rows))
+    return "\n".join(
+        f"rank {rank:>{digits}} | "
+        + " ".join(_text_cell(cell, width) for cell in row).rstrip()
+        for rank, row in enumerate(rows)
+    )
 
 
 @dataclass(frozen=True)
@@ -100,101 +128,177 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
     y += AXIS
     programs = [program for panel in panels for program in panel.timeline.schedule]
     has_chunks = any(len({i.stage for i in program}) > 1 for program in programs)
-    _legend({i.op for program in programs for i in program}, has_chunks, y, boxes, labels)
+    _legend(
+        {i.op for program in programs for i in program}, has_chunks, y, boxes, labels
+    )
     return Picture(width, y + LEGEND, tuple(boxes), tuple(labels))
 
 
 def svg(panels: list[Panel], width: int = 1100) -> str:
     """The picture as the text of an SVG file."""
     picture = layout(panels, width)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
-             f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
-             'Arial, sans-serif">',
-             f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
-             '<rect width="100%" height="100%" fill="#ffffff"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
+        f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
+        'Arial, sans-serif">',
+        f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
     for box in picture.boxes:
         tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
-        lines.append(f'<rect x="{box.x:.1f}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}" '
-                     f'fill="{box.colour}">{tip}</rect>')
+        lines.append(
+            f'<rect x="{box.x:.1f}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}" '
+            f'fill="{box.colour}">{tip}</rect>'
+        )
         if box.text:
             lines.append(
                 f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:g}" class="n" '
-                f'fill="{box.ink}">{escape(box.text)}</text>')
+                f'fill="{box.ink}">{escape(box.text)}</text>'
+            )
     for label in picture.labels:
         weight = ' font-weight="bold"' if label.bold else ""
         lines.append(
             f'<text x="{label.x:.1f}" y="{label.y:g}" font-size="{label.size}" text-anchor="{label.anchor}" '
-            f'fill="{label.ink}"{weight}>{escape(label.text)}</text>')
+            f'fill="{label.ink}"{weight}>{escape(label.text)}</text>'
+        )
     return "\n".join([*lines, "</svg>", ""])
 
 
-def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2.0) -> None:
+def save_png(
+    panels: list[Panel], path: Path, width: int = 1100, dots: float = 2.0
+) -> None:
     """The picture as a PNG, `dots` dots a pixel. Raises ConfigError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("writing a PNG needs matplotlib, which is not installed: pip install matplotlib. "
-                          "Or write an .svg, which needs no package.") from None
+        raise ConfigError(
+            "writing a PNG needs matplotlib, which is not installed: pip install matplotlib. "
+            "Or write an .svg, which needs no package."
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
 
-    picture, points = layout(panels, width), 0.75  # points per pixel, at 96 pixels per inch
-    figure = plt.figure(figsize=(picture.width / 96, picture.height / 96), dpi=96 * dots)
+    # points per pixel, at 96 pixels per inch
+    picture = layout(panels, width)
+    points = 0.75
+    figure = plt.figure(
+        figsize=(picture.width / 96, picture.height / 96), dpi=96 * dots
+    )
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
     axes.axis("off")
     for box in picture.boxes:
-        axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, facecolor=box.colour, linewidth=0))
+        axes.add_patch(
+            Rectangle(
+                (box.x, box.y), box.width, box.height, facecolor=box.colour, linewidth=0
+            )
+        )
         if box.text:
-            axes.text(box.x + box.width / 2, box.y + box.height / 2, box.text, color=box.ink,
-                      fontsize=SMALL * points, ha="center", va="center_baseline")
+            axes.text(
+                box.x + box.width / 2,
+                box.y + box.height / 2,
+                box.text,
+                color=box.ink,
+                fontsize=SMALL * points,
+                ha="center",
+                va="center_baseline",
+            )
     for label in picture.labels:
-        axes.text(label.x, label.y, label.text, color=label.ink, fontsize=label.size * points, va="baseline",
-                  ha={"start": "left", "middle": "center", "end": "right"}[label.anchor],
-                  weight="bold" if label.bold else "normal")
+        axes.text(
+            label.x,
+            label.y,
+            label.text,
+            color=label.ink,
+            fontsize=label.size * points,
+            va="baseline",
+            ha={"start": "left", "middle": "center", "end": "right"}[label.anchor],
+            weight="bold" if label.bold else "normal",
+        )
     figure.savefig(path, dpi=96 * dots)
     plt.close(figure)
 
 
-def _rows(timeline: Simulation, y: float, scale: float, boxes: list[Box], labels: list[Label]) -> float:
+def _rows(
+    timeline: Simulation, y: float, scale: float, boxes: list[Box], labels: list[Label]
+) -> float:
     """One row per rank, with its peak of live activations behind it; returns the y below."""
-    labels.append(Label(LEFT + timeline.span * scale + 8, y - 5, "peak alive", ink=FAINT, size=10))
-    for rank, (program, starts, ends) in enumerate(zip(timeline.schedule, timeline.starts, timeline.ends)):
+    labels.append(
+        Label(LEFT + timeline.span * scale + 8, y - 5, "peak alive", ink=FAINT, size=10)
+    )
+    for rank, (program, starts, ends) in enumerate(
+        zip(timeline.schedule, timeline.starts, timeline.ends)
+    ):
         labels.append(Label(LEFT - 8, y + ROW / 2 + 4, f"rank {rank}", anchor="end"))
         boxes.append(Box(LEFT, y, timeline.span * scale, ROW, IDLE))
         stages = sorted({i.stage for i in program})
         for i, start, end in zip(program, starts, ends):
             if i.op in COMPUTE:
                 wide = (end - start) * scale
-                number = str(i.microbatch) if wide >= LETTER * len(str(i.microbatch)) + 3 else ""
+                number = (
+                    str(i.microbatch)
+                    if wide >= LETTER * len(str(i.microbatch)) + 3
+                    else ""
+                )
                 later = stages.index(i.stage) % 2
-                boxes.append(Box(LEFT + start * scale, y, max(wide - (0.8 if wide > 3 else 0), 0.4), ROW,
-                                 COLOURS[i.op][later], number, INK if later else "#ffffff",
-                                 f"{i}: {start:.6g} to {end:.6g}"))
-        labels.append(Label(LEFT + timeline.span * scale + 8, y + ROW / 2 + 4, str(timeline.peak_live[rank]),
-                            ink=FAINT))
+                boxes.append(
+                    Box(
+                        LEFT + start * scale,
+                        y,
+                        max(wide - (0.8 if wide > 3 else 0), 0.4),
+                        ROW,
+                        COLOURS[i.op][later],
+                        number,
+                        INK if later else "#ffffff",
+                        f"{i}: {start:.6g} to {end:.6g}",
+                    )
+                )
+        labels.append(
+            Label(
+                LEFT + timeline.span * scale + 8,
+                y + ROW / 2 + 4,
+                str(timeline.peak_live[rank]),
+                ink=FAINT,
+            )
+        )
         y += ROW + GAP
     return y + GAP
 
 
-def _axis(span: float, scale: float, y: float, boxes: list[Box], labels: list[Label]) -> None:
+def _axis(
+    span: float, scale: float, y: float, boxes: list[Box], labels: list[Label]
+) -> None:
     boxes.append(Box(LEFT, y, span * scale, 0.8, FAINT))
     step = _round_step(span / 10)
     for n in range(int(span / step + 1e-9) + 1):
         boxes.append(Box(LEFT + n * step * scale - 0.4, y, 0.8, 4, FAINT))
-        labels.append(Label(LEFT + n * step * scale, y + 16, f"{n * step:g}", "middle", FAINT, size=10))
+        labels.append(
+            Label(
+                LEFT + n * step * scale,
+                y + 16,
+                f"{n * step:g}",
+                "middle",
+                FAINT,
+                size=10,
+            )
+        )
     labels.append(Label(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
 
 
-def _legend(ops: set[Op], has_chunks: bool, y: float, boxes: list[Box], labels: list[Label]) -> None:
+def _legend(
+    ops: set[Op], has_chunks: bool, y: float, boxes: list[Box], labels: list[Label]
+) -> None:
     x = LEFT
-    entries = [(COLOURS[op][0], meaning) for op, meaning in MEANINGS.items() if op in ops] + [(IDLE, "idle")]
+    entries = [
+        (COLOURS[op][0], meaning) for op, meaning in MEANINGS.items() if op in ops
+    ] + [(IDLE, "idle")]
     for colour, meaning in entries:
         boxes.append(Box(x, y + 6, 14, 12, colour))
         labels.append(Label(x + 20, y + 16, meaning))
         x += 36 + LETTER * len(meaning)
-    note = "numbers are micro-batches" + ("; pale: every second stage of a rank" if has_chunks else "")
+    note = "numbers are micro-batches" + (
+        "; pale: every second stage of a rank" if has_chunks else ""
+    )
     labels.append(Label(x, y + 16, note, ink=FAINT))
 
 
@@ -203,7 +307,11 @@ def _round_step(least: float) -> float:
     power = 10.0 ** len(str(int(least))) / 10 if least >= 1 else 1.0
     while power > least:
         power /= 10
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    return next(
+        factor * power
+        for factor in (1, 2, 5, 10)
+        if factor * power >= least * (1 - 1e-9)
+    )
 
 
 def _text_row(program, starts, ends, unit: float) -> list[str]:
@@ -211,7 +319,8 @@ def _text_row(program, starts, ends, unit: float) -> list[str]:
     row: list[str] = []
     for i, start, end in zip(program, starts, ends):
         if i.op in COMPUTE:
-            first, stop = round(start / unit), max(round(end / unit), round(start / unit) + 1)
+            first = round(start / unit)
+            stop = max(round(end / unit), round(start / unit) + 1)
             row += ["."] * (first - len(row))
             row.append(f"{i.op}{i.microbatch}" + "'" * stages.index(i.stage))
             row += ["-"] * (stop - first - 1)

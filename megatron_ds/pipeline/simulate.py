@@ -30,10 +30,19 @@ from .instruction import COMPUTE, CONSUMED_BY, RECEIVES, Instruction, Op, Schedu
 from .validate import check_complete, check_marks, check_transfers
 
 Cost = Callable[[Instruction], float]
-Times = list[list[float]]                          # rank → its instructions' times
+Times = list[list[float]]  # rank → its instructions' times
 UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 # Others may wait for these.
-NUMBERED = (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT, Op.RECV_ACT, Op.SEND_GRAD, Op.RECV_GRAD)
+NUMBERED = (
+    Op.F,
+    Op.B,
+    Op.I,
+    Op.W,
+    Op.SEND_ACT,
+    Op.RECV_ACT,
+    Op.SEND_GRAD,
+    Op.RECV_GRAD,
+)
 
 
 def unit_cost(instruction: Instruction) -> float:
@@ -57,8 +66,10 @@ class Simulation:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Computing time of each rank."""
-        return tuple(sum(end - start for i, start, end in zip(*rank) if i.op in COMPUTE)
-                     for rank in zip(self.schedule, self.starts, self.ends))
+        return tuple(
+            sum(end - start for i, start, end in zip(*rank) if i.op in COMPUTE)
+            for rank in zip(self.schedule, self.starts, self.ends)
+        )
 
     @property
     def bubble(self) -> float:
@@ -89,21 +100,39 @@ class Simulation:
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
         """Per rank, the most activations (of a micro-batch at a stage) alive at once: from F to B or W."""
-        trained = {(i.stage, i.microbatch)
-                   for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
+        trained = {
+            (i.stage, i.microbatch)
+            for program in self.schedule
+            for i in program
+            if i.op in (Op.B, Op.W)
+        }
         grows = lambda i: i.op is Op.F and (i.stage, i.microbatch) in trained
-        return tuple(_peak(program, grows, lambda i: i.op in (Op.B, Op.W)) for program in self.schedule)
+        return tuple(
+            _peak(program, grows, lambda i: i.op in (Op.B, Op.W))
+            for program in self.schedule
+        )
 
     @cached_property
     def peak_receives(self) -> tuple[int, ...]:
         """Per rank, the most receives posted and not yet consumed, each a buffer of one activation."""
         received = {i for program in self.schedule for i in program if i.op in RECEIVES}
-        consumes = lambda i: i.op in CONSUMED_BY and i._replace(op=CONSUMED_BY[i.op]) in received
-        return tuple(_peak(program, lambda i: i.op in RECEIVES, consumes) for program in self.schedule)
+        consumes = lambda i: (
+            i.op in CONSUMED_BY and i._replace(op=CONSUMED_BY[i.op]) in received
+        )
+        return tuple(
+            _peak(program, lambda i: i.op in RECEIVES, consumes)
+            for program in self.schedule
+        )
 
 
-def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward_only: bool = False,
-          rendezvous: bool = True) -> Simulation:
+def check(
+    schedule: Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    forward_only: bool = False,
+    rendezvous: bool = True,
+) -> Simulation:
     """Raise ScheduleError unless the schedule is legal; returns its simulation with buffered sends.
 
     rendezvous=False accepts a schedule that needs sends that do not wait for the peer.
@@ -115,14 +144,18 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
     return simulation
 
 
-def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered") -> Simulation:
+def simulate(
+    schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
+) -> Simulation:
     """Run the clocks. Raises ScheduleError for an unmet dependency, a deadlock, or unmatched transfers.
 
     cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
     sends   "buffered" or "rendezvous"
     """
     if sends not in ("buffered", "rendezvous"):
-        raise ScheduleError(f"sends={sends!r} is unknown. Valid: 'buffered', 'rendezvous'.")
+        raise ScheduleError(
+            f"sends={sends!r} is unknown. Valid: 'buffered', 'rendezvous'."
+        )
     num_stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
     check_transfers(schedule, num_stages)
     check_marks(schedule)
@@ -130,7 +163,11 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
     return Simulation(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Instruction], bool]) -> int:
+def _peak(
+    program,
+    grows: Callable[[Instruction], bool],
+    shrinks: Callable[[Instruction], bool],
+) -> int:
     """The highest count; an instruction that shrinks the count does so at its end."""
     live = peak = 0
     for i in program:
@@ -140,22 +177,29 @@ def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Inst
     return peak
 
 
-def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = False) -> tuple[Times, Times]:
+def run_clocks(
+    schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = False
+) -> tuple[Times, Times]:
     """(starts, ends) of each rank's instructions, at a cost as of `simulate`; raises its errors."""
     # Number the instructions and their dependencies.
     numbers = _Numbers(schedule)
     needs = [[numbers.needs(i, rendezvous) for i in program] for program in schedule]
     starts: Times = [[] for _ in schedule]
     ends: Times = [[] for _ in schedule]
-    done: list[float | None] = [None] * numbers.count          # number → end; of a send: arrival
+    done: list[float | None] = [
+        None
+    ] * numbers.count  # number → end; of a send: arrival
     tying = sum(any(i.op is Op.TIE for i in program) for program in schedule)
-    at_tie: dict[int, float] = {}                              # rank → when it reached its first TIE
-    waiting: dict[int, list[int]] = defaultdict(list)          # number → ranks that wait for it
+    at_tie: dict[int, float] = {}  # rank → when it reached its first TIE
+    waiting: dict[int, list[int]] = defaultdict(list)  # number → ranks that wait for it
     # Run each rank until it is blocked; continue it when the instruction that it waits for has ended.
     ready = list(range(len(schedule)))
     while ready:
         rank = ready.pop()
-        program, its_needs, its_starts, its_ends = schedule[rank], needs[rank], starts[rank], ends[rank]
+        program = schedule[rank]
+        its_needs = needs[rank]
+        its_starts = starts[rank]
+        its_ends = ends[rank]
         clock = its_ends[-1] if its_ends else 0
         for at in range(len(its_ends), len(program)):
             missing = None
@@ -170,7 +214,7 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = Fa
                 waiting[missing].append(rank)
                 break
             i = program[at]
-            if i.op is Op.TIE:                                 # a barrier of all ranks that have one
+            if i.op is Op.TIE:  # a barrier of all ranks that have one
                 if rank not in at_tie:
                     at_tie[rank] = clock
                     if len(at_tie) < tying:
@@ -195,10 +239,21 @@ class _Numbers:
     """Instruction ↔ number, and the numbers of the instructions that it depends on."""
 
     def __init__(self, schedule: Schedule):
-        self.stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
+        self.stages = 1 + max(
+            (i.stage for program in schedule for i in program), default=-1
+        )
         self.microbatches = 1 + max(
-            (i.microbatch for program in schedule for i in program if i.microbatch is not None), default=0)
-        self.base = {op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)}
+            (
+                i.microbatch
+                for program in schedule
+                for i in program
+                if i.microbatch is not None
+            ),
+            default=0,
+        )
+        self.base = {
+            op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)
+        }
         self.count = len(NUMBERED) * self.stages * self.microbatches
         self.present = bytearray(self.count)
         for program in schedule:
@@ -218,62 +273,129 @@ class _Numbers:
 
     def needs(self, i: Instruction, rendezvous: bool) -> tuple[int, ...]:
         """Numbers of the instructions that must have ended before this one starts."""
-        op, base, m = i.op, self.base, self.microbatches
+        op = i.op
+        base = self.base
+        m = self.microbatches
         if op not in base or op is Op.RECV_ACT or op is Op.RECV_GRAD:
             return ()
-        here = i.stage * m + i.microbatch  # this micro-batch at this stage; ± m: at its neighbours
+        here = (
+            i.stage * m + i.microbatch
+        )  # this micro-batch at this stage; ± m: at its neighbours
         if op is Op.F:
-            return () if i.stage == 0 else self._arrival(Op.RECV_ACT, Op.SEND_ACT, here, here - m, base[Op.F])
+            return (
+                ()
+                if i.stage == 0
+                else self._arrival(Op.RECV_ACT, Op.SEND_ACT, here, here - m, base[Op.F])
+            )
         if op is Op.W:
             return (base[Op.I] + here,)
         if op is Op.SEND_ACT:
-            return (base[Op.F] + here, base[Op.RECV_ACT] + here + m) if rendezvous else (base[Op.F] + here,)
+            return (
+                (base[Op.F] + here, base[Op.RECV_ACT] + here + m)
+                if rendezvous
+                else (base[Op.F] + here,)
+            )
         if op is Op.SEND_GRAD:
             made_by = self._backward(here) + here
-            return (made_by, base[Op.RECV_GRAD] + here - m) if rendezvous else (made_by,)
+            return (
+                (made_by, base[Op.RECV_GRAD] + here - m) if rendezvous else (made_by,)
+            )
         forward = base[Op.F] + here
         if i.stage == self.stages - 1:
             return (forward,)
-        return (forward, *self._arrival(Op.RECV_GRAD, Op.SEND_GRAD, here, here + m, self._backward(here + m)))
+        return (
+            forward,
+            *self._arrival(
+                Op.RECV_GRAD, Op.SEND_GRAD, here, here + m, self._backward(here + m)
+            ),
+        )
 
-    def _arrival(self, receive: Op, send: Op, here: int, there: int, makers: int) -> tuple[int, ...]:
+    def _arrival(
+        self, receive: Op, send: Op, here: int, there: int, makers: int
+    ) -> tuple[int, ...]:
         """Numbers that deliver a neighbour's tensor: receive and send; without a receive, its computation."""
         posted = self.base[receive] + here
-        return (posted, self.base[send] + there) if self.present[posted] else (makers + there,)
+        return (
+            (posted, self.base[send] + there)
+            if self.present[posted]
+            else (makers + there,)
+        )
 
     def _backward(self, place: int) -> int:
         """Base of the operation that makes the gradient of a stage's input: I where backward is split."""
-        return self.base[Op.I] if self.present[self.base[Op.I] + place] else self.base[Op.B]
+        return (
+            self.base[Op.I]
+            if self.present[self.base[Op.I] + place]
+            else self.base[Op.B]
+        )
 
 
-def _check_finished(schedule: Schedule, ends: Times, needs: list[list[tuple[int, ...]]], numbers: _Numbers,
-                    done: list[float | None], rendezvous: bool) -> None:
+def _check_finished(
+    schedule: Schedule,
+    ends: Times,
+    needs: list[list[tuple[int, ...]]],
+    numbers: _Numbers,
+    done: list[float | None],
+    rendezvous: bool,
+) -> None:
     """Raise ScheduleError for a deadlock, with the instruction that each blocked rank waits for."""
-    unfinished = [rank for rank, program in enumerate(schedule) if len(ends[rank]) < len(program)]
+    unfinished = [
+        rank for rank, program in enumerate(schedule) if len(ends[rank]) < len(program)
+    ]
     if not unfinished:
         return
-    place = {i: (rank, at) for rank, program in enumerate(schedule) for at, i in enumerate(program)}
+    place = {
+        i: (rank, at)
+        for rank, program in enumerate(schedule)
+        for at, i in enumerate(program)
+    }
     stuck = []
     for rank in unfinished:
         at = len(ends[rank])
-        missing = [numbers.instruction(number) for number in needs[rank][at] if done[number] is None]
+        missing = [
+            numbers.instruction(number)
+            for number in needs[rank][at]
+            if done[number] is None
+        ]
         if schedule[rank][at].op is Op.TIE:
-            missing = [schedule[other][len(ends[other])] for other in unfinished
-                       if schedule[other][len(ends[other])].op is not Op.TIE]
-        what = ", ".join(f"{other} ({_place_of(other, place, rank, at)})" for other in missing)
-        stuck.append(f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
-                     f"and waits for {what}")
-    kind, advice = ("rendezvous", "Post receives before the sends that precede their use, as add_transfers "
-                    "does by default, or use sends that do not block.") if rendezvous else (
-        "buffered", "In a valid order F of a stage comes after F of the previous stage, and B after F of its "
-        "own stage and after B of the next stage.")
+            missing = [
+                schedule[other][len(ends[other])]
+                for other in unfinished
+                if schedule[other][len(ends[other])].op is not Op.TIE
+            ]
+        what = ", ".join(
+            f"{other} ({_place_of(other, place, rank, at)})" for other in missing
+        )
+        stuck.append(
+            f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
+            f"and waits for {what}"
+        )
+    kind, advice = (
+        (
+            "rendezvous",
+            "Post receives before the sends that precede their use, as add_transfers "
+            "does by default, or use sends that do not block.",
+        )
+        if rendezvous
+        else (
+            "buffered",
+            "In a valid order F of a stage comes after F of the previous stage, and B after F of its "
+            "own stage and after B of the next stage.",
+        )
+    )
     raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")
 
 
-def _place_of(i: Instruction, place: dict[Instruction, tuple[int, int]], rank: int, at: int) -> str:
+def _place_of(
+    i: Instruction, place: dict[Instruction, tuple[int, int]], rank: int, at: int
+) -> str:
     if i not in place:
         return "in no program"
     its_rank, its_place = place[i]
     if its_rank != rank:
         return f"instruction {its_place} of rank {its_rank}"
-    return f"later in the same program, at {its_place}" if its_place > at else f"earlier, at {its_place}"
+    return (
+        f"later in the same program, at {its_place}"
+        if its_place > at
+        else f"earlier, at {its_place}"
+    )

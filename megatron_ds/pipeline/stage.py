@@ -44,8 +44,10 @@ class LayerHooks:
 class _Live:
     """A micro-batch between its forward and its backward."""
 
-    input: Tensor | None              # None on the first stage, which reads tokens
-    root: Root | None                 # None when nothing in the output needs a gradient (frozen layers)
+    input: Tensor | None  # None on the first stage, which reads tokens
+    root: (
+        Root | None
+    )  # None when nothing in the output needs a gradient (frozen layers)
 
 
 class Stage:
@@ -60,15 +62,30 @@ class Stage:
     entries  what layers added to the ledgers since the executor began its step, detached
     """
 
-    def __init__(self, index: int, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool,
-                 loss: Callable[[Tensor, Batch], Any] | None = None, hooks: LayerHooks = LayerHooks(),
-                 per_token: bool = False):
-        self.index, self.modules, self.is_first, self.is_last = index, modules, is_first, is_last
-        self.loss, self.hooks, self.per_token = loss if is_last else None, hooks, per_token
+    def __init__(
+        self,
+        index: int,
+        modules: Sequence[nn.Module],
+        *,
+        is_first: bool,
+        is_last: bool,
+        loss: Callable[[Tensor, Batch], Any] | None = None,
+        hooks: LayerHooks = LayerHooks(),
+        per_token: bool = False,
+    ):
+        self.index = index
+        self.modules = modules
+        self.is_first = is_first
+        self.is_last = is_last
+        self.loss = loss if is_last else None
+        self.hooks = hooks
+        self.per_token = per_token
         self.live: dict[int, _Live] = {}
         self.entries: list[Entry] = []
 
-    def forward(self, microbatch: int, batch: Batch, x: Tensor | None, scale: float) -> Any:
+    def forward(
+        self, microbatch: int, batch: Batch, x: Tensor | None, scale: float
+    ) -> Any:
         """Output for the next stage, detached; the loss object on the last stage.
 
         Outside `torch.no_grad()` the micro-batch stays live until its backward. The backward of the loss and
@@ -126,10 +143,14 @@ class Stage:
 
     def check_empty(self) -> None:
         """Between steps no micro-batch may be alive."""
-        assert not self.live, (f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no "
-                               "backward")
-        assert not self._split.waiting, (f"stage {self.index}: micro-batches {sorted(self._split.waiting)} "
-                                         "had the input half of a backward but not its weight half")
+        assert not self.live, (
+            f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no "
+            "backward"
+        )
+        assert not self._split.waiting, (
+            f"stage {self.index}: micro-batches {sorted(self._split.waiting)} "
+            "had the input half of a backward but not its weight half"
+        )
 
     def clear(self) -> None:
         """Drop all live micro-batches and entries, after a step that failed."""
@@ -137,9 +158,13 @@ class Stage:
         self.entries = []
         self._split.waiting.clear()
 
-    def _run(self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]) -> Any:
+    def _run(
+        self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]
+    ) -> Any:
         """The output of the last layer. Terms of a layer that a loss follows are left for the objective."""
-        enter, leave, before = self.hooks.enter, self.hooks.leave, self.hooks.before
+        enter = self.hooks.enter
+        leave = self.hooks.leave
+        before = self.hooks.before
         last = len(self.modules) - 1
         for i, module in enumerate(self.modules):
             if enter is not None:
@@ -155,17 +180,27 @@ class Stage:
                 x.register_hook(partial(self._cross, i))
         return x
 
-    def _with_terms(self, ledger: Ledger, batch: Batch, scale: float, x: Tensor) -> Tensor:
+    def _with_terms(
+        self, ledger: Ledger, batch: Batch, scale: float, x: Tensor
+    ) -> Tensor:
         """x with the loss terms that were added since the last call; all entries are kept for the report."""
         added = ledger.take()
         if not added:
             return x
         self.entries += [entry.detached() for entry in added]
-        terms = [entry for entry in added if entry.weight is not None and entry.value.requires_grad]
+        terms = [
+            entry
+            for entry in added
+            if entry.weight is not None and entry.value.requires_grad
+        ]
         if not terms or not torch.is_grad_enabled():
             return x
         tokens = batch.counted_tokens if self.per_token else None
-        return attach(x, [entry.value for entry in terms], [entry.gradient(scale, tokens) for entry in terms])
+        return attach(
+            x,
+            [entry.value for entry in terms],
+            [entry.gradient(scale, tokens) for entry in terms],
+        )
 
     def _cross(self, i: int, grad: Tensor) -> None:
         """Backward has gone from module i + 1 to module i."""

@@ -13,7 +13,7 @@ from itertools import accumulate, combinations
 from ..errors import ConfigError, LayoutError
 
 Bounds = tuple[int, ...]
-MOST_REPEATS = 10_000          # of one "*n" in a layout
+MOST_REPEATS = 10_000  # of one "*n" in a layout
 
 
 def partition(costs: Sequence[float], stages: int) -> Bounds:
@@ -24,11 +24,15 @@ def partition(costs: Sequence[float], stages: int) -> Bounds:
     """
     n = len(costs)
     if not 1 <= stages <= n:
-        raise LayoutError(f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at "
-                          f"least one layer. Use a pipeline size times chunks of 1 to {n}, or more layers.")
+        raise LayoutError(
+            f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at "
+            f"least one layer. Use a pipeline size times chunks of 1 to {n}, or more layers."
+        )
     if bad := [c for c in costs if not 0 <= c < math.inf]:
-        raise LayoutError(f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers "
-                          "from 0 up.")
+        raise LayoutError(
+            f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers "
+            "from 0 up."
+        )
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)
     return _most_even(prefix, stages, limit)
@@ -45,7 +49,9 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
             E and L may be omitted.
     """
     blocks = [at for at, block in enumerate(is_block) if block]
-    before, behind = (blocks[0], len(is_block) - blocks[-1] - 1) if blocks else (len(is_block), 0)
+    before, behind = (
+        (blocks[0], len(is_block) - blocks[-1] - 1) if blocks else (len(is_block), 0)
+    )
     wrong = lambda what: _wrong(text, what, len(blocks), stages)
     # Expand the layout and check it: one string of E, t and L per stage.
     is_counts = _is_counts(text)
@@ -90,17 +96,21 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 def _least_maximum(prefix: Sequence[int], stages: int) -> int:
     """Bisection over the costs of all runs of layers, one of which is the optimum."""
     candidates = sorted({end - start for start, end in combinations(prefix, 2)})
-    return candidates[bisect_left(candidates, True, key=lambda limit: _fits(prefix, stages, limit))]
+    return candidates[
+        bisect_left(candidates, True, key=lambda limit: _fits(prefix, stages, limit))
+    ]
 
 
 def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
     """Whether `stages` stages of at most `limit` suffice. Fewer do too: dividing a stage raises no cost."""
-    used, start = 1, 0
+    used = 1
+    start = 0
     for at in range(1, len(prefix)):
         if prefix[at] - prefix[at - 1] > limit:
             return False
         if prefix[at] - prefix[start] > limit:
-            used, start = used + 1, at - 1
+            used = used + 1
+            start = at - 1
     return used <= stages
 
 
@@ -110,7 +120,8 @@ def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
     least: list[tuple[float, int]] = [(math.inf, n)] * n + [(0, n)]
     ends = []
     for _ in range(stages):
-        following, least = least, [(math.inf, n)] * (n + 1)
+        following = least
+        least = [(math.inf, n)] * (n + 1)
         for i in range(n):
             for j in range(i + 1, n + 1):
                 cost = prefix[j] - prefix[i]
@@ -132,19 +143,32 @@ def _expand(text: str) -> str:
         group, group_times, letter, letter_times = found.groups()
         times = int(group_times or letter_times or 1)
         if times > MOST_REPEATS or len(expanded) > MOST_REPEATS:
-            raise ConfigError(f"pipeline layout {text!r} repeats a part {times} times: no model has that "
-                              f"many layers. Use at most {MOST_REPEATS}.")
-        expanded = expanded[:found.start()] + (letter or group) * times + expanded[found.end():]
+            raise ConfigError(
+                f"pipeline layout {text!r} repeats a part {times} times: no model has that "
+                f"many layers. Use at most {MOST_REPEATS}."
+            )
+        expanded = (
+            expanded[: found.start()]
+            + (letter or group) * times
+            + expanded[found.end() :]
+        )
     if strange := re.search(r"[^EtL|]", expanded):
-        raise ConfigError(f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at "
-                          "that position. Valid: decoder layers per stage, such as 3,2,3; or E (embedding), "
-                          "t (decoder layer), L (norm and head), | between stages, *n to repeat, "
-                          "parentheses, such as Et*3|t*2|t*3L.")
+        raise ConfigError(
+            f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at "
+            "that position. Valid: decoder layers per stage, such as 3,2,3; or E (embedding), "
+            "t (decoder layer), L (norm and head), | between stages, *n to repeat, "
+            "parentheses, such as Et*3|t*2|t*3L."
+        )
     return expanded
 
 
 def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
-    even = [num_blocks // stages + (s >= stages - num_blocks % stages) for s in range(stages)]
-    return ConfigError(f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of "
-                       f"the model's layers, in their order; for example {','.join(map(str, even))} or "
-                       f"E{'|'.join(f't*{n}' if n else '' for n in even)}L.")
+    even = [
+        num_blocks // stages + (s >= stages - num_blocks % stages)
+        for s in range(stages)
+    ]
+    return ConfigError(
+        f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of "
+        f"the model's layers, in their order; for example {','.join(map(str, even))} or "
+        f"E{'|'.join(f't*{n}' if n else '' for n in even)}L."
+    )

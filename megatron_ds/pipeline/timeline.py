@@ -26,7 +26,7 @@ from ..errors import DataError
 from .instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from .simulate import Cost, Simulation
 
-Entry = tuple[Instruction, float, float]                       # instruction, start, end; in seconds
+Entry = tuple[Instruction, float, float]  # instruction, start, end; in seconds
 THREADS = ("computations", "transfers", "reductions")
 
 
@@ -57,25 +57,47 @@ class Timeline:
 
     def read(self) -> list[Entry]:
         """The entries since the last call."""
-        entries, self._entries = self._entries, []
+        entries = self._entries
+        self._entries = []
         if self._is_cuda:
             torch.cuda.synchronize()
-        return [(i, self._seconds(start), self._seconds(end)) for i, start, end in entries]
+        return [
+            (i, self._seconds(start), self._seconds(end)) for i, start, end in entries
+        ]
 
     def _seconds(self, stamp) -> float:
-        return self._epoch + (self._zero.elapsed_time(stamp) / 1e3 if self._is_cuda else stamp)
+        return self._epoch + (
+            self._zero.elapsed_time(stamp) / 1e3 if self._is_cuda else stamp
+        )
 
 
 def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> None:
     """Write the timelines of pipeline ranks into one file."""
     events: list[dict] = []
     for rank, entries in sorted(timelines.items()):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0,
-                       "args": {"name": f"pipeline rank {rank}"}})
-        events += ({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-                   for tid, name in enumerate(THREADS))
+        events.append(
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": rank,
+                "tid": 0,
+                "args": {"name": f"pipeline rank {rank}"},
+            }
+        )
+        events += (
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": rank,
+                "tid": tid,
+                "args": {"name": name},
+            }
+            for tid, name in enumerate(THREADS)
+        )
         events += (_event(rank, *entry) for entry in entries)
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    Path(path).write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
+    )
 
 
 def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
@@ -84,9 +106,11 @@ def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
     for path in paths:
         found = _read(Path(path))
         if twice := sorted(timelines.keys() & found.keys()):
-            raise DataError(f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: "
-                            "timelines of several pipelines (data-parallel ranks) cannot be combined. Use "
-                            "the files of one pipeline.")
+            raise DataError(
+                f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: "
+                "timelines of several pipelines (data-parallel ranks) cannot be combined. Use "
+                "the files of one pipeline."
+            )
         timelines |= found
     return timelines
 
@@ -101,17 +125,24 @@ def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[En
 def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[Entry]]:
     """A simulation as timelines; unit: seconds of its unit of time."""
     ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
-    return {rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)]
-            for rank, its in enumerate(ranks)}
+    return {
+        rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)]
+        for rank, its in enumerate(ranks)
+    }
 
 
 def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
     """Timelines as a `Simulation`, for its bubble and pictures. Time is 0 at the first start."""
-    begin = min((start for entries in timelines.values() for _, start, _ in entries), default=0.0)
+    begin = min(
+        (start for entries in timelines.values() for _, start, _ in entries),
+        default=0.0,
+    )
     ranks = [timelines[rank] for rank in sorted(timelines)]
-    return Simulation(tuple(tuple(i for i, _, _ in entries) for entries in ranks),
-                      tuple(tuple(start - begin for _, start, _ in entries) for entries in ranks),
-                      tuple(tuple(end - begin for _, _, end in entries) for entries in ranks))
+    return Simulation(
+        tuple(tuple(i for i, _, _ in entries) for entries in ranks),
+        tuple(tuple(start - begin for _, start, _ in entries) for entries in ranks),
+        tuple(tuple(end - begin for _, _, end in entries) for entries in ranks),
+    )
 
 
 def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
@@ -130,14 +161,24 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
             typical.setdefault((Op.I, stage), typical[op, stage] / 2)
             typical.setdefault((Op.W, stage), typical[op, stage] / 2)
         elif op is Op.I and (Op.W, stage) in typical:
-            typical.setdefault((Op.B, stage), typical[Op.I, stage] + typical[Op.W, stage])
+            typical.setdefault(
+                (Op.B, stage), typical[Op.I, stage] + typical[Op.W, stage]
+            )
     return lambda i: typical.get((i.op, i.stage), 0.0)
 
 
 def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
     tid = 0 if i.op in COMPUTE else 1 if i.op in SENDS | RECEIVES else 2
-    return {"name": str(i), "cat": i.op.name, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6,
-            "pid": rank, "tid": tid, "args": {"op": str(i.op), "stage": i.stage, "microbatch": i.microbatch}}
+    return {
+        "name": str(i),
+        "cat": i.op.name,
+        "ph": "X",
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "pid": rank,
+        "tid": tid,
+        "args": {"op": str(i.op), "stage": i.stage, "microbatch": i.microbatch},
+    }
 
 
 def _read(path: Path) -> dict[int, list[Entry]]:
@@ -146,15 +187,22 @@ def _read(path: Path) -> dict[int, list[Entry]]:
         timelines: dict[int, list[Entry]] = {}
         for event in events:
             if event["ph"] == "X" and "op" in event["args"]:
-                args, start = event["args"], event["ts"] / 1e6
+                args = event["args"]
+                start = event["ts"] / 1e6
                 i = Instruction(Op(args["op"]), args["stage"], args["microbatch"])
-                timelines.setdefault(event["pid"], []).append((i, start, start + event["dur"] / 1e6))
+                timelines.setdefault(event["pid"], []).append(
+                    (i, start, start + event["dur"] / 1e6)
+                )
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file. A run with --trace writes timelines.") from None
+        raise DataError(
+            f"{path}: no such file. A run with --trace writes timelines."
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such "
-                        "files are written by --trace and by megatron-ds schedule "
-                        "--chrome-trace.") from None
+        raise DataError(
+            f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such "
+            "files are written by --trace and by megatron-ds schedule "
+            "--chrome-trace."
+        ) from None
     return timelines
 
 

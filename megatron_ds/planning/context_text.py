@@ -31,42 +31,83 @@ def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:
 
     config: with other values of --cp-comm-type than the plan; None: the plan's
     """
-    config, sent = config or plan.config, 0.0
+    config = config or plan.config
+    sent = 0.0
     counted: Counter[tuple] = Counter()
     for stage in plan.stages_of(plan.grid.coordinates(plan.rank)["pp"]):
         counted.update(_blocks(config, stage.layers))
     for (comm_type, tokens, granularity), number in counted.items():
-        sent += number * plan.microbatches * _bytes_of_core(config, plan, comm_type, tokens, granularity)
+        sent += (
+            number
+            * plan.microbatches
+            * _bytes_of_core(config, plan, comm_type, tokens, granularity)
+        )
     return sent
 
 
-def _blocks(config: RunConfig, layers: Sequence[Layer]) -> Iterator[tuple[str, int, str | None]]:
+def _blocks(
+    config: RunConfig, layers: Sequence[Layer]
+) -> Iterator[tuple[str, int, str | None]]:
     """(comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
-    length, drop, kinds = config.model.seq_length, make_token_drop(config), config.parallel.cp_comm_type
+    length = config.model.seq_length
+    drop = make_token_drop(config)
+    kinds = config.parallel.cp_comm_type
     kept = drop.kept_at(last_step(config), length) if drop else length
     for number, layer in enumerate(layer for layer in layers if layer.is_block):
         index = int(layer.name.rpartition(".")[2]) if len(kinds) > 1 else 0
-        recomputes = layer.recompute.num_layers is None or number < layer.recompute.num_layers
-        yield (kinds[index], kept if layer.drops_tokens else length,
-               layer.recompute.granularity if recomputes else None)
+        recomputes = (
+            layer.recompute.num_layers is None or number < layer.recompute.num_layers
+        )
+        yield (
+            kinds[index],
+            kept if layer.drops_tokens else length,
+            layer.recompute.granularity if recomputes else None,
+        )
 
 
-def _bytes_of_core(config: RunConfig, plan: WorldPlan, comm_type: str, tokens: int,
-                   granularity: str | None) -> float:
+def _bytes_of_core(
+    config: RunConfig,
+    plan: WorldPlan,
+    comm_type: str,
+    tokens: int,
+    granularity: str | None,
+) -> float:
     """Of one micro-batch in one block, by the kernels of the planned device."""
     mesh = fake_mesh(plan.grid, plan.rank)
-    ctx, model = parallel_context(config, mesh), replace(config.model, attention_dropout=0.0)
+    ctx = parallel_context(config, mesh)
+    model = replace(config.model, attention_dropout=0.0)
     with without_memory(plan.device, config.train.kernels) as where:
-        batch = MODELS[model.model].data.blank(config.train.micro_batch_size, tokens, where).cut(ctx.slice)
-        core = make_core(model, "attention", ctx, comm_type=comm_type)      # bytes depend on no pattern
-        q, k, v = (torch.empty(batch.seq_length, batch.size, heads // plan.grid.tp, model.head_dim,
-                               device=where, dtype=DTYPES[config.optimizer.params_dtype], requires_grad=True)
-                   for heads in (model.num_attention_heads, model.query_groups, model.query_groups))
+        batch = (
+            MODELS[model.model]
+            .data.blank(config.train.micro_batch_size, tokens, where)
+            .cut(ctx.slice)
+        )
+        core = make_core(
+            model, "attention", ctx, comm_type=comm_type
+        )  # bytes depend on no pattern
+        q, k, v = (
+            torch.empty(
+                batch.seq_length,
+                batch.size,
+                heads // plan.grid.tp,
+                model.head_dim,
+                device=where,
+                dtype=DTYPES[config.optimizer.params_dtype],
+                requires_grad=True,
+            )
+            for heads in (
+                model.num_attention_heads,
+                model.query_groups,
+                model.query_groups,
+            )
+        )
         mesh.traffic.clear()
         if granularity == "full":
             with torch.no_grad():
                 attend(core, q, k, v, batch)
-        out = (attend_again if granularity == "selective" else attend)(core, q, k, v, batch)
+        out = (attend_again if granularity == "selective" else attend)(
+            core, q, k, v, batch
+        )
         out.backward(torch.empty_like(out))
     return sum(mesh.traffic.wire_bytes().values())
 
@@ -81,21 +122,33 @@ def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
             found |= _divisions(config)
             continue
         changed = _with_type(config, comm_type, (1,))
-        found[comm_type] = changed if not [*context_parallel(changed)] else (
-            "this number of heads" if comm_type == "a2a" else "sequences of this length")
+        found[comm_type] = (
+            changed
+            if not [*context_parallel(changed)]
+            else (
+                "this number of heads"
+                if comm_type == "a2a"
+                else "sequences of this length"
+            )
+        )
     return found
 
 
 def _with_type(config: RunConfig, comm_type: str, sizes: tuple[int, ...]) -> RunConfig:
-    return config.with_values({"parallel.cp_comm_type": (comm_type,),
-                               "parallel.hierarchical_context_parallel_sizes": sizes},
-                              Source("derived", "the plan"))
+    return config.with_values(
+        {
+            "parallel.cp_comm_type": (comm_type,),
+            "parallel.hierarchical_context_parallel_sizes": sizes,
+        },
+        Source("derived", "the plan"),
+    )
 
 
 def _divisions(config: RunConfig) -> dict[str, RunConfig]:
-    """"a2a+p2p", ranks that exchange heads × ranks that pass keys on → the configuration, for each division
+    """ "a2a+p2p", ranks that exchange heads × ranks that pass keys on → the configuration, for each division
     of the context-parallel ranks that this number of heads allows."""
-    found, c = {}, config.parallel.context_parallel_size
+    found = {}
+    c = config.parallel.context_parallel_size
     for inner in range(2, c):
         if c % inner == 0:
             changed = _with_type(config, "a2a+p2p", (inner, c // inner))
@@ -106,22 +159,40 @@ def _divisions(config: RunConfig) -> dict[str, RunConfig]:
 
 def context_text(plan: WorldPlan) -> Iterator[str]:
     """Lines; none for a single context-parallel rank."""
-    config, cp = plan.config, plan.grid.cp
+    config = plan.config
+    cp = plan.grid.cp
     if cp == 1:
         return
-    length, chosen = config.model.seq_length, _in_words(config.parallel.cp_comm_type)
+    length = config.model.seq_length
+    chosen = _in_words(config.parallel.cp_comm_type)
     held = "two chunks" if config.is_zigzag else "one run"
-    yield (f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
-           f"{held}")
+    yield (
+        f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
+        f"{held}"
+    )
     others = other_types(config)
     sent = {chosen: attention_bytes(plan)} | {
-        name: attention_bytes(plan, other) for name, other in others.items() if isinstance(other, RunConfig)}
-    divisions = sorted((name for name in sent if name.startswith("a2a+p2p ")), key=sent.__getitem__)
-    sent = {name: count for name, count in sent.items() if name not in divisions[1:]}       # the best alone
+        name: attention_bytes(plan, other)
+        for name, other in others.items()
+        if isinstance(other, RunConfig)
+    }
+    divisions = sorted(
+        (name for name in sent if name.startswith("a2a+p2p ")), key=sent.__getitem__
+    )
+    sent = {
+        name: count for name, count in sent.items() if name not in divisions[1:]
+    }  # the best alone
     if not sent[chosen]:
         return
-    listed = [f"{in_bytes(count)} by {name}{' (chosen)' * (name == chosen)}" for name, count in sent.items()]
-    listed += [f"{name} cannot divide {other}" for name, other in others.items() if isinstance(other, str)]
+    listed = [
+        f"{in_bytes(count)} by {name}{' (chosen)' if name == chosen else ''}"
+        for name, count in sent.items()
+    ]
+    listed += [
+        f"{name} cannot divide {other}"
+        for name, other in others.items()
+        if isinstance(other, str)
+    ]
     yield f"  attention of rank {plan.rank} sends in a step {', '.join(listed)}"
     yield f"  {_least(chosen, sent)}"
 
@@ -132,7 +203,10 @@ def _in_words(kinds: Sequence[str]) -> str:
     if len(counts) == 1:
         return kinds[0]
     (first, count), *rest = counts.items()
-    words = [f"{first} in {count} layer{'s' * (count > 1)}", *(f"{kind} in {n}" for kind, n in rest)]
+    words = [
+        f"{first} in {count} layer{'s' if count > 1 else ''}",
+        *(f"{kind} in {n}" for kind, n in rest),
+    ]
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -144,8 +218,10 @@ def _least(chosen: str, sent: dict[str, float]) -> str:
         cheaper = min(sent, key=sent.__getitem__)
         kind, _, sizes = cheaper.replace(" × ", " ").partition(" ")
         how = f"{kind} --hierarchical-context-parallel-sizes {sizes}" if sizes else kind
-        return (f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {name}, "
-                f"{1 - least / sent[chosen]:.1%}")
+        return (
+            f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {name}, "
+            f"{1 - least / sent[chosen]:.1%}"
+        )
     others = [count for count in sent.values() if count > least]
     if not others:
         return "all of them send the same"

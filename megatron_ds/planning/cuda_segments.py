@@ -16,13 +16,17 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 MIB = 1 << 20
-GRAIN, SMALL, LARGE = 512, MIB, 10 * MIB
-SMALL_SEGMENT, MIDDLE_SEGMENT, ROUND_LARGE = 2 * MIB, 20 * MIB, 2 * MIB
+GRAIN = 512
+SMALL = MIB
+LARGE = 10 * MIB
+SMALL_SEGMENT = 2 * MIB
+MIDDLE_SEGMENT = 20 * MIB
+ROUND_LARGE = 2 * MIB
 
 
 def reserved(requests: Iterable[int]) -> int:
     """Bytes of the segments that hold these requests, in bytes each."""
-    small: list[int] = []           # free rests of segments, ascending
+    small: list[int] = []  # free rests of segments, ascending
     large: list[int] = []
     total = 0
     for nbytes in requests:
@@ -31,12 +35,12 @@ def reserved(requests: Iterable[int]) -> int:
             continue
         rests, least = (small, GRAIN) if size <= SMALL else (large, SMALL + 1)
         at = bisect_left(rests, size)
-        if at < len(rests):         # the best fit
+        if at < len(rests):  # the best fit
             room = rests.pop(at)
         else:
             room = segment_of(size)
             total += room
-        if room - size >= least:    # otherwise the rest belongs to the block
+        if room - size >= least:  # otherwise the rest belongs to the block
             insort(rests, room - size)
     return total
 

@@ -24,10 +24,10 @@ from .rank_plan import RankPlan
 from .run_plan import RULES
 from .world_plan import WorldPlan, plan_world
 
-TIGHT = 0.9             # above this share, libraries and allocators may take what the plan leaves
-WORTH = 0.01            # of the peak: what a remedy must save to be listed
-MOST_TENSOR_RANKS = 8   # ranks of one host, among which links are fast
-LONG = 4096             # tokens of a rank's part of a sequence, from which on sharing it is worth its traffic
+TIGHT = 0.9  # above this share, libraries and allocators may take what the plan leaves
+WORTH = 0.01  # of the peak: what a remedy must save to be listed
+MOST_TENSOR_RANKS = 8  # ranks of one host, among which links are fast
+LONG = 4096  # tokens of a rank's part of a sequence, from which on sharing it is worth its traffic
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,22 @@ def fit_text(plan: WorldPlan, memory: DeviceMemory | None) -> Iterator[str]:
         return
     worst = plan.worst
     share = worst.peak / memory.count
-    numbers = (f"rank {worst.rank} needs about {in_bytes(worst.peak)} of {in_bytes(memory.count)} "
-               f"({memory.source})")
+    numbers = (
+        f"rank {worst.rank} needs about {in_bytes(worst.peak)} of {in_bytes(memory.count)} "
+        f"({memory.source})"
+    )
     if not fits(plan, memory):
-        yield (f"device: does not fit: {numbers}, {share:.2f} times as much; "
-               f"{in_bytes(worst.peak - memory.count)} are missing")
+        yield (
+            f"device: does not fit: {numbers}, {share:.2f} times as much; "
+            f"{in_bytes(worst.peak - memory.count)} are missing"
+        )
         parts = sorted(_parts(worst).items(), key=lambda part: -part[1])
         yield f"  largest parts: {', '.join(f'{name} {in_bytes(count)}' for name, count in parts[:3])}"
     elif share > TIGHT:
-        yield (f"device: barely fits: {numbers}, {share:.0%}. Libraries and allocators take memory beside "
-               f"it: plan for less than {TIGHT:.0%}")
+        yield (
+            f"device: barely fits: {numbers}, {share:.0%}. Libraries and allocators take memory beside "
+            f"it: plan for less than {TIGHT:.0%}"
+        )
     else:
         yield f"device: fits: {numbers}, {share:.0%}"
 
@@ -80,8 +86,14 @@ def fit_text(plan: WorldPlan, memory: DeviceMemory | None) -> Iterator[str]:
 def _parts(worst: RankPlan) -> dict[str, int]:
     state = worst.state
     on_device = max(state.masters + state.optimizer - sum(worst.away.values()), 0)
-    return {"activations": worst.kept, "weights": state.parameters, "gradients": state.gradients,
-            "optimizer": on_device, "buffers": worst.buffers, "working memory": worst.at_work}
+    return {
+        "activations": worst.kept,
+        "weights": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": on_device,
+        "buffers": worst.buffers,
+        "working memory": worst.at_work,
+    }
 
 
 def remedies_text(plan: WorldPlan, memory: DeviceMemory) -> Iterator[str]:
@@ -107,7 +119,7 @@ class Remedy:
     peak: int
 
 
-Change = Mapping[str, Any]              # path of an option → its value
+Change = Mapping[str, Any]  # path of an option → its value
 Finder = Callable[[RunConfig, Grid], Change]
 
 
@@ -115,12 +127,22 @@ def remedies(plan: WorldPlan) -> list[Remedy]:
     """The changes that lower the peak, the lowest first; at the end those that keep the grid, together."""
     most = plan.worst.peak * (1 - WORTH)
     changes = [change for find in FINDERS if (change := find(plan.config, plan.grid))]
-    found = [(change, peak) for change in changes if (peak := _peak_with(plan, change)) <= most]
+    found = [
+        (change, peak)
+        for change in changes
+        if (peak := _peak_with(plan, change)) <= most
+    ]
     found.sort(key=lambda pair: pair[1])
     result = [Remedy(_flags(change), peak) for change, peak in found]
-    on_this_grid = [change for change, _ in found if not any(path in GRID for path in change)]
+    on_this_grid = [
+        change for change, _ in found if not any(path in GRID for path in change)
+    ]
     if len(on_this_grid) > 1:
-        together = {path: value for change in reversed(on_this_grid) for path, value in change.items()}
+        together = {
+            path: value
+            for change in reversed(on_this_grid)
+            for path, value in change.items()
+        }
         result.append(Remedy(_flags(together), _peak_with(plan, together)))
     return result
 
@@ -137,26 +159,43 @@ def _peak_with(plan: WorldPlan, change: Change) -> float:
 
 def _flags(change: Change) -> str:
     options = all_options()
-    words = ((options[path].flag, "" if value is True else str(value)) for path, value in change.items())
+    words = (
+        (options[path].flag, "" if value is True else str(value))
+        for path, value in change.items()
+    )
     return " ".join(" ".join(filter(None, pair)) for pair in words)
 
 
-ZERO, RECOMPUTE, BATCH = "zero.stage", "train.recompute_granularity", "train.micro_batch_size"
+ZERO = "zero.stage"
+RECOMPUTE = "train.recompute_granularity"
+BATCH = "train.micro_batch_size"
 OFFLOAD = "zero.offload_optimizer"
-TENSOR, SEQUENCE = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
-PIPELINE, CONTEXT = "parallel.pipeline_model_parallel_size", "parallel.context_parallel_size"
+TENSOR = "parallel.tensor_model_parallel_size"
+SEQUENCE = "parallel.sequence_parallel"
+PIPELINE = "parallel.pipeline_model_parallel_size"
+CONTEXT = "parallel.context_parallel_size"
 GRID = (TENSOR, PIPELINE, CONTEXT)
 
 
 def _zero(stage: int) -> Finder:
     """Divide the state of the next stage over data-parallel ranks."""
+
     def find(config: RunConfig, grid: Grid) -> Change:
-        return {ZERO: stage} if config.zero.stage < stage and grid.size("dp", "cp") > 1 else {}
+        return (
+            {ZERO: stage}
+            if config.zero.stage < stage and grid.size("dp", "cp") > 1
+            else {}
+        )
+
     return find
 
 
 def _offload(config: RunConfig, grid: Grid) -> Change:
-    return {OFFLOAD: "cpu"} if config.zero.stage > 0 and config.zero.offload_optimizer == "none" else {}
+    return (
+        {OFFLOAD: "cpu"}
+        if config.zero.stage > 0 and config.zero.offload_optimizer == "none"
+        else {}
+    )
 
 
 def _recompute(config: RunConfig, grid: Grid) -> Change:
@@ -169,15 +208,27 @@ def _smaller_batch(config: RunConfig, grid: Grid) -> Change:
 
 def _tensor(config: RunConfig, grid: Grid) -> Change:
     size = 2 * grid.tp
-    return {TENSOR: size, SEQUENCE: True} if size <= MOST_TENSOR_RANKS and grid.dp % 2 == 0 else {}
+    return (
+        {TENSOR: size, SEQUENCE: True}
+        if size <= MOST_TENSOR_RANKS and grid.dp % 2 == 0
+        else {}
+    )
 
 
 def _sequence(config: RunConfig, grid: Grid) -> Change:
-    return {SEQUENCE: True} if grid.tp > 1 and not config.parallel.sequence_parallel else {}
+    return (
+        {SEQUENCE: True}
+        if grid.tp > 1 and not config.parallel.sequence_parallel
+        else {}
+    )
 
 
 def _pipeline(config: RunConfig, grid: Grid) -> Change:
-    return {PIPELINE: 2 * grid.pp} if 2 * grid.pp <= config.model.num_layers and grid.dp % 2 == 0 else {}
+    return (
+        {PIPELINE: 2 * grid.pp}
+        if 2 * grid.pp <= config.model.num_layers and grid.dp % 2 == 0
+        else {}
+    )
 
 
 def _context(config: RunConfig, grid: Grid) -> Change:
@@ -185,5 +236,15 @@ def _context(config: RunConfig, grid: Grid) -> Change:
     return {CONTEXT: 2 * grid.cp} if is_long and grid.dp % 2 == 0 else {}
 
 
-FINDERS: tuple[Finder, ...] = (_zero(1), _zero(2), _zero(3), _offload, _recompute, _smaller_batch, _sequence,
-                               _tensor, _pipeline, _context)
+FINDERS: tuple[Finder, ...] = (
+    _zero(1),
+    _zero(2),
+    _zero(3),
+    _offload,
+    _recompute,
+    _smaller_batch,
+    _sequence,
+    _tensor,
+    _pipeline,
+    _context,
+)

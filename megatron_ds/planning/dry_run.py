@@ -29,9 +29,14 @@ from .world_plan import WorldPlan, plan_world, wire_bytes, with_vocabulary
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 8
-COUNTED = {"flops": "FLOPs", "measured": "FLOPs", "parameters": "parameters held",
-           "uniform": "decoder layers"}
-DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
+COUNTED = {
+    "flops": "FLOPs",
+    "measured": "FLOPs",
+    "parameters": "parameters held",
+    "uniform": "decoder layers",
+}
+DRAWN_RANKS = 4
+DRAWN_MICROBATCHES = 8
 
 
 def names_its_world(argv: Sequence[str]) -> bool:
@@ -44,11 +49,13 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     """Print the plan on rank 0; returns the exit code: 1 if a rank does not fit its device."""
     if launch.rank:
         return 0
-    gc.freeze()     # a schedule is many small objects: each collection would visit those of the imports, too
+    gc.freeze()  # a schedule is many small objects: each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
     memory = device_memory(config, config.plan.dry_run)
     plan = plan_world(config, config.plan.rank, config.plan.dry_run)
-    logger.info("%s", plan_text(plan, [*unchecked, *_unchecked(config, memory)], memory))
+    logger.info(
+        "%s", plan_text(plan, [*unchecked, *_unchecked(config, memory)], memory)
+    )
     if memory is None or fits(plan, memory):
         return 0
     logger.info("%s", "\n".join(["", *remedies_text(plan, memory)]))
@@ -57,14 +64,20 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
 
 def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
     """What a launch checks and a plan does not, one line each."""
-    data, checkpoint = config.data, config.checkpoint
-    given = data.data_path or data.train_data_path or [
-        *filter(None, (data.data_args_path, data.per_split_data_args_path))]
+    data = config.data
+    checkpoint = config.checkpoint
+    given = (
+        data.data_path
+        or data.train_data_path
+        or [*filter(None, (data.data_args_path, data.per_split_data_args_path))]
+    )
     if given:
         yield f"the data in {' '.join(given)}"
     elif not data.mock_data:
         yield "the data: none are given"
-    for folder in filter(None, (checkpoint.save, *dict.fromkeys(config.zero.disk_folders().values()))):
+    for folder in filter(
+        None, (checkpoint.save, *dict.fromkeys(config.zero.disk_folders().values()))
+    ):
         yield f"write access to {folder}"
     if checkpoint.load:
         yield f"the checkpoint in {checkpoint.load}"
@@ -79,13 +92,25 @@ def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
     yield "speed of the devices and of the network, and memory that libraries and allocators take"
 
 
-def plan_text(plan: WorldPlan, unchecked: Sequence[str], memory: DeviceMemory | None = None) -> str:
+def plan_text(
+    plan: WorldPlan, unchecked: Sequence[str], memory: DeviceMemory | None = None
+) -> str:
     """The whole text. unchecked: what a launch checks and the plan did not. memory: of a device, if known"""
-    experts, context = experts_text(plan, plan.rank_plan(plan.rank)), context_text(plan)
-    parts = (grid_text(plan.grid, plan.rank, is_tied(plan), has_experts(plan.config)), stages_text(plan),
-             context, experts, schedule_text(plan), memory_text(plan), fit_text(plan, memory),
-             traffic_text(plan), flops_text(plan), proof_text(plan),
-             ["not checked:", *(f"  {line}" for line in unchecked)])
+    experts = experts_text(plan, plan.rank_plan(plan.rank))
+    context = context_text(plan)
+    parts = (
+        grid_text(plan.grid, plan.rank, is_tied(plan), has_experts(plan.config)),
+        stages_text(plan),
+        context,
+        experts,
+        schedule_text(plan),
+        memory_text(plan),
+        fit_text(plan, memory),
+        traffic_text(plan),
+        flops_text(plan),
+        proof_text(plan),
+        ["not checked:", *(f"  {line}" for line in unchecked)],
+    )
     return "\n\n".join(filter(None, ("\n".join(part) for part in parts)))
 
 
@@ -93,10 +118,14 @@ def plan_text(plan: WorldPlan, unchecked: Sequence[str], memory: DeviceMemory | 
 def is_tied(plan: WorldPlan) -> bool:
     """Whether two ranks hold the embedding: the first and the last stage share it from different ranks."""
     ends = plan.run.shape.placement[0], plan.run.shape.placement[-1]
-    return not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
+    return (
+        not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
+    )
 
 
-def grid_text(grid: Grid, rank: int, tied: bool, experts: bool = False) -> Iterator[str]:
+def grid_text(
+    grid: Grid, rank: int, tied: bool, experts: bool = False
+) -> Iterator[str]:
     """Sizes of the mesh, and the groups of one rank.
 
     tied: whether the embedding has a group. experts: whether the model has any
@@ -107,17 +136,26 @@ def grid_text(grid: Grid, rank: int, tied: bool, experts: bool = False) -> Itera
         del axes["cp"]
     where = ", ".join(f"{axis} {at[axis]}" for axis in axes)
     sizes = " × ".join(f"{name} {grid.size(axis)}" for axis, name in axes.items())
-    yield (f"grid: {grid.world_size:,} rank{'s' * (grid.world_size > 1)} = {sizes}, order {grid.order}; rank "
-           f"{rank} is {where}")
+    yield (
+        f"grid: {grid.world_size:,} rank{'s' if grid.world_size > 1 else ''} = {sizes}, order {grid.order}; rank "
+        f"{rank} is {where}"
+    )
     names = {axis: f"{axes[axis]} ({axis})" for axis in axes if axis != "dp"}
     names |= {"dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
     names |= {"ep": "expert (ep)", "edp": "expert data (edp)"} if experts else {}
     names |= {"embd": "tied embedding (embd)"} if tied else {}
     rows = [["group", "size", "groups", f"of rank {rank}"]]
     for name, title in names.items():
-        ranks = (next(g for g in grid.embedding_groups() if rank in g) if name == "embd"
-                 else grid.group_of(rank, *name.split("-")))
-        count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
+        ranks = (
+            next(g for g in grid.embedding_groups() if rank in g)
+            if name == "embd"
+            else grid.group_of(rank, *name.split("-"))
+        )
+        count = (
+            grid.world_size // len(ranks)
+            if name != "embd"
+            else grid.world_size // grid.pp
+        )
         rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
     yield from table(rows, last_left=True)
     if grid.pp * grid.dp * grid.cp > 1:
@@ -128,17 +166,32 @@ def grid_text(grid: Grid, rank: int, tied: bool, experts: bool = False) -> Itera
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
     """The tensor groups: a row for each pipeline rank, a column for each data- and context-parallel rank."""
     columns = _some(grid.dp * grid.cp, at["dp"] * grid.cp + at["cp"], 5)
-    places = {i: dict(zip(("dp", "cp"), divmod(i, grid.cp))) for i in columns if i is not None}
+    places = {
+        i: dict(zip(("dp", "cp"), divmod(i, grid.cp))) for i in columns if i is not None
+    }
     names = [axis for axis in ("dp", "cp") if axis == "dp" or grid.cp > 1]
-    rows = [["", *("…" if i is None else " ".join(f"{axis} {places[i][axis]}" for axis in names)
-                   for i in columns)]]
+    rows = [
+        [
+            "",
+            *(
+                "…"
+                if i is None
+                else " ".join(f"{axis} {places[i][axis]}" for axis in names)
+                for i in columns
+            ),
+        ]
+    ]
     for pp in _some(grid.pp, at["pp"], 5):
         if pp is None:
             rows.append(["…"])
             continue
         row = [f"pp {pp}"]
         for i in columns:
-            ranks = () if i is None else grid.group_of(grid.rank_of(pp=pp, **places[i]), "tp")
+            ranks = (
+                ()
+                if i is None
+                else grid.group_of(grid.rank_of(pp=pp, **places[i]), "tp")
+            )
             text = ranks_in_short(ranks) if ranks else "…"
             here = i is not None and {"pp": pp, **places[i]}.items() <= at.items()
             row.append(f"[{text}]" if here else f" {text} ")
@@ -160,41 +213,68 @@ def _some(count: int, must: int, most: int) -> list[int | None]:
 # ------------------------------------------------------------------ stages and schedule
 def stages_text(plan: WorldPlan) -> Iterator[str]:
     """How the model is cut: a row for each stage, and the parameters of the model."""
-    shares, config = plan.run.stage_cost_shares(), plan.config
+    shares = plan.run.stage_cost_shares()
+    config = plan.config
     counted = COUNTED[config.parallel.pipeline_cut]
     layout = config.parallel.pipeline_layout
-    how = f"--pipeline-layout {layout}" if layout else f"cut to minimize the costliest stage, by {counted}"
-    yield (f"stages: {len(plan.stages)} of {len(plan.run.layers)} layers (embedding, final norm and head "
-           f"included), {how}")
+    how = (
+        f"--pipeline-layout {layout}"
+        if layout
+        else f"cut to minimize the costliest stage, by {counted}"
+    )
+    yield (
+        f"stages: {len(plan.stages)} of {len(plan.run.layers)} layers (embedding, final norm and head "
+        f"included), {how}"
+    )
     several = len(plan.stages) > plan.grid.pp
     rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
     for stage in plan.stages:
-        what = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} … {stage.names[-1]}"
+        what = (
+            stage.names[0]
+            if len(stage.names) == 1
+            else f"{stage.names[0]} … {stage.names[-1]}"
+        )
         count = sum(p.spec.numel for p in stage.parameters)
-        rows.append([str(stage.index), *([str(plan.run.shape.placement[stage.index])] * several),
-                     str(len(stage.names)), in_large(count), f"{shares[stage.index]:.2%}", what])
+        rows.append(
+            [
+                str(stage.index),
+                *([str(plan.run.shape.placement[stage.index])] * several),
+                str(len(stage.names)),
+                in_large(count),
+                f"{shares[stage.index]:.2%}",
+                what,
+            ]
+        )
     title, *lines = table(rows, last_left=True)
     yield title
     yield from in_short(lines, MOST_ROWS)
-    copies = sum(p.spec.numel for stage in plan.stages for p in stage.parameters) - plan.parameters
+    copies = (
+        sum(p.spec.numel for stage in plan.stages for p in stage.parameters)
+        - plan.parameters
+    )
     tied = f", and a tied copy of {copies:,} on another stage" if copies else ""
     yield f"  the model has {plan.parameters:,} parameters ({in_large(plan.parameters)}){tied}"
 
 
 def schedule_text(plan: WorldPlan) -> Iterator[str]:
     """The schedule: idle time and live micro-batches, rank by rank, and a drawing."""
-    config, m = plan.config, plan.microbatches
+    config = plan.config
+    m = plan.microbatches
     p = plan.grid.pp
-    yield (f"schedule: {plan.run.shape.schedule}, {m:,} micro-batch{'es' * (m > 1)} of "
-           f"{config.train.micro_batch_size} × {config.model.seq_length:,} tokens per step and data-parallel "
-           "rank")
+    yield (
+        f"schedule: {plan.run.shape.schedule}, {m:,} micro-batch{'es' if m > 1 else ''} of "
+        f"{config.train.micro_batch_size} × {config.model.seq_length:,} tokens per step and data-parallel "
+        "rank"
+    )
     if p == 1:
         yield "  one pipeline rank: no bubble"
         return
     simulation = plan.simulation
     idle = [1 - time / simulation.span for time in simulation.busy]
-    yield (f"  bubble about {simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
-           f"{min(idle):.1%} to {max(idle):.1%}")
+    yield (
+        f"  bubble about {simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
+        f"{min(idle):.1%} to {max(idle):.1%}"
+    )
     yield f"  micro-batches alive at most, rank by rank: {_spread(simulation.peak_live)}"
     yield from (f"  {line}" for line in _drawing(plan))
 
@@ -206,42 +286,66 @@ def _spread(numbers: Sequence[int]) -> str:
 
 
 def _drawing(plan: WorldPlan) -> list[str]:
-    p, m = plan.grid.pp, plan.microbatches
-    small, few = min(p, DRAWN_RANKS), min(m, DRAWN_MICROBATCHES)
+    p = plan.grid.pp
+    m = plan.microbatches
+    small = min(p, DRAWN_RANKS)
+    few = min(m, DRAWN_MICROBATCHES)
     if (small, few) == (p, m):
         return draw(plan.computations).splitlines()
     schedule = order(plan.config, replace(plan.run.shape, size=small), few)
-    return [*draw(schedule).splitlines(),
-            f"(drawn for {small} ranks and {few} micro-batches, a backward as two forwards)"]
+    return [
+        *draw(schedule).splitlines(),
+        f"(drawn for {small} ranks and {few} micro-batches, a backward as two forwards)",
+    ]
 
 
 # ------------------------------------------------------------------ bytes
 def memory_text(plan: WorldPlan) -> Iterator[str]:
     """Bytes of the rank that needs the most, and of the planned rank."""
-    worst, mine = plan.worst, plan.rank_plan(plan.rank)
-    zero, o, train = plan.config.zero, plan.config.optimizer, plan.config.train
+    worst = plan.worst
+    mine = plan.rank_plan(plan.rank)
+    zero = plan.config.zero
+    o = plan.config.optimizer
+    train = plan.config.train
     granularity = train.recompute_granularity
-    yield (f"memory of a rank on {plan.device.upper()} devices: ZeRO stage {zero.stage}, {o.params_dtype} "
-           f"weights, {o.gradient_dtype} gradients, {o.optimizer}, "
-           + (f"recomputation {granularity}" if granularity else "no recomputation"))
-    plans, heads = [worst, mine], [f"worst: rank {worst.rank}", f"rank {mine.rank}"]
+    yield (
+        f"memory of a rank on {plan.device.upper()} devices: ZeRO stage {zero.stage}, {o.params_dtype} "
+        f"weights, {o.gradient_dtype} gradients, {o.optimizer}, "
+        + (f"recomputation {granularity}" if granularity else "no recomputation")
+    )
+    plans = [worst, mine]
+    heads = [f"worst: rank {worst.rank}", f"rank {mine.rank}"]
     if worst.rank == mine.rank:
-        plans, heads = [mine], [f"rank {mine.rank}, the worst"]
+        plans = [mine]
+        heads = [f"rank {mine.rank}, the worst"]
     rows = [["", *heads]]
     places = dict.fromkeys(place for p in plans for place in p.away)
     for name, value in MEMORY_ROWS:
         rows.append([name, *(value(p) for p in plans)])
         if name == "activations" and plan.device == "cuda":
-            rows.append(["  in allocator segments", *(in_bytes(p.reserved) for p in plans)])
+            rows.append(
+                ["  in allocator segments", *(in_bytes(p.reserved) for p in plans)]
+            )
         if name == "working memory, about" and any(p.in_update for p in plans):
-            rows.append(["  in the update of matrices", *(in_bytes(p.in_update) for p in plans)])
+            rows.append(
+                ["  in the update of matrices", *(in_bytes(p.in_update) for p in plans)]
+            )
         if name == "  of one micro-batch" and any(p.in_host for p in plans):
-            rows.append(["activations in host memory", *(in_bytes(p.in_host) for p in plans)])
+            rows.append(
+                ["activations in host memory", *(in_bytes(p.in_host) for p in plans)]
+            )
         if name == "parameters" and has_experts(plan.config):
-            rows.append(["  of these of experts", *(f"{p.of_experts:,}" for p in plans)])
+            rows.append(
+                ["  of these of experts", *(f"{p.of_experts:,}" for p in plans)]
+            )
         if name == "optimizer":
-            rows += [[f"  of these in {place}", *(in_bytes(p.away.get(place, 0)) for p in plans)]
-                     for place in places]
+            rows += [
+                [
+                    f"  of these in {place}",
+                    *(in_bytes(p.away.get(place, 0)) for p in plans),
+                ]
+                for place in places
+            ]
     yield from table(rows)
 
 
@@ -255,31 +359,46 @@ MEMORY_ROWS: tuple[tuple[str, Callable[[RankPlan], str]], ...] = (
     ("activations", lambda p: in_bytes(p.kept)),
     ("  of one micro-batch", lambda p: in_bytes(p.kept_each)),
     ("working memory, about", lambda p: in_bytes(p.at_work)),
-    ("peak, about", lambda p: in_bytes(p.peak)))
+    ("peak, about", lambda p: in_bytes(p.peak)),
+)
 
 
 def traffic_text(plan: WorldPlan) -> Iterator[str]:
     """Payload of the planned rank in a step: a row for each operation over a group."""
-    mine, busiest = plan.rank_plan(plan.rank), plan.busiest
+    mine = plan.rank_plan(plan.rank)
+    busiest = plan.busiest
     yield f"traffic of a step, payload of rank {plan.rank} (last column: the part sent in a ring):"
     rows = [["operation", "over", "ranks", "count", "bytes", "", "ring"]]
     for key in sorted(mine.traffic.bytes, key=lambda key: -mine.traffic.bytes[key]):
         operation, axes, size = key
         count = mine.traffic.bytes[key]
-        rows.append([operation.replace("_", "-"), axes, str(size), f"{mine.traffic.calls[key]:,}",
-                     f"{count:,}", in_bytes(count), in_bytes(count * RING_FACTOR[operation](size))])
+        rows.append(
+            [
+                operation.replace("_", "-"),
+                axes,
+                str(size),
+                f"{mine.traffic.calls[key]:,}",
+                f"{count:,}",
+                in_bytes(count),
+                in_bytes(count * RING_FACTOR[operation](size)),
+            ]
+        )
     if len(rows) == 1:
         yield "  none"
         return
     yield from table(rows, left=2)
-    yield (f"  in total {in_bytes(wire_bytes(mine))} per step; the highest of any rank: "
-           f"{in_bytes(wire_bytes(busiest))}, rank {busiest.rank}")
+    yield (
+        f"  in total {in_bytes(wire_bytes(mine))} per step; the highest of any rank: "
+        f"{in_bytes(wire_bytes(busiest))}, rank {busiest.rank}"
+    )
 
 
 # ------------------------------------------------------------------ FLOPs and proof
 def flops_text(plan: WorldPlan) -> Iterator[str]:
     """FLOPs of the last step, and what token dropping saves over the run."""
-    config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
+    config = plan.config
+    s = plan.config.model.seq_length
+    drop = make_token_drop(plan.config)
     batch = make_batch_size(config).final
     dropping = (drop.blocks, drop.kept_at(last_step(config), s)) if drop else ()
     model = model_flops(config.model, batch, s, config.padded_vocab_size, *dropping)
@@ -287,15 +406,25 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"
     parts = 1, tokens, plan.grid.world_size
-    yield from table([["", "per step", "per token", "per rank and step"],
-                      *([name, *(in_large(flops / part, "FLOP") for part in parts)]
-                        for name, flops in (("model", model), ("with recomputation", whole)))])
+    yield from table(
+        [
+            ["", "per step", "per token", "per rank and step"],
+            *(
+                [name, *(in_large(flops / part, "FLOP") for part in parts)]
+                for name, flops in (("model", model), ("with recomputation", whole))
+            ),
+        ]
+    )
     if drop:
         saving = token_drop_savings(config, drop)
-        yield (f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} keep {saving.first:,} of "
-               f"{s:,} tokens in the first step, {saving.last:,} in the last")
-        yield (f"  over the run the blocks process {saving.layer_tokens:,} tokens, {saving.token_share:.1%} "
-               f"of all; model FLOPs {saving.flop_share:.1%}")
+        yield (
+            f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} keep {saving.first:,} of "
+            f"{s:,} tokens in the first step, {saving.last:,} in the last"
+        )
+        yield (
+            f"  over the run the blocks process {saving.layer_tokens:,} tokens, {saving.token_share:.1%} "
+            f"of all; model FLOPs {saving.flop_share:.1%}"
+        )
 
 
 def proof_text(plan: WorldPlan) -> Iterator[str]:
@@ -303,14 +432,20 @@ def proof_text(plan: WorldPlan) -> Iterator[str]:
     ran = [stage for stage in plan.stages if stage.ran]
     mine = plan.stages_of(plan.grid.coordinates(plan.rank)["pp"])
     shape = list(boundary_shape(plan.config))
-    yield (f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} "
-           "simulated ranks, with a forward and a backward of one micro-batch")
+    yield (
+        f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} "
+        "simulated ranks, with a forward and a backward of one micro-batch"
+    )
     for stage in mine:
         given = "tokens" if stage.index == 0 else f"{shape}"
         made = "the loss" if stage.index == len(plan.stages) - 1 else f"{shape}"
-        yield (f"  stage {stage.index}: {given} → {made}, and back; {len(stage.parameters)} parameters, "
-               f"{sum(p.numel() for p in stage.parameters):,} elements")
+        yield (
+            f"  stage {stage.index}: {given} → {made}, and back; {len(stage.parameters)} parameters, "
+            f"{sum(p.numel() for p in stage.parameters):,} elements"
+        )
     others = [str(stage.index) for stage in ran if stage not in mine]
     if others:
-        yield (f"  also checked, one stage of each other kind: {', '.join(others)}. Stages send {shape}, "
-               f"{plan.config.optimizer.params_dtype}")
+        yield (
+            f"  also checked, one stage of each other kind: {', '.join(others)}. Stages send {shape}, "
+            f"{plan.config.optimizer.params_dtype}"
+        )

@@ -47,7 +47,13 @@ from ..ops.kernel_table import selected
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .cuda_segments import reserved
-from .run_model import DTYPES, boundary_shape, describe_layers, loss_function, planned_batch
+from .run_model import (
+    DTYPES,
+    boundary_shape,
+    describe_layers,
+    loss_function,
+    planned_batch,
+)
 from .run_plan import RunPlan
 
 
@@ -97,8 +103,9 @@ class FakeStage:
         return list(self.uses)
 
 
-def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule,
-                device: str) -> list[FakeStage]:
+def fake_stages(
+    config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule, device: str
+) -> list[FakeStage]:
     """All stages of the model, as the tensor-parallel rank of `mesh` holds them. mesh: from `fake_mesh`.
 
     One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
@@ -106,12 +113,22 @@ def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule
     """
     with without_memory(device, config.train.kernels) as where:
         runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
-        stages = [stage for pp_rank in range(plan.shape.size) for stage in runner.stages_of(pp_rank)]
+        stages = [
+            stage
+            for pp_rank in range(plan.shape.size)
+            for stage in runner.stages_of(pp_rank)
+        ]
     return sorted(stages, key=lambda stage: stage.index)
 
 
-def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Program, *,
-                   only_forward: bool = False) -> dict[int, StageRun]:
+def run_own_stages(
+    config: RunConfig,
+    mesh: Mesh,
+    plan: RunPlan,
+    program: Program,
+    *,
+    only_forward: bool = False,
+) -> dict[int, StageRun]:
     """Stage → its run, for the stages of this rank in a real run. Sends nothing over `mesh`.
 
     only_forward: measure `StageRun.kept` alone, without a backward
@@ -119,8 +136,12 @@ def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Progra
     fake = fake_mesh(mesh.grid, mesh.rank)
     fake.place_stages(plan.shape.placement)
     with without_memory(mesh.device.type, config.train.kernels) as where:
-        runner = StageRunner(config, fake, plan, where, _split_stages((program,)), only_forward)
-        return {stage.index: stage.run for stage in runner.stages_of(mesh.coordinate("pp"))}
+        runner = StageRunner(
+            config, fake, plan, where, _split_stages((program,)), only_forward
+        )
+        return {
+            stage.index: stage.run for stage in runner.stages_of(mesh.coordinate("pp"))
+        }
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:
@@ -142,7 +163,11 @@ def without_memory(device: str, kernels: str = "auto") -> Iterator[torch.device]
 
     kernels: of the planned run, as in `kernel_table.select`
     """
-    with FakeTensorMode() if device == "cpu" else nullcontext(), WORKSPACE.apart(), selected(kernels):
+    with (
+        FakeTensorMode() if device == "cpu" else nullcontext(),
+        WORKSPACE.apart(),
+        selected(kernels),
+    ):
         yield torch.device("cpu" if device == "cpu" else "meta")
 
 
@@ -158,22 +183,39 @@ class StageRunner:
     split         stages whose backward the schedule splits
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, plan: RunPlan, device: torch.device,
-                 split: frozenset[int], only_forward: bool = False):
-        self.config, self.mesh, self.plan, self.device, self.split = config, mesh, plan, device, split
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        plan: RunPlan,
+        device: torch.device,
+        split: frozenset[int],
+        only_forward: bool = False,
+    ):
+        self.config = config
+        self.mesh = mesh
+        self.plan = plan
+        self.device = device
+        self.split = split
         self.only_forward = only_forward
         self.layers = describe_layers(config, mesh, device)
         self.runs: dict[tuple, tuple[StageRun, Sequence[Layer]]] = {}
 
     def stages_of(self, pp_rank: int) -> Iterator[FakeStage]:
         """The stages of a pipeline rank. Built, and run unless a stage of the same sort has run."""
-        shape, bounds = self.plan.shape, self.plan.bounds
-        layers = {i: self.layers[bounds[i]:bounds[i + 1]] for i in shape.stages_of(pp_rank)}
+        shape = self.plan.shape
+        bounds = self.plan.bounds
+        layers = {
+            i: self.layers[bounds[i] : bounds[i + 1]] for i in shape.stages_of(pp_rank)
+        }
         for index, modules in build_stages(layers).items():
             uses = count_uses(modules)
-            sort = (tuple(layer.sort for layer in layers[index]), index in self.split,
-                    tuple(type(module) for module in modules.modules()),
-                    tuple((tuple(p.shape), count) for p, count in uses.items()))
+            sort = (
+                tuple(layer.sort for layer in layers[index]),
+                index in self.split,
+                tuple(type(module) for module in modules.modules()),
+                tuple((tuple(p.shape), count) for p, count in uses.items()),
+            )
             run = None
             if sort in self.runs and pp_rank != self.mesh.coordinate("pp"):
                 run = _of_other_layers(*self.runs[sort], layers[index])
@@ -183,17 +225,23 @@ class StageRunner:
                 self.runs[sort] = run, layers[index]
             yield FakeStage(index, tuple(layers[index]), modules, uses, run, runs)
 
-    def _run(self, index: int, layers: Sequence[Layer], modules: nn.ModuleList) -> StageRun:
+    def _run(
+        self, index: int, layers: Sequence[Layer], modules: nn.ModuleList
+    ) -> StageRun:
         stage = self._stage(index, modules)
         with LiveBytes() as live:
-            batches, losses = [], []                            # a step keeps both until its end
-            for microbatch in (1, 0):                           # 0 is the second: measured, and run backward
+            # a step keeps both until its end
+            batches = []
+            losses = []
+            for microbatch in (1, 0):  # 0 is the second: measured, and run backward
                 self.mesh.traffic.clear()
                 batches.append(planned_batch(self.config, self.device))
-                before, waiting = live.now(), bytes_in_host(modules)
+                before = live.now()
+                waiting = bytes_in_host(modules)
                 older = live.sizes()
                 losses.append(self._forward(stage, batches[-1], microbatch))
-            kept, waiting = live.now() - before, bytes_in_host(modules) - waiting
+            kept = live.now() - before
+            waiting = bytes_in_host(modules) - waiting
             newer = [nbytes for key, nbytes in live.sizes().items() if key not in older]
         if self.only_forward:
             return StageRun(kept, in_host=waiting)
@@ -202,21 +250,34 @@ class StageRunner:
         traffic = Traffic()
         traffic.add_all(self.mesh.traffic)
         metrics = frozenset(entry.name for entry in stage.entries)
-        return StageRun(kept, *self._at_work(index, layers), reserved(newer), traffic, metrics,
-                        waiting)
+        return StageRun(
+            kept,
+            *self._at_work(index, layers),
+            reserved(newer),
+            traffic,
+            metrics,
+            waiting,
+        )
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
         """(at_work, the workspace in it), on one layer of each sort: more layers only add to `kept`. Of
         recomputing blocks whose inputs wait in host memory two: one comes back while the other is at work."""
         modules = build_stage(self._one_of_each_sort(layers))
-        stage, gradients = self._stage(index, modules), DTYPES[self.config.optimizer.gradient_dtype]
+        stage = self._stage(index, modules)
+        gradients = DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
             p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
-            p.grad_ready = lambda: None             # no optimizer manages it
+            p.grad_ready = lambda: None  # no optimizer manages it
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
-            self._forward(stage, planned_batch(self.config, self.device))     # allocates what a rank has once
+            self._forward(
+                stage, planned_batch(self.config, self.device)
+            )  # allocates what a rank has once
             self._backward(stage)
-            batch, live.peak, before = planned_batch(self.config, self.device), 0, live.now()
+            batch, live.peak, before = (
+                planned_batch(self.config, self.device),
+                0,
+                live.now(),
+            )
             loss = self._forward(stage, batch)
             kept = live.now() - before
             self._backward(stage)
@@ -225,9 +286,9 @@ class StageRunner:
             return live.peak - kept + held, held
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Recomputing blocks and the others are different sorts; two blocks whose inputs wait in host memory.
-        """
-        chosen, blocks = {}, 0
+        """Recomputing blocks and the others are different sorts; two blocks whose inputs wait in host memory."""
+        chosen = {}
+        blocks = 0
         for layer in layers:
             most = layer.recompute.num_layers
             recomputes = layer.is_block and (most is None or blocks < most)
@@ -235,23 +296,40 @@ class StageRunner:
             place = layer.sort, recomputes
             if place in chosen and recomputes and layer.recompute.offload:
                 place = *place, "another"
-            chosen.setdefault(place, replace(
-                layer, recompute=replace(layer.recompute, num_layers=None if recomputes else 0)))
+            chosen.setdefault(
+                place,
+                replace(
+                    layer,
+                    recompute=replace(
+                        layer.recompute, num_layers=None if recomputes else 0
+                    ),
+                ),
+            )
         return list(chosen.values())
 
     def _stage(self, index: int, modules: nn.ModuleList) -> Stage:
         last = index == self.plan.shape.num_stages - 1
-        return Stage(index, list(modules), is_first=index == 0, is_last=last,
-                     loss=loss_function(self.config, self.mesh.group("tp")) if last else None,
-                     per_token=self.config.train.calculate_per_token_loss)
+        return Stage(
+            index,
+            list(modules),
+            is_first=index == 0,
+            is_last=last,
+            loss=loss_function(self.config, self.mesh.group("tp")) if last else None,
+            per_token=self.config.train.calculate_per_token_loss,
+        )
 
     def _between(self) -> torch.Tensor:
         """Hidden states as stages send them."""
-        return torch.empty(boundary_shape(self.config), dtype=DTYPES[self.config.optimizer.params_dtype],
-                           device=self.device)
+        return torch.empty(
+            boundary_shape(self.config),
+            dtype=DTYPES[self.config.optimizer.params_dtype],
+            device=self.device,
+        )
 
     def _forward(self, stage: Stage, batch: Batch, microbatch: int = 0) -> Loss | None:
-        output = stage.forward(microbatch, batch, None if stage.is_first else self._between(), 1.0)
+        output = stage.forward(
+            microbatch, batch, None if stage.is_first else self._between(), 1.0
+        )
         if stage.is_last:
             return output
         _check(f"stage {stage.index} returns", output, self._between())
@@ -265,13 +343,19 @@ class StageRunner:
         else:
             gradient = stage.backward(0, between)
         if not stage.is_first:
-            _check(f"the backward of stage {stage.index} returns", gradient, self._between())
+            _check(
+                f"the backward of stage {stage.index} returns",
+                gradient,
+                self._between(),
+            )
         stage.check_empty()
         for module in stage.modules:
             module.zero_grad()
 
 
-def _of_other_layers(run: StageRun, layers: Sequence[Layer], others: Sequence[Layer]) -> StageRun | None:
+def _of_other_layers(
+    run: StageRun, layers: Sequence[Layer], others: Sequence[Layer]
+) -> StageRun | None:
     """The run of a stage of the same sort as `layers`, which ran; None if its metrics are not known.
 
     Metrics may begin with the name of their layer; a number elsewhere may be that of a layer, too.
@@ -279,7 +363,9 @@ def _of_other_layers(run: StageRun, layers: Sequence[Layer], others: Sequence[La
     renamed = {layer.name: other.name for layer, other in zip(layers, others)}
     metrics = set()
     for metric in run.metrics:
-        owner = next((name for name in renamed if re.match(rf"{re.escape(name)}\b", metric)), "")
+        owner = next(
+            (name for name in renamed if re.match(rf"{re.escape(name)}\b", metric)), ""
+        )
         rest = metric.removeprefix(owner)
         if re.search(r"\d", rest):
             return None
@@ -295,24 +381,34 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, peak: bool = False):
         super().__init__()
-        self.peak, self._watches_peak = 0, peak
+        self.peak = 0
+        self._watches_peak = peak
         self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, function: Callable, types: Sequence[type], args: tuple = (),
-                           kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self,
+        function: Callable,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
-                self._created.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                self._created.setdefault(
+                    storage._cdata, (StorageWeakRef(storage), storage.nbytes())
+                )
         if self._watches_peak:
             self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
         """Bytes alive at this moment."""
-        self._created = {key: entry for key, entry in self._created.items() if not entry[0].expired()}
+        self._created = {
+            key: entry for key, entry in self._created.items() if not entry[0].expired()
+        }
         return sum(nbytes for _, nbytes in self._created.values())
 
     def sizes(self) -> dict[int, int]:
@@ -326,6 +422,8 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        raise LayoutError(f"{what} {list(tensor.shape)} of {tensor.dtype}, but stages send "
-                          f"{list(expected.shape)} of {expected.dtype}. A layer changes the shape or the "
-                          "dtype of the hidden states; it must return the shape and dtype of its input.")
+        raise LayoutError(
+            f"{what} {list(tensor.shape)} of {tensor.dtype}, but stages send "
+            f"{list(expected.shape)} of {expected.dtype}. A layer changes the shape or the "
+            "dtype of the hidden states; it must return the shape and dtype of its input."
+        )

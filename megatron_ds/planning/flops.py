@@ -25,10 +25,18 @@ from .training_length import planned_steps
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets: (16-bit, fp32 without TF32).
 DEVICE_PEAKS = {
-    "V100": (125e12, 15.7e12), "A100": (312e12, 19.5e12), "A800": (312e12, 19.5e12),
-    "L40S": (362e12, 91.6e12), "H100 PCIe": (756e12, 51e12), "H100 NVL": (835e12, 60e12),
-    "H100": (989e12, 67e12), "H800": (989e12, 67e12), "H200": (989e12, 67e12), "H20": (148e12, 44e12),
-    "B200": (2250e12, 75e12), "B100": (1750e12, 60e12),
+    "V100": (125e12, 15.7e12),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H800": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "H20": (148e12, 44e12),
+    "B200": (2250e12, 75e12),
+    "B100": (1750e12, 60e12),
 }
 
 
@@ -38,20 +46,32 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(MODELS[model.model](model, ParallelContext()))
 
 
-def model_flops(model: ModelConfig, samples: int, seq_length: int, vocab_size: int,
-                dropping: tuple[int, ...] = (), kept: int = 0) -> float:
+def model_flops(
+    model: ModelConfig,
+    samples: int,
+    seq_length: int,
+    vocab_size: int,
+    dropping: tuple[int, ...] = (),
+    kept: int = 0,
+) -> float:
     """FLOPs of one optimizer step over `samples` sequences. vocab_size: rows of the padded vocabulary.
 
     dropping: numbers of the blocks that see only `kept` tokens of each sequence
     """
-    return samples * sum(count * layer.flops(kept if drops else seq_length, vocab_size).total
-                         for layer, drops, count in _one_of_each_kind(model, dropping))
+    return samples * sum(
+        count * layer.flops(kept if drops else seq_length, vocab_size).total
+        for layer, drops, count in _one_of_each_kind(model, dropping)
+    )
 
 
 @cache
-def _one_of_each_kind(model: ModelConfig, dropping: tuple[int, ...]) -> tuple[tuple[Layer, bool, int], ...]:
+def _one_of_each_kind(
+    model: ModelConfig, dropping: tuple[int, ...]
+) -> tuple[tuple[Layer, bool, int], ...]:
     """(a layer, whether it drops tokens, number of such layers) for each kind."""
-    layers, blocks, kinds = {}, itertools.count(), Counter()
+    layers = {}
+    blocks = itertools.count()
+    kinds = Counter()
     for layer in layers_of(model):
         kind = layer.kind, layer.is_block and next(blocks) in dropping
         layers.setdefault(kind, layer)
@@ -77,21 +97,33 @@ class TokenDropSavings:
 
 def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
     """Counted step by step, as the batch size and the kept tokens change."""
-    model, length, batch_size = config.model, config.model.seq_length, make_batch_size(config)
+    model = config.model
+    length = config.model.seq_length
+    batch_size = make_batch_size(config)
     vocab = config.padded_vocab_size
-    samples_at = Counter()                                              # kept tokens → samples of such steps
-    samples, steps = 0, planned_steps(config)
+    samples_at = Counter()  # kept tokens → samples of such steps
+    samples = 0
+    steps = planned_steps(config)
     for step in range(steps):
         size = batch_size.at(samples)
         samples_at[drop.kept_at(step, length)] += size
         samples += size
     dropping = len(drop.blocks)
-    flops = sum(model_flops(model, n, length, vocab, drop.blocks, kept) for kept, n in samples_at.items())
-    tokens = sum(n * (dropping * kept + (drop.num_blocks - dropping) * length)
-                 for kept, n in samples_at.items())
-    return TokenDropSavings(drop.kept_at(0, length), drop.kept_at(max(0, steps - 1), length), tokens,
-                            tokens / max(1, samples * drop.num_blocks * length),
-                            flops / max(1.0, model_flops(model, samples, length, vocab)))
+    flops = sum(
+        model_flops(model, n, length, vocab, drop.blocks, kept)
+        for kept, n in samples_at.items()
+    )
+    tokens = sum(
+        n * (dropping * kept + (drop.num_blocks - dropping) * length)
+        for kept, n in samples_at.items()
+    )
+    return TokenDropSavings(
+        drop.kept_at(0, length),
+        drop.kept_at(max(0, steps - 1), length),
+        tokens,
+        tokens / max(1, samples * drop.num_blocks * length),
+        flops / max(1.0, model_flops(model, samples, length, vocab)),
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -25,7 +25,7 @@ from ..zero.optimizer import ZeroOptimizer
 from .fake_stages import most_kept, run_own_stages
 from .run_plan import RunPlan
 
-RESERVE = 10        # a tenth of the memory stays free: for allocators, libraries and what plans do not count
+RESERVE = 10  # a tenth of the memory stays free: for allocators, libraries and what plans do not count
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -71,8 +71,14 @@ def decide_keep_gathered(budgets: Sequence[MemoryBudget]) -> KeepGathered:
     return KeepGathered(keeps, tightest, budgets[tightest])
 
 
-def agree_on_keep_gathered(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer,
-                           plan: RunPlan, program: Program) -> KeepGathered:
+def agree_on_keep_gathered(
+    config: RunConfig,
+    mesh: Mesh,
+    memory: int,
+    optimizer: ZeroOptimizer,
+    plan: RunPlan,
+    program: Program,
+) -> KeepGathered:
     """The decision of `decide_keep_gathered`, the same on all ranks. Collective over the world.
 
     memory: from `memory_of_rank`. program: of this rank, for a full batch
@@ -88,17 +94,22 @@ def is_automatic(config: RunConfig) -> bool:
 
 def keep_gathered_text(decision: KeepGathered) -> str:
     """A line of the start-up text: the decision and its reason."""
-    b, mib = decision.budget, lambda count: f"{count / 2**20:,.1f}"
+    b = decision.budget
+    mib = lambda count: f"{count / 2**20:,.1f}"
     if not b.memory:
         return f"ZeRO 3 keeps no stage gathered: the free memory of rank {decision.rank} is unknown"
     verb = "keeps each stage gathered" if decision.keeps else "keeps no stage gathered"
-    return (f"ZeRO 3 {verb}: rank {decision.rank}, which has the least memory left, needs {mib(b.needed)} "
-            f"MiB (state {mib(b.state)}, gradient buffers {mib(b.gradients)}, about {mib(b.activations)} of "
-            f"activations, weights of the stage {mib(b.weights)}) of {mib(b.memory)} free at the start, with "
-            "a reserve of 10 %")
+    return (
+        f"ZeRO 3 {verb}: rank {decision.rank}, which has the least memory left, needs {mib(b.needed)} "
+        f"MiB (state {mib(b.state)}, gradient buffers {mib(b.gradients)}, about {mib(b.activations)} of "
+        f"activations, weights of the stage {mib(b.weights)}) of {mib(b.memory)} free at the start, with "
+        "a reserve of 10 %"
+    )
 
 
-def gradient_buffers(layers: Sequence[int], under_way: int, *, kept_whole: bool, gradient_bytes: int) -> int:
+def gradient_buffers(
+    layers: Sequence[int], under_way: int, *, kept_whole: bool, gradient_bytes: int
+) -> int:
     """Bytes of the buffers in which gradients accumulate.
 
     layers: elements of each. under_way: reductions at a time. kept_whole: until the last micro-batch;
@@ -106,25 +117,52 @@ def gradient_buffers(layers: Sequence[int], under_way: int, *, kept_whole: bool,
     whole backward.
     """
     whole = sum(layers)
-    return (whole if kept_whole else min(whole, (under_way + 2) * max(layers, default=0))) * gradient_bytes
+    return (
+        whole if kept_whole else min(whole, (under_way + 2) * max(layers, default=0))
+    ) * gradient_bytes
 
 
-def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, plan: RunPlan,
-            program: Program) -> MemoryBudget:
-    zero, places = config.zero, optimizer.memory_by_place()
+def _budget(
+    config: RunConfig,
+    mesh: Mesh,
+    memory: int,
+    optimizer: ZeroOptimizer,
+    plan: RunPlan,
+    program: Program,
+) -> MemoryBudget:
+    zero = config.zero
+    places = optimizer.memory_by_place()
     runs = run_own_stages(config, mesh, plan, program)
-    gatherings = {stage: gathering for stage in runs if (gathering := optimizer.gathering_of(stage))}
-    owner = {unit: (stage, unit.layer) for stage, gathering in gatherings.items() for unit in gathering.units}
+    gatherings = {
+        stage: gathering
+        for stage in runs
+        if (gathering := optimizer.gathering_of(stage))
+    }
+    owner = {
+        unit: (stage, unit.layer)
+        for stage, gathering in gatherings.items()
+        for unit in gathering.units
+    }
     layers = Counter()
     for unit, layer in owner.items():
         layers[layer] += unit.numel
-    activations = most_kept(program, {stage: run.kept for stage, run in runs.items()}) + max(
-        run.at_work for run in runs.values())
-    held = sum(count for place, count in places.items()
-               if place == "device" or place == "cpu" and mesh.device.type == "cpu")
-    gradients = gradient_buffers(list(layers.values()), UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
-                                 gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2)
-    return MemoryBudget(memory, held, gradients, activations, sum(unit.gather_bytes for unit in owner))
+    activations = most_kept(
+        program, {stage: run.kept for stage, run in runs.items()}
+    ) + max(run.at_work for run in runs.values())
+    held = sum(
+        count
+        for place, count in places.items()
+        if place == "device" or place == "cpu" and mesh.device.type == "cpu"
+    )
+    gradients = gradient_buffers(
+        list(layers.values()),
+        UNDER_WAY,
+        kept_whole=zero.zero_accumulate == "full",
+        gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2,
+    )
+    return MemoryBudget(
+        memory, held, gradients, activations, sum(unit.gather_bytes for unit in owner)
+    )
 
 
 # ------------------------------------------------------------------ free memory
@@ -145,8 +183,16 @@ def free_memory(device: torch.device) -> int:
     """Bytes; on a CPU those that all ranks of the machine share. 0 if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [number for number in (_machine(Path("/proc/meminfo")), _cgroup(CGROUP)) if number is not None]
+        return (
+            free
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    known = [
+        number
+        for number in (_machine(Path("/proc/meminfo")), _cgroup(CGROUP))
+        if number is not None
+    ]
     return min(known, default=0)
 
 
@@ -158,12 +204,20 @@ def _machine(meminfo: Path) -> int | None:
 
 def _cgroup(folder: Path) -> int | None:
     """The unused part of a container's limit. Version 1 has the same numbers under other names."""
-    old = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"
+    old = (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+    )
     for limit, used, stat in (("memory.max", "memory.current", "memory.stat"), old):
         numbers = [_text(folder / name).strip() for name in (limit, used)]
         if all(number.isdigit() for number in numbers):
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)", _text(folder / stat), re.MULTILINE)
-            return max(int(numbers[0]) - int(numbers[1]) + (int(cache[1]) if cache else 0), 0)
+            cache = re.search(
+                r"^(?:total_)?inactive_file (\d+)", _text(folder / stat), re.MULTILINE
+            )
+            return max(
+                int(numbers[0]) - int(numbers[1]) + (int(cache[1]) if cache else 0), 0
+            )
     return None
 
 

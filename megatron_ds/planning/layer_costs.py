@@ -40,7 +40,8 @@ from ..tensor_parallel.init import initialize
 from .run_model import blank_batch, boundary_shape
 
 logger = logging.getLogger(__name__)
-REPEATS, WARM_UP = 5, 2
+REPEATS = 5
+WARM_UP = 2
 SOURCE = "by times measured here"
 
 
@@ -73,15 +74,21 @@ class Times:
 def layer_costs(config: RunConfig, layers: Sequence[Layer]) -> dict[str, LayerCost]:
     """{kind of layer: its cost} by the rule --pipeline-cut. Raises ConfigError for "measured"."""
     if config.parallel.pipeline_cut == "measured":
-        raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there "
-                          "are no measured times here. Use --pipeline-cut flops, or give a file of times "
-                          "with --pipeline-costs-path.")
+        raise ConfigError(
+            "--pipeline-cut measured uses times that are measured when a run starts, but there "
+            "are no measured times here. Use --pipeline-cut flops, or give a file of times "
+            "with --pipeline-costs-path."
+        )
     return COSTS[config.parallel.pipeline_cut](config, _by_kind(layers))
 
 
 def estimated_times(config: RunConfig, layers: Sequence[Layer]) -> Times:
     """Times without a measurement: FLOPs for layers, 0 for transfers, as no speed of a network is known."""
-    return Times(_by_flops(config, _by_kind(layers)), 0.0, "estimate: time counted as FLOPs, transfers free")
+    return Times(
+        _by_flops(config, _by_kind(layers)),
+        0.0,
+        "estimate: time counted as FLOPs, transfers free",
+    )
 
 
 def _by_kind(layers: Sequence[Layer]) -> dict[str, Layer]:
@@ -89,38 +96,66 @@ def _by_kind(layers: Sequence[Layer]) -> dict[str, Layer]:
 
 
 def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    model, train = config.model, config.train
-    vocab, head = config.padded_vocab_size, [*layers][-1]
+    model = config.model
+    train = config.train
+    vocab = config.padded_vocab_size
+    head = [*layers][-1]
     costs = {}
     for kind, layer in layers.items():
         flops = layer.flops(model.seq_length, vocab)
-        third, scores = flops.total / 3, flops.scores / 3                      # scores have no weight half
+        # scores have no weight half
+        third = flops.total / 3
+        scores = flops.scores / 3
         # What backward computes again by itself has the gradients of its weights in the same loop.
-        cost = LayerCost(third, third + scores + 2 * flops.again, third - scores - flops.again)
+        cost = LayerCost(
+            third, third + scores + 2 * flops.again, third - scores - flops.again
+        )
         # With recompute_num_layers only the first blocks of each stage recompute; before the cut they are
         # unknown.
-        if layer.is_block and train.recompute_granularity and train.recompute_num_layers is None:
-            again = cost.forward - flops.again if train.recompute_granularity == "full" else scores
+        if (
+            layer.is_block
+            and train.recompute_granularity
+            and train.recompute_num_layers is None
+        ):
+            again = (
+                cost.forward - flops.again
+                if train.recompute_granularity == "full"
+                else scores
+            )
             cost = replace(cost, input_grad=cost.input_grad + again)
-        if kind == head and train.cross_entropy_chunks != 1:     # the product again; one loop for gradients
-            cost = LayerCost(cost.forward, cost.forward + cost.input_grad + cost.weight_grad, 0.0)
+        if (
+            kind == head and train.cross_entropy_chunks != 1
+        ):  # the product again; one loop for gradients
+            cost = LayerCost(
+                cost.forward, cost.forward + cost.input_grad + cost.weight_grad, 0.0
+            )
         costs[kind] = cost
     return costs
 
 
-def _by_parameters(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    on_one_rank = MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta")))
+def _by_parameters(
+    config: RunConfig, layers: Mapping[str, Layer]
+) -> dict[str, LayerCost]:
+    on_one_rank = MODELS[config.model.model](
+        config.model, ParallelContext(device=torch.device("meta"))
+    )
     whole = {layer.name: layer for layer in on_one_rank}
-    count = lambda layer: float(sum(p.numel() for p in whole[layer.name].make().parameters()))
+    count = lambda layer: float(
+        sum(p.numel() for p in whole[layer.name].make().parameters())
+    )
     return {kind: LayerCost(*[count(layer)] * 3) for kind, layer in layers.items()}
 
 
 def _uniform(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    return {kind: LayerCost(*[float(layer.is_block)] * 3) for kind, layer in layers.items()}
+    return {
+        kind: LayerCost(*[float(layer.is_block)] * 3) for kind, layer in layers.items()
+    }
 
 
-COSTS: Mapping[str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCost]]] = {
-    "flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform}
+COSTS: Mapping[
+    str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCost]]
+] = {"flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform}
+
 
 # ------------------------------------------------------------------ measured times
 def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:
@@ -131,15 +166,22 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
     """
     if config.parallel.pipeline_cut != "measured":
         return None
-    path, run = config.parallel.pipeline_costs_path, _run_key(config, mesh.device)
+    path = config.parallel.pipeline_costs_path
+    run = _run_key(config, mesh.device)
     world = mesh.group("world")
     if path and (found := on_one_rank(world, lambda: read_costs(Path(path), run))):
         return found
     mine = time_layers(config, ctx)
     transfer = time_transfer(config, mesh.group("pp"), ctx)
-    of_all = all_gather_object((transfer, {kind: astuple(cost) for kind, cost in mine.items()}), world)
-    layers = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for _, rank in of_all))))
-              for kind in mine}
+    of_all = all_gather_object(
+        (transfer, {kind: astuple(cost) for kind, cost in mine.items()}), world
+    )
+    layers = {
+        kind: LayerCost(
+            *map(statistics.fmean, zip(*(rank[kind] for _, rank in of_all)))
+        )
+        for kind in mine
+    }
     agreed = Times(layers, statistics.fmean(seconds for seconds, _ in of_all), SOURCE)
     if path:
         on_one_rank(world, lambda: write_costs(Path(path), run, agreed))
@@ -155,18 +197,29 @@ def read_costs(path: Path, run: dict) -> Times | None:
         return None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        found, parts = document["of"], LayerCost.__dataclass_fields__
-        layers = {kind: LayerCost(*(float(row[part]) for part in parts))
-                  for kind, row in document["seconds"].items()}
+        found = document["of"]
+        parts = LayerCost.__dataclass_fields__
+        layers = {
+            kind: LayerCost(*(float(row[part]) for part in parts))
+            for kind, row in document["seconds"].items()
+        }
         times = Times(layers, float(document["transfer_seconds"]), SOURCE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--pipeline-costs-path {path} contains no measured times ({type(error).__name__}: "
-                          f"{error}). Remove the file; the next run measures them again.") from None
-    differing = [f"{name} {found.get(name)} there, {value} here"
-                 for name, value in run.items() if found.get(name) != value]
+        raise ConfigError(
+            f"--pipeline-costs-path {path} contains no measured times ({type(error).__name__}: "
+            f"{error}). Remove the file; the next run measures them again."
+        ) from None
+    differing = [
+        f"{name} {found.get(name)} there, {value} here"
+        for name, value in run.items()
+        if found.get(name) != value
+    ]
     if differing:
-        logger.warning("--pipeline-costs-path %s has times of another run (%s); they are measured again",
-                       path, "; ".join(differing))
+        logger.warning(
+            "--pipeline-costs-path %s has times of another run (%s); they are measured again",
+            path,
+            "; ".join(differing),
+        )
     return None if differing else times
 
 
@@ -182,19 +235,26 @@ def write_costs(path: Path, run: dict, times: Times) -> None:
 
 def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]:
     """{kind of layer: seconds of one micro-batch} on this rank. Collective over the tensor-parallel group."""
-    model, tp, device = config.model, ctx.tp, ctx.device
+    model = config.model
+    tp = ctx.tp
+    device = ctx.device
     architecture = MODELS[model.model]
     layers = architecture(model, ctx)
     x = _activation(config, ctx)
     batch = blank_batch(config, ctx.slice, device).with_ledger(DISCARDING)
-    loss = lambda y: architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
+    loss = lambda y: (
+        architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
+    )
     costs = {}
-    first, last = layers[0].kind, layers[-1].kind
+    first = layers[0].kind
+    last = layers[-1].kind
     for kind, layer in {layer.kind: layer for layer in layers}.items():
         module = layer.make()
         initialize(list(module.parameters()), config.train.seed, coordinates_of(tp))
         given = None if kind == first else x
-        costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
+        costs[kind] = _time_layer(
+            module, given, batch, loss if kind == last else lambda y: y, device
+        )
         del module
     return costs
 
@@ -206,8 +266,11 @@ def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
     """
     if pp.size == 1:
         return 0.0
-    channels, x, device = Channels(pp), _activation(config, ctx), ctx.device
-    behind, ahead = (pp.rank - 1) % pp.size, (pp.rank + 1) % pp.size
+    channels = Channels(pp)
+    x = _activation(config, ctx)
+    device = ctx.device
+    behind = (pp.rank - 1) % pp.size
+    ahead = (pp.rank + 1) % pp.size
     rounds = []
     for _ in range(WARM_UP + REPEATS):
         start = _now(device)
@@ -223,13 +286,23 @@ def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
 
 def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
     """Hidden states as stages send them: [s(/t), b, h]."""
-    values = torch.randn(boundary_shape(config), generator=torch.Generator().manual_seed(0))
-    return values.to(ctx.device, ctx.dtype)         # equal tokens would all choose the same experts
+    values = torch.randn(
+        boundary_shape(config), generator=torch.Generator().manual_seed(0)
+    )
+    return values.to(
+        ctx.device, ctx.dtype
+    )  # equal tokens would all choose the same experts
 
 
-def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable,
-                device: torch.device) -> LayerCost:
+def _time_layer(
+    module: nn.Module,
+    x: torch.Tensor | None,
+    batch: Batch,
+    finish: Callable,
+    device: torch.device,
+) -> LayerCost:
     """The times of one layer. x: its input; None if it reads tokens, so its backward has no input half."""
+
     def run(weights: bool) -> tuple[float, float]:
         given = None if x is None else x.detach().requires_grad_()
         for p in module.parameters():
@@ -259,20 +332,41 @@ def _now(device: torch.device) -> float:
 
 def _run_key(config: RunConfig, device: torch.device) -> dict:
     """The settings and the device on which the times depend."""
-    m, train, parallel = config.model, config.train, config.parallel
+    m = config.model
+    train = config.train
+    parallel = config.parallel
     chip = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
-    return {"hidden_size": m.hidden_size, "ffn_size": m.ffn_size, "heads": m.num_attention_heads,
-            "groups": m.query_groups, "head_dim": m.head_dim, "activation": m.activation,
-            "normalization": m.normalization, "seq_length": m.seq_length,
-            "vocab_size": config.padded_vocab_size, "model": m.model,
-            "experts": [list(m.experts), m.expert_ffn_size, m.moe_router_topk, m.moe_expert_capacity_factor,
-                        m.moe_pad_expert_input_to_capacity, dense_width(m), config.grid().ep],
-            "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
-            "recompute": train.recompute_granularity, "cross_entropy_chunks": train.cross_entropy_chunks,
-            "mlp_tiles": train.tiled_mlp, "tensor_parallel": parallel.tensor_model_parallel_size,
-            "pipeline_parallel": parallel.pipeline_model_parallel_size,
-            "context_parallel": [parallel.context_parallel_size, *parallel.cp_comm_type],
-            "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
-            "device": chip}
+    return {
+        "hidden_size": m.hidden_size,
+        "ffn_size": m.ffn_size,
+        "heads": m.num_attention_heads,
+        "groups": m.query_groups,
+        "head_dim": m.head_dim,
+        "activation": m.activation,
+        "normalization": m.normalization,
+        "seq_length": m.seq_length,
+        "vocab_size": config.padded_vocab_size,
+        "model": m.model,
+        "experts": [
+            list(m.experts),
+            m.expert_ffn_size,
+            m.moe_router_topk,
+            m.moe_expert_capacity_factor,
+            m.moe_pad_expert_input_to_capacity,
+            dense_width(m),
+            config.grid().ep,
+        ],
+        "dropout": [m.hidden_dropout, m.attention_dropout],
+        "micro_batch_size": train.micro_batch_size,
+        "recompute": train.recompute_granularity,
+        "cross_entropy_chunks": train.cross_entropy_chunks,
+        "mlp_tiles": train.tiled_mlp,
+        "tensor_parallel": parallel.tensor_model_parallel_size,
+        "pipeline_parallel": parallel.pipeline_model_parallel_size,
+        "context_parallel": [parallel.context_parallel_size, *parallel.cp_comm_type],
+        "sequence_parallel": parallel.sequence_parallel,
+        "dtype": config.optimizer.params_dtype,
+        "device": chip,
+    }

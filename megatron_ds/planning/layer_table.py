@@ -28,14 +28,22 @@ class LayerRow:
     again: float | None
 
 
-def layer_rows(config: RunConfig, samples: int, length: int, dropping: Sequence[int] = (), kept: int = 0, *,
-               each: bool = False) -> list[LayerRow]:
+def layer_rows(
+    config: RunConfig,
+    samples: int,
+    length: int,
+    dropping: Sequence[int] = (),
+    kept: int = 0,
+    *,
+    each: bool = False,
+) -> list[LayerRow]:
     """The rows for a step over `samples` sequences of `length` tokens, in the order of the model.
 
     dropping: numbers of the blocks that see only `kept` tokens of each sequence
     each: a row for each layer; else for each kind
     """
-    model, vocab = config.model, config.padded_vocab_size
+    model = config.model
+    vocab = config.padded_vocab_size
     layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
     rows: dict[str, LayerRow] = {}
     blocks = 0
@@ -46,10 +54,21 @@ def layer_rows(config: RunConfig, samples: int, length: int, dropping: Sequence[
         if layer.kind not in sizes:
             sizes[layer.kind] = _parameters(layer)
         flops = layer.flops(kept if drops else length, vocab)
-        again = _recomputed(config, layer, flops.total / 3, flops.scores / 3, layer is layers[-1])
-        name = layer.name if each else f"{layer.noun or layer.kind}{' (drops tokens)' if drops else ''}"
-        row = LayerRow(name, 1, sizes[layer.kind], samples * flops.total / 3,
-                       None if again is None else samples * again)
+        again = _recomputed(
+            config, layer, flops.total / 3, flops.scores / 3, layer is layers[-1]
+        )
+        name = (
+            layer.name
+            if each
+            else f"{layer.noun or layer.kind}{' (drops tokens)' if drops else ''}"
+        )
+        row = LayerRow(
+            name,
+            1,
+            sizes[layer.kind],
+            samples * flops.total / 3,
+            None if again is None else samples * again,
+        )
         rows[name] = _joined(rows[name], row) if name in rows else row
     return list(rows.values())
 
@@ -58,8 +77,9 @@ def _parameters(layer: Layer) -> int:
     return sum(p.spec.numel for p in layer.make().parameters() if not p.spec.tied_copy)
 
 
-def _recomputed(config: RunConfig, layer: Layer, forward: float, scores: float,
-                is_head: bool) -> float | None:
+def _recomputed(
+    config: RunConfig, layer: Layer, forward: float, scores: float, is_head: bool
+) -> float | None:
     """FLOPs that the backward of a layer computes a second time, for one sequence; None if unknown."""
     train = config.train
     if is_head:
@@ -73,5 +93,10 @@ def _recomputed(config: RunConfig, layer: Layer, forward: float, scores: float,
 
 def _joined(a: LayerRow, b: LayerRow) -> LayerRow:
     again = None if a.again is None or b.again is None else a.again + b.again
-    return replace(a, count=a.count + b.count, parameters=a.parameters + b.parameters,
-                   forward=a.forward + b.forward, again=again)
+    return replace(
+        a,
+        count=a.count + b.count,
+        parameters=a.parameters + b.parameters,
+        forward=a.forward + b.forward,
+        again=again,
+    )

@@ -15,10 +15,21 @@ from ..config.options.sparse_options import OF_MODE
 from ..errors import ConfigError
 from .world_plan import plan_world, with_vocabulary
 
-FIRST_TOKENS, MOST_TOKENS = 1024, 1 << 30
+FIRST_TOKENS = 1024
+MOST_TOKENS = 1 << 30
 GLOBAL_INDICES = "global_block_indices"
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 1,
-         "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 
 
 @dataclass(frozen=True)
@@ -31,27 +42,37 @@ class Fit:
     beyond: int | None
 
 
-def longest(peak_of: Callable[[int], int], memory: int, unit: int = 1, most: int = MOST_TOKENS,
-            least: int = 1) -> Fit | None:
+def longest(
+    peak_of: Callable[[int], int],
+    memory: int,
+    unit: int = 1,
+    most: int = MOST_TOKENS,
+    least: int = 1,
+) -> Fit | None:
     """The largest multiple of `unit` from `least` to `most` with peak_of(length) <= memory; None without one.
 
     peak_of: not decreasing; called about ten times
     """
     peak = cache(lambda count: peak_of(count * unit))
     first = -(-least // unit)
-    below, last = first - 1, max(first, most // unit)
-    low, high = below, min(max(first, FIRST_TOKENS // unit), last)
+    below = first - 1
+    last = max(first, most // unit)
+    low = below
+    high = min(max(first, FIRST_TOKENS // unit), last)
     while peak(high) <= memory:
         if high == last:
             return Fit(high * unit, peak(high), None)
-        low, high = high, min(2 * high, last)
+        low = high
+        high = min(2 * high, last)
     turn = 0
     while high - low > 1:
         turn += 1
         middle = (low + high) // 2
         if low > below and turn % 3 and peak(high) > peak(low):
             aim = low + (memory - peak(low)) * (high - low) // (peak(high) - peak(low))
-            middle = min(max(aim + turn % 2, low + 1), high - 1)         # from both sides in turns
+            middle = min(
+                max(aim + turn % 2, low + 1), high - 1
+            )  # from both sides in turns
         low, high = (middle, high) if peak(middle) <= memory else (low, middle)
     return Fit(low * unit, peak(low), peak(high)) if low > below else None
 
@@ -66,17 +87,32 @@ def length_unit(config: RunConfig, multiple_of: int = 1) -> int:
 def length_range(config: RunConfig, unit: int) -> tuple[int, int]:
     """(the shortest, the longest) length that the other options allow, the first a multiple of `unit`.
     `config` needs no length."""
-    model, ltd, curriculum = config.model, config.random_ltd, config.curriculum
+    model = config.model
+    ltd = config.random_ltd
+    curriculum = config.curriculum
     given = model.max_position_embeddings
-    lengths = [1, ltd.random_ltd_min_tokens, ltd.random_ltd_max_tokens, curriculum.curriculum_min_length,
-               curriculum.curriculum_max_length, None if given else model.original_max_position_embeddings]
+    lengths = [
+        1,
+        ltd.random_ltd_min_tokens,
+        ltd.random_ltd_max_tokens,
+        curriculum.curriculum_min_length,
+        curriculum.curriculum_max_length,
+        None if given else model.original_max_position_embeddings,
+    ]
     if GLOBAL_INDICES in OF_MODE.get(model.sparse_attention, ()):
-        lengths.append((max(model.sparse_global_block_indices) + 1) * model.sparse_block)
-    return -(-max(length or 0 for length in lengths) // unit) * unit, given or MOST_TOKENS
+        lengths.append(
+            (max(model.sparse_global_block_indices) + 1) * model.sparse_block
+        )
+    return -(
+        -max(length or 0 for length in lengths) // unit
+    ) * unit, given or MOST_TOKENS
 
 
-def peak_by_plan(parse_length: Callable[[int], RunConfig], device: str) -> Callable[[int], int]:
+def peak_by_plan(
+    parse_length: Callable[[int], RunConfig], device: str
+) -> Callable[[int], int]:
     """The function length → planned peak of the worst rank. parse_length: length → configuration."""
+
     def peak_of(length: int) -> int:
         config, _ = with_vocabulary(parse_length(length))
         return plan_world(config, 0, device).worst.peak
@@ -87,19 +123,27 @@ def peak_by_plan(parse_length: Callable[[int], RunConfig], device: str) -> Calla
 def bytes_of(text: str) -> int:
     """A number of bytes such as 4GiB, 512MiB, 4GB (10⁹ bytes each) or 80e9. Raises ConfigError."""
     number = text.strip().rstrip("kKMGTiB").strip()
-    unit = text.strip()[len(number):].strip()
+    unit = text.strip()[len(number) :].strip()
     try:
         return int(float(number) * UNITS[unit])
     except (KeyError, ValueError):
-        raise ConfigError(f"{text!r} is not a size. Write a number with KiB, MiB, GiB or TiB, such as 4GiB, "
-                          "or with kB, MB, GB or TB.") from None
+        raise ConfigError(
+            f"{text!r} is not a size. Write a number with KiB, MiB, GiB or TiB, such as 4GiB, "
+            "or with kB, MB, GB or TB."
+        ) from None
 
 
 def without_length(flags: Sequence[str]) -> list[str]:
     """The flags of a run without the length of its sequences."""
-    names, kept, skips = ("--seq-length", "--seq_length"), [], False
+    names = ("--seq-length", "--seq_length")
+    kept = []
+    skips = False
     for word in flags:
-        if not skips and not word.startswith(tuple(f"{name}=" for name in names)) and word not in names:
+        if (
+            not skips
+            and not word.startswith(tuple(f"{name}=" for name in names))
+            and word not in names
+        ):
             kept.append(word)
         skips = word in names
     return kept

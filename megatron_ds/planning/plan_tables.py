@@ -6,21 +6,31 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 LARGE = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ",
-          last_left: bool = False) -> list[str]:
+def table(
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    indent: str = "  ",
+    last_left: bool = False,
+) -> list[str]:
     """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
     is_left = lambda i: i < left or last_left and i == columns - 1
-    align = lambda i, cell: cell.ljust(widths[i]) if is_left(i) else cell.rjust(widths[i])
-    return [(indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip() for row in rows]
+    align = lambda i, cell: (
+        cell.ljust(widths[i]) if is_left(i) else cell.rjust(widths[i])
+    )
+    return [
+        (indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip()
+        for row in rows
+    ]
 
 
 def in_bytes(count: float) -> str:
     """Four digits and a unit: 1.234 MiB, 12.34 MiB, 123.4 MiB."""
     unit = 0
     while count >= 1023.95 and unit < len(UNITS) - 1:
-        count, unit = count / 1024, unit + 1
+        count = count / 1024
+        unit = unit + 1
     return f"{_four_digits(count) if unit else f'{count:,.0f}'} {UNITS[unit]}"
 
 
@@ -41,4 +51,4 @@ def in_short(lines: Sequence[str], most: int) -> list[str]:
     if len(lines) <= most + 1:
         return list(lines)
     head = (most + 1) // 2
-    return [*lines[:head], "  …", *lines[len(lines) - most + head:]]
+    return [*lines[:head], "  …", *lines[len(lines) - most + head :]]

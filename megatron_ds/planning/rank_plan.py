@@ -38,7 +38,13 @@ from ..zero.prediction import (
     predict_sets,
     predict_traffic,
 )
-from ..zero.set_plan import ParameterUse, SetPlan, is_tied, norm_entries, plan_parameters
+from ..zero.set_plan import (
+    ParameterUse,
+    SetPlan,
+    is_tied,
+    norm_entries,
+    plan_parameters,
+)
 from ..zero.settings import ZeroSettings
 from ..zero.shard_optimizer import ShardOptimizer, make_leaf
 from ..zero.whole_matrices import WholeMatrices, whole_matrices
@@ -86,56 +92,93 @@ class RankPlan:
         return self.state.total - sum(self.away.values()) + self.buffers + at_most
 
 
-def data_groups(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> DataGroups:
+def data_groups(
+    config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]
+) -> DataGroups:
     """Groups without transports that decide which state a rank holds. placement: stage → pipeline rank."""
-    at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
-    size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
-    data, inner, outer = fake_group("dp-cp", size, data_rank), None, None
+    at = grid.coordinates(rank)
+    inner_size = config.zero.zero_hpz_partition_size
+    size = grid.size("dp", "cp")
+    data_rank = grid.group_of(rank, "dp", "cp").index(rank)
+    data = fake_group("dp-cp", size, data_rank)
+    inner = None
+    outer = None
     if inner_size > 1:
         o, i = divmod(data_rank, inner_size)
         inner = data if inner_size == size else fake_group("dp-cp-inner", inner_size, i)
         outer = fake_group("dp-cp-outer", size // inner_size, o)
-    experts = fake_group("edp", grid.size("edp"), grid.group_of(rank, "edp").index(rank))
+    experts = fake_group(
+        "edp", grid.size("edp"), grid.group_of(rank, "edp").index(rank)
+    )
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
-    return DataGroups({DATA_AXES: data, EXPERT_DATA_AXES: experts}, fake_group("tp", grid.tp, at["tp"]),
-                      fake_group("tp-pp", grid.size("tp", "pp"), 0), fake_group("embd", holders, 0),
-                      inner, outer)
+    return DataGroups(
+        {DATA_AXES: data, EXPERT_DATA_AXES: experts},
+        fake_group("tp", grid.tp, at["tp"]),
+        fake_group("tp-pp", grid.size("tp", "pp"), 0),
+        fake_group("embd", holders, 0),
+        inner,
+        outer,
+    )
 
 
-def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence[FakeStage],
-              program: Program, microbatches: int, num_metrics: int, device: str) -> RankPlan:
+def plan_rank(
+    config: RunConfig,
+    rank: int,
+    groups: DataGroups,
+    stages: Sequence[FakeStage],
+    program: Program,
+    microbatches: int,
+    num_metrics: int,
+    device: str,
+) -> RankPlan:
     """groups: from `data_groups`. stages: of this rank. num_metrics: names in the ledgers of all stages.
 
     program: of this rank for `microbatches`, with transfers and collectives
     device: planned, "cpu" or "cuda"
     """
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
-    settings, use = ZeroSettings.from_config(config), ParameterUse.of_stages(
-        {stage.index: stage.modules for stage in stages})
-    plans = plan_parameters(parameters, settings, groups, use)         # the sets that `ZeroOptimizer` makes
+    settings = ZeroSettings.from_config(config)
+    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
+    plans = plan_parameters(
+        parameters, settings, groups, use
+    )  # the sets that `ZeroOptimizer` makes
     dtype = DTYPES[config.optimizer.params_dtype]
     specs = {p.spec.name: p.spec for p in parameters}
-    sizes = ElementBytes(dtype.itemsize, settings.grad_dtype.itemsize,
-                         lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
-                         settings.keeps_masters)
+    sizes = ElementBytes(
+        dtype.itemsize,
+        settings.grad_dtype.itemsize,
+        lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
+        settings.keeps_masters,
+    )
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
     # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
     # `training.step_metrics`: fp64, four numbers and two for each name), of the routers' memories (int64, a
     # number for each expert), of the layers and between stages.
-    traffic = _state_traffic(config, settings, groups, plans, parameters, gathers, microbatches)
+    traffic = _state_traffic(
+        config, settings, groups, plans, parameters, gathers, microbatches
+    )
     for group, num_bytes in _norms_sent(plans, parameters, settings, groups):
         if group.size > 1:
             traffic.add("all_reduce", group.axes, group.size, num_bytes)
-    of_optimizers = whole_matrices(plans, parameters, settings.param_groups, groups, torch.device("cpu"))
-    for group, num_bytes in (sent for matrices in of_optimizers.values() for sent in matrices.sent()):
+    of_optimizers = whole_matrices(
+        plans, parameters, settings.param_groups, groups, torch.device("cpu")
+    )
+    for group, num_bytes in (
+        sent for matrices in of_optimizers.values() for sent in matrices.sent()
+    ):
         traffic.add("all_to_all_v", group.axes, group.size, num_bytes)
-    remembered = sum(balance.num_experts for balance in balances_of(stage.modules for stage in stages))
-    for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
-                                  ("dp-cp", groups.data.size, 8 * remembered),
-                                  ("tp-pp", groups.model.size, MODEL_BYTES),
-                                  ("tp-cp-dp-pp", config.world_size, 8 * (4 + 2 * num_metrics))):
+    remembered = sum(
+        balance.num_experts
+        for balance in balances_of(stage.modules for stage in stages)
+    )
+    for axes, size, num_bytes in (
+        ("dp-cp", groups.data.size, DATA_BYTES),
+        ("dp-cp", groups.data.size, 8 * remembered),
+        ("tp-pp", groups.model.size, MODEL_BYTES),
+        ("tp-cp-dp-pp", config.world_size, 8 * (4 + 2 * num_metrics)),
+    ):
         if size > 1 and num_bytes:
             traffic.add("all_reduce", axes, size, num_bytes)
     for stage in stages:
@@ -143,24 +186,39 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     sends = [i.op for i in program if i.op in SENDS]
     message = torch.Size(boundary_shape(config)).numel() * dtype.itemsize
     if sends:
-        traffic.add("send", "pp", config.parallel.pipeline_model_parallel_size, len(sends) * message,
-                    len(sends))
+        traffic.add(
+            "send",
+            "pp",
+            config.parallel.pipeline_model_parallel_size,
+            len(sends) * message,
+            len(sends),
+        )
     # Buffers: gathered layers, gradients, posted receives, and one pending send in each direction.
     receives = Simulation((program,), (), ()).peak_receives[0]
     received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
-    buffers = (whole * dtype.itemsize + received
-               + _gradient_buffers(config, settings, plans, groups)
-               + (receives + len(set(sends))) * message)
+    buffers = (
+        whole * dtype.itemsize
+        + received
+        + _gradient_buffers(config, settings, plans, groups)
+        + (receives + len(set(sends))) * message
+    )
     kept = {stage.index: stage.run.kept for stage in stages}
     return RankPlan(
-        rank, tuple(kept), sum(p.numel() for p in parameters),
+        rank,
+        tuple(kept),
+        sum(p.numel() for p in parameters),
         predict_sets(plans, groups.rank_by_axes, sizes),
-        {where: count for where, count in places.items() if where != "device"}, buffers,
-        most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
+        {where: count for where, count in places.items() if where != "device"},
+        buffers,
+        most_kept(program, kept),
+        sum(kept.values()),
+        max(stage.run.at_work for stage in stages),
+        traffic,
         sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES),
         most_kept(program, {stage.index: stage.run.reserved for stage in stages}),
         most_kept(program, {stage.index: stage.run.in_host for stage in stages}),
-        bytes_of_update(plans, parameters, settings, groups, device))
+        bytes_of_update(plans, parameters, settings, groups, device),
+    )
 
 
 @cache
@@ -168,34 +226,65 @@ def _tried(optimizer: MakeOptimizer) -> tuple[int, int]:
     """Of an optimizer, on a small weight: (fp32 tensors that it keeps for each weight, norms of each that it
     asks for in a step)."""
     spec = ParamSpec("w", (8, 8), Init("zeros"), matrices=Matrices())
-    leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64), shape=spec.shape)
-    group, alone = ParamGroup("all", lambda spec: True, optimizer), DataGroups({DATA_AXES: solo()})
+    leaf = make_leaf(
+        spec,
+        SlotPiece(0, 0, 64, 0, 0, 64),
+        torch.zeros(64),
+        torch.zeros(64),
+        shape=spec.shape,
+    )
+    group = ParamGroup("all", lambda spec: True, optimizer)
+    alone = DataGroups({DATA_AXES: solo()})
     cpu = torch.device("cpu")
     norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], alone, cpu)
-    matrices = {optimizer: WholeMatrices([MatrixEntry(spec, DATA_AXES, ())], alone, cpu)}
-    return len(list(ShardOptimizer([group], [leaf], norms, matrices).state_of(leaf))), norms.lists
+    matrices = {
+        optimizer: WholeMatrices([MatrixEntry(spec, DATA_AXES, ())], alone, cpu)
+    }
+    return len(
+        list(ShardOptimizer([group], [leaf], norms, matrices).state_of(leaf))
+    ), norms.lists
 
 
-def _norms_sent(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,
-                groups: DataGroups) -> Iterator[tuple[Group, int]]:
+def _norms_sent(
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    settings: ZeroSettings,
+    groups: DataGroups,
+) -> Iterator[tuple[Group, int]]:
     """(group, bytes) of the all-reduces of a step with which optimizers get norms of parameters."""
-    norms = ParameterNorms(norm_entries(plans, parameters, settings, groups), groups, torch.device("cpu"))
-    for optimizer in dict.fromkeys(g.optimizer for g in settings.param_groups if g.needs_norms):
+    norms = ParameterNorms(
+        norm_entries(plans, parameters, settings, groups), groups, torch.device("cpu")
+    )
+    for optimizer in dict.fromkeys(
+        g.optimizer for g in settings.param_groups if g.needs_norms
+    ):
         yield from norms.sent(_tried(optimizer)[1])
-        if getattr(optimizer, "phases", None):          # the factors of 1-bit LAMB
+        if getattr(optimizer, "phases", None):  # the factors of 1-bit LAMB
             yield from norms.sent_of_largest()
 
 
-def _gathers(config: RunConfig, plans: Sequence[SetPlan], use: ParameterUse,
-             parameters: Sequence[nn.Parameter], program: Program) -> tuple[list[list[int]], int]:
+def _gathers(
+    config: RunConfig,
+    plans: Sequence[SetPlan],
+    use: ParameterUse,
+    parameters: Sequence[nn.Parameter],
+    program: Program,
+) -> tuple[list[list[int]], int]:
     """(gathers of each unit of each plan in a step, maximum of gathered elements at a time)."""
-    units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
-    by_parameter = units_by_parameter((plan, [parameters[member] for member in plan.members], its_units)
-                                      for plan, its_units in zip(plans, units))
+    units = [
+        [CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans
+    ]
+    by_parameter = units_by_parameter(
+        (plan, [parameters[member] for member in plan.members], its_units)
+        for plan, its_units in zip(plans, units)
+    )
     if not by_parameter:
         return units, 0
     prefetch = config.zero.prefetch_bucket_size
-    gatherings = {stage: gathering_over(use, stage, by_parameter, prefetch) for stage in use.layers}
+    gatherings = {
+        stage: gathering_over(use, stage, by_parameter, prefetch)
+        for stage in use.layers
+    }
     counts, whole = count_gathers(gatherings, moments_of(program))
     return [[counts[unit] for unit in its_units] for its_units in units], whole
 
@@ -205,17 +294,29 @@ def _numel(plan: SetPlan, unit: int) -> int:
     return plan.layout.buckets[stop - 1].stop - plan.layout.buckets[first].start
 
 
-def _state_traffic(config: RunConfig, settings: ZeroSettings, groups: DataGroups, plans: Sequence[SetPlan],
-                   parameters: Sequence[nn.Parameter], gathers: Sequence[Sequence[int]],
-                   microbatches: int) -> Traffic:
+def _state_traffic(
+    config: RunConfig,
+    settings: ZeroSettings,
+    groups: DataGroups,
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    gathers: Sequence[Sequence[int]],
+    microbatches: int,
+) -> Traffic:
     """Traffic of gradients and weights, and of tied and partial gradients."""
     # Reduction of gradients, gathering of weights.
-    zero, gradient = config.zero, settings.grad_dtype.itemsize
+    zero = config.zero
+    gradient = settings.grad_dtype.itemsize
     ranks = [groups.ranks_of(plan.reduced_over) for plan in plans]
-    traffic = predict_traffic(plans, ranks, gathers, settings.make_exchange(torch.device("cpu")),
-                              microbatches=microbatches,
-                              reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
-                              parameter_bytes=DTYPES[config.optimizer.params_dtype].itemsize)
+    traffic = predict_traffic(
+        plans,
+        ranks,
+        gathers,
+        settings.make_exchange(torch.device("cpu")),
+        microbatches=microbatches,
+        reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
+        parameter_bytes=DTYPES[config.optimizer.params_dtype].itemsize,
+    )
     # What a step after the freeze sends in place of gradients.
     for plan in plans if settings.phases else ():
         if not plan.frozen:
@@ -229,7 +330,11 @@ def _state_traffic(config: RunConfig, settings: ZeroSettings, groups: DataGroups
         if plan.policy.optimizer and settings.phases is None:
             pieces = plan.layout.slot_intersections(where.shard)
         member = lambda slot, plan=plan: parameters[plan.members[slot]]
-        partial = sum(piece.padded_numel for piece in pieces if "tp" in member(piece.slot).spec.partial_over)
+        partial = sum(
+            piece.padded_numel
+            for piece in pieces
+            if "tp" in member(piece.slot).spec.partial_over
+        )
         if partial and groups.tp.size > 1:
             traffic.add("all_reduce", "tp", groups.tp.size, partial * gradient)
         for i, slot in enumerate(plan.layout.slots):
@@ -242,15 +347,42 @@ def _state_traffic(config: RunConfig, settings: ZeroSettings, groups: DataGroups
     return traffic
 
 
-def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence[SetPlan],
-                      groups: DataGroups) -> int:
+def _gradient_buffers(
+    config: RunConfig,
+    settings: ZeroSettings,
+    plans: Sequence[SetPlan],
+    groups: DataGroups,
+) -> int:
     """Bytes of the buckets in which gradients accumulate, if only shards are kept, and of the exchange."""
-    lengths = lambda plan: ([_numel(plan, unit) for unit in range(len(plan.units))] if plan.units else
-                            [bucket.stop - bucket.start for bucket in plan.layout.buckets])
-    filling = [length for plan in plans if plan.policy.gradient for length in lengths(plan)]
-    longest = max((bucket.stop - bucket.start for plan in plans for bucket in plan.layout.buckets), default=0)
-    return (gradient_buffers(filling, UNDER_WAY, kept_whole=config.zero.zero_accumulate == "full",
-                             gradient_bytes=settings.grad_dtype.itemsize)
-            + settings.make_exchange(torch.device("cpu")).planned_bytes(longest, groups.data.size)
-            + sum(state_bytes(plan, settings.phases, groups.ranks_of(plan.reduced_over).shard)
-                  for plan in plans if settings.phases and not plan.frozen))
+    lengths = lambda plan: (
+        [_numel(plan, unit) for unit in range(len(plan.units))]
+        if plan.units
+        else [bucket.stop - bucket.start for bucket in plan.layout.buckets]
+    )
+    filling = [
+        length for plan in plans if plan.policy.gradient for length in lengths(plan)
+    ]
+    longest = max(
+        (
+            bucket.stop - bucket.start
+            for plan in plans
+            for bucket in plan.layout.buckets
+        ),
+        default=0,
+    )
+    return (
+        gradient_buffers(
+            filling,
+            UNDER_WAY,
+            kept_whole=config.zero.zero_accumulate == "full",
+            gradient_bytes=settings.grad_dtype.itemsize,
+        )
+        + settings.make_exchange(torch.device("cpu")).planned_bytes(
+            longest, groups.data.size
+        )
+        + sum(
+            state_bytes(plan, settings.phases, groups.ranks_of(plan.reduced_over).shard)
+            for plan in plans
+            if settings.phases and not plan.frozen
+        )
+    )

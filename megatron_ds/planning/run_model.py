@@ -1,5 +1,4 @@
-"""The model of a run, from its configuration: context, layers not yet built, loss, dtypes and message shapes.
-"""
+"""The model of a run, from its configuration: context, layers not yet built, loss, dtypes and message shapes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,18 +16,36 @@ from ..mpu.mesh import Mesh
 from .training_length import planned_steps
 
 # By their names in the configuration.
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     """What the layers of a run need in addition to the sizes of the model. Collective over the world."""
-    train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
+    train = config.train
+    precision = Precision(DTYPES[config.optimizer.params_dtype])
     parallel = config.parallel
-    ctx = ParallelContext(mesh, parallel.sequence_parallel, precision, mesh.device, train.seed,
-                          Recompute(train.recompute_granularity, train.recompute_num_layers,
-                                    train.checkpoint_in_cpu, train.distribute_saved_activations),
-                          train.cross_entropy_chunks, config.is_zigzag, parallel.cp_comm_type,
-                          parallel.hierarchical_context_parallel_sizes[0], train.tiled_mlp)
+    ctx = ParallelContext(
+        mesh,
+        parallel.sequence_parallel,
+        precision,
+        mesh.device,
+        train.seed,
+        Recompute(
+            train.recompute_granularity,
+            train.recompute_num_layers,
+            train.checkpoint_in_cpu,
+            train.distribute_saved_activations,
+        ),
+        train.cross_entropy_chunks,
+        config.is_zigzag,
+        parallel.cp_comm_type,
+        parallel.hierarchical_context_parallel_sizes[0],
+        train.tiled_mlp,
+    )
     # Layers of some pipeline stages alone may ask for these groups, so all ranks connect them here.
     _ = ctx.sequence_ranks
     if "a2a+p2p" in parallel.cp_comm_type:
@@ -36,14 +53,21 @@ def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     return ctx
 
 
-def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:
+def describe_layers(
+    config: RunConfig, mesh: Mesh, device: torch.device | None = None
+) -> list[Layer]:
     """The model as a list of named layers, not built.
 
     device  of the parameters. None: the mesh's device; with ZeRO 3 the meta device, because a rank holds
             shards only and must never hold a whole layer
     """
-    ctx, drop = parallel_context(config, mesh), make_token_drop(config)
-    ctx = replace(ctx, device=device or (torch.device("meta") if config.zero.stage == 3 else mesh.device))
+    ctx = parallel_context(config, mesh)
+    drop = make_token_drop(config)
+    ctx = replace(
+        ctx,
+        device=device
+        or (torch.device("meta") if config.zero.stage == 3 else mesh.device),
+    )
     layers = MODELS[config.model.model](config.model, ctx)
     return with_random_ltd(layers, drop.blocks, ctx) if drop else layers
 
@@ -51,23 +75,36 @@ def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None =
 def sequence_slice(config: RunConfig) -> SequenceSlice:
     """The slice of the first rank. Plans use it for all ranks, as all slices have the same length."""
     p = config.parallel
-    return SequenceSlice.of(tp=(0, p.tensor_model_parallel_size), sequence_parallel=p.sequence_parallel,
-                            cp=(0, p.context_parallel_size), zigzag=config.is_zigzag)
+    return SequenceSlice.of(
+        tp=(0, p.tensor_model_parallel_size),
+        sequence_parallel=p.sequence_parallel,
+        cp=(0, p.context_parallel_size),
+        zigzag=config.is_zigzag,
+    )
 
 
 def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
     """Shape of the hidden states between stages, of a full micro-batch: [s(/t), b, h]."""
     part = sequence_slice(config)
-    return part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
-                             config.model.hidden_size)
+    return part.hidden_shape(
+        part.batch_length(config.model.seq_length),
+        config.train.micro_batch_size,
+        config.model.hidden_size,
+    )
 
 
-def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str,
-                step: int | None = None) -> Batch:
+def blank_batch(
+    config: RunConfig,
+    part: SequenceSlice,
+    device: torch.device | str,
+    step: int | None = None,
+) -> Batch:
     """A full micro-batch without values, for plans and timings. step: of token dropping, if any."""
     data = MODELS[config.model.model].data
     batch = data.blank(config.train.micro_batch_size, config.model.seq_length, device)
-    return batch.keeping(None if step is None else make_token_drop(config), step).cut(part)
+    return batch.keeping(None if step is None else make_token_drop(config), step).cut(
+        part
+    )
 
 
 def planned_batch(config: RunConfig, device: torch.device) -> Batch:
@@ -85,6 +122,10 @@ def last_step(config: RunConfig) -> int:
 
 def loss_function(config: RunConfig, tp: Group) -> Callable:
     """The model's loss: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp."""
-    return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
-                   label_smoothing=config.train.label_smoothing,
-                   per_token=config.train.calculate_per_token_loss)
+    return partial(
+        MODELS[config.model.model].loss,
+        tp=tp,
+        vocab_size=config.model.vocab_size,
+        label_smoothing=config.train.label_smoothing,
+        per_token=config.train.calculate_per_token_loss,
+    )

@@ -27,9 +27,17 @@ from ..zero.settings import ZeroSettings
 from .layer_costs import LayerCost, Times, estimated_times, layer_costs
 
 # Option of a schedule's function → the field of the config that gives it.
-SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit",
-                    "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
-MOMENTS = {Op.GATHER: KEEP, Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: RELEASE}
+SCHEDULE_OPTIONS = {
+    "memory_limit": "pipeline_memory_limit",
+    "group_size": "microbatch_group_size_per_virtual_pipeline_stage",
+}
+MOMENTS = {
+    Op.GATHER: KEEP,
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward",
+    Op.RELEASE: RELEASE,
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class RunPlan:
 
     def stage_layers(self, stage: int) -> tuple[Layer, ...]:
         """The layers of a stage, in order."""
-        return self.layers[self.bounds[stage]:self.bounds[stage + 1]]
+        return self.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def stage_names(self, stage: int) -> tuple[str, ...]:
         """Global names of a stage's layers."""
@@ -87,28 +95,54 @@ class RunPlan:
     def stage_cost_shares(self) -> tuple[float, ...]:
         """Each stage's share of the cost of the model."""
         total = sum(self.costs) or 1.0
-        return tuple(sum(self.costs[a:b]) / total for a, b in zip(self.bounds, self.bounds[1:]))
+        return tuple(
+            sum(self.costs[a:b]) / total for a, b in zip(self.bounds, self.bounds[1:])
+        )
 
     def stage_costs(self) -> StageCosts:
         """Times for planning and comparing schedules, in units of the mean forward of a stage."""
-        stages = [[self.times.layers[layer.kind] for layer in self.stage_layers(stage)]
-                  for stage in range(self.shape.num_stages)]
-        unit = sum(cost.forward for stage in stages for cost in stage) / len(stages) or 1.0
-        of = lambda part: tuple(sum(getattr(cost, part) for cost in stage) / unit for stage in stages)
-        return StageCosts(of("forward"), of("input_grad"), of("weight_grad"), self.times.transfer / unit)
+        stages = [
+            [self.times.layers[layer.kind] for layer in self.stage_layers(stage)]
+            for stage in range(self.shape.num_stages)
+        ]
+        unit = (
+            sum(cost.forward for stage in stages for cost in stage) / len(stages) or 1.0
+        )
+        of = lambda part: tuple(
+            sum(getattr(cost, part) for cost in stage) / unit for stage in stages
+        )
+        return StageCosts(
+            of("forward"),
+            of("input_grad"),
+            of("weight_grad"),
+            self.times.transfer / unit,
+        )
 
 
 def pipeline_shape(config: RunConfig) -> PipelineShape:
     """Several chunks without a named schedule mean interleaved 1F1B, as in Megatron. Raises ConfigError."""
-    p, chunks = config.parallel.pipeline_model_parallel_size, config.pipeline_chunks
+    p = config.parallel.pipeline_model_parallel_size
+    chunks = config.pipeline_chunks
     if chunks is None and config.parallel.pipeline_layout:
         chunks = max(1, count_stages(config.parallel.pipeline_layout) // p)
     given = config.parallel.pipeline_schedule
-    name = SCHEDULES.name_of(given) if given else "interleaved" if chunks and chunks > 1 else "1f1b"
-    return PipelineShape(name, p, chunks or (2 if name == "interleaved" else SCHEDULES[name].default_chunks))
+    name = (
+        SCHEDULES.name_of(given)
+        if given
+        else "interleaved"
+        if chunks and chunks > 1
+        else "1f1b"
+    )
+    return PipelineShape(
+        name,
+        p,
+        chunks or (2 if name == "interleaved" else SCHEDULES[name].default_chunks),
+    )
 
 
-def plan_run(config: RunConfig, layers: Sequence[Layer], measured: Times | None = None) -> RunPlan:
+def plan_run(
+    config: RunConfig, layers: Sequence[Layer], measured: Times | None = None
+) -> RunPlan:
     """Cut the model into stages: by --pipeline-layout, or so that the costliest stage costs the least.
 
     measured: required with --pipeline-cut measured
@@ -117,47 +151,89 @@ def plan_run(config: RunConfig, layers: Sequence[Layer], measured: Times | None 
     found = measured.layers if measured else layer_costs(config, layers)
     of_layers = tuple(found[layer.kind] for layer in layers)
     bounds = _cut(config, layers, [cost.total for cost in of_layers], shape.num_stages)
-    return RunPlan(tuple(layers), bounds, of_layers, shape, measured or estimated_times(config, layers))
+    return RunPlan(
+        tuple(layers),
+        bounds,
+        of_layers,
+        shape,
+        measured or estimated_times(config, layers),
+    )
 
 
-def _cut(config: RunConfig, layers: Sequence[Layer], costs: Sequence[float], stages: int) -> tuple[int, ...]:
+def _cut(
+    config: RunConfig, layers: Sequence[Layer], costs: Sequence[float], stages: int
+) -> tuple[int, ...]:
     if config.parallel.pipeline_layout:
-        return parse_layout(config.parallel.pipeline_layout, [layer.is_block for layer in layers], stages)
+        return parse_layout(
+            config.parallel.pipeline_layout,
+            [layer.is_block for layer in layers],
+            stages,
+        )
     return partition(costs, stages)
 
 
-def plan_schedule(config: RunConfig, num_microbatches: int, keep_gathered: bool = False,
-                  costs: StageCosts | None = None) -> Schedule:
+def plan_schedule(
+    config: RunConfig,
+    num_microbatches: int,
+    keep_gathered: bool = False,
+    costs: StageCosts | None = None,
+) -> Schedule:
     """The programs of all pipeline ranks for one step of `num_microbatches`.
 
     keep_gathered: stages are gathered once a step (ZeRO 3). costs: of the stages, for some schedules
     """
-    shape, zero = pipeline_shape(config), config.zero
+    shape = pipeline_shape(config)
+    zero = config.zero
     schedule = order(config, shape, num_microbatches, costs)
     ends = (0, shape.num_stages - 1)
     # On one rank, embedding and head share the parameter itself.
     on_two_ranks = shape.placement[ends[0]] != shape.placement[ends[1]]
-    tied = ends if on_two_ranks and not config.model.untie_embeddings_and_output_weights else ()
-    return passes.lower(schedule, shape.num_stages, tied=tied, gather=keep_gathered,
-                        reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
+    tied = (
+        ends
+        if on_two_ranks and not config.model.untie_embeddings_and_output_weights
+        else ()
+    )
+    return passes.lower(
+        schedule,
+        shape.num_stages,
+        tied=tied,
+        gather=keep_gathered,
+        reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
+    )
 
 
-def order(config: RunConfig, shape: PipelineShape, num_microbatches: int,
-          costs: StageCosts | None = None) -> Schedule:
+def order(
+    config: RunConfig,
+    shape: PipelineShape,
+    num_microbatches: int,
+    costs: StageCosts | None = None,
+) -> Schedule:
     """F, B, I and W of all ranks in the order of the schedule, without transfers."""
     known = _schedule_options(config) | {"costs": costs}
-    given = {name: known[name] for name in SCHEDULES[shape.schedule].options if known[name] is not None}
-    return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
+    given = {
+        name: known[name]
+        for name in SCHEDULES[shape.schedule].options
+        if known[name] is not None
+    }
+    return SCHEDULES[shape.schedule](
+        shape.size, num_microbatches, shape.chunks, **given
+    )
 
 
 def _schedule_options(config: RunConfig) -> dict[str, object]:
-    return {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
+    return {
+        name: getattr(config.parallel, field)
+        for name, field in SCHEDULE_OPTIONS.items()
+    }
 
 
 def microbatches_of(config: RunConfig) -> int:
     """Micro-batches of a full batch on each data-parallel rank."""
     train = config.train
-    return max(1, train.global_batch_size // config.data_parallel_size // train.micro_batch_size)
+    return max(
+        1,
+        train.global_batch_size // config.data_parallel_size // train.micro_batch_size,
+    )
 
 
 def moments_of(program: Program) -> Iterable[tuple[str, int]]:
@@ -173,15 +249,17 @@ def schedule_problems(config: RunConfig) -> list[str]:
         smallest = config.microbatches(make_batch_size(config).smallest)
         for num_microbatches in {microbatches_of(config), smallest}:
             SCHEDULES[shape.schedule].check(shape.size, num_microbatches, shape.chunks)
-        order(config, shape, num_microbatches=1)                        # raises if an option is out of range
+        order(config, shape, num_microbatches=1)  # raises if an option is out of range
     except MegatronDSError as error:
         return [str(error)]
     given = _schedule_options(config)
-    return [f"--{SCHEDULE_OPTIONS[name].replace('_', '-')} {value} is for --pipeline-schedule "
-            f"{' or '.join(other for other in SCHEDULES if name in SCHEDULES[other].options)}; "
-            f"{shape.schedule} has no use for it. Remove it, or use that."
-            for name, value in given.items()
-            if value is not None and name not in SCHEDULES[shape.schedule].options]
+    return [
+        f"--{SCHEDULE_OPTIONS[name].replace('_', '-')} {value} is for --pipeline-schedule "
+        f"{' or '.join(other for other in SCHEDULES if name in SCHEDULES[other].options)}; "
+        f"{shape.schedule} has no use for it. Remove it, or use that."
+        for name, value in given.items()
+        if value is not None and name not in SCHEDULES[shape.schedule].options
+    ]
 
 
 def cut_problems(config: RunConfig) -> list[str]:
@@ -191,7 +269,9 @@ def cut_problems(config: RunConfig) -> list[str]:
     layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
-        _cut(config, layers, [1.0] * len(layers), shape.num_stages)     # any costs: is there a cut at all?
+        _cut(
+            config, layers, [1.0] * len(layers), shape.num_stages
+        )  # any costs: is there a cut at all?
     except MegatronDSError as error:
         return [str(error)]
     return []
@@ -199,19 +279,22 @@ def cut_problems(config: RunConfig) -> list[str]:
 
 def _more_stages_than_layers(config: RunConfig) -> Iterator[str]:
     """`layout_rules.pipeline`, with the number of stages on each rank that the schedule sets."""
-    shape, layers = pipeline_shape(config), config.model.num_layers
+    shape = pipeline_shape(config)
+    layers = config.model.num_layers
     if layers < shape.num_stages and config.parallel.pipeline_layout is None:
         sizes = range(1, layers // shape.chunks + 1)
         size = f"--pipeline-model-parallel-size {either(sizes)}, " if sizes else ""
-        yield (f"[num_layers] is less than [pipeline_model_parallel_size] × {shape.chunks}, the stages on "
-               f"each rank with [pipeline_schedule]: each stage needs at least one layer. Use {size}"
-               "--pipeline-schedule 1f1b, or --pipeline-layout, which can give the embedding its own stage.")
+        yield (
+            f"[num_layers] is less than [pipeline_model_parallel_size] × {shape.chunks}, the stages on "
+            f"each rank with [pipeline_schedule]: each stage needs at least one layer. Use {size}"
+            "--pipeline-schedule 1f1b, or --pipeline-layout, which can give the embedding its own stage."
+        )
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:
     """Why the optimizer cannot update the state that a rank holds under these settings."""
     if config.optimizer.optimizer not in OPTIMIZERS:
-        return []           # the check of names reports an unknown one
+        return []  # the check of names reports an unknown one
     try:
         ZeroSettings.from_config(config)
     except ConfigError as error:
@@ -222,19 +305,29 @@ def optimizer_problems(config: RunConfig) -> list[str]:
 def _group_problems(config: RunConfig) -> Iterator[str]:
     """Parameter groups that do not fit the parameters of the model."""
     model = config.model
-    if model.vocab_size is None:         # the tokenizer is read later; names do not depend on it
+    if (
+        model.vocab_size is None
+    ):  # the tokenizer is read later; names do not depend on it
         model = replace(model, vocab_size=1)
     layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
     specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))
     for rule in rules:
-        needs = rule.optimizer is not None and getattr(OPTIMIZERS[rule.optimizer], "needs_matrices", False)
-        others = [name for name, spec in specs.items() if needs and rule.matches(name) and not spec.matrices]
+        needs = rule.optimizer is not None and getattr(
+            OPTIMIZERS[rule.optimizer], "needs_matrices", False
+        )
+        others = [
+            name
+            for name, spec in specs.items()
+            if needs and rule.matches(name) and not spec.matrices
+        ]
         if others:
-            yield (f"--param-group {rule.pattern!r} gives {others[0]} to {rule.optimizer}, which is for "
-                   "weights of hidden linear layers, and not for embeddings, output layers, routers, norms "
-                   "and biases. Use a pattern of such weights.")
+            yield (
+                f"--param-group {rule.pattern!r} gives {others[0]} to {rule.optimizer}, which is for "
+                "weights of hidden linear layers, and not for embeddings, output layers, routers, norms "
+                "and biases. Use a pattern of such weights."
+            )
 
 
 RULES = (schedule_problems, cut_problems, optimizer_problems)

@@ -38,9 +38,14 @@ class TrainingLength:
 
     def is_reached(self, progress: Progress) -> bool:
         """Whether the run ends: a limit is reached, or the next batch would exceed `samples`."""
-        return (self.iters is not None and progress.step >= self.iters
-                or self.samples is not None and progress.samples + self.batch_size(progress) > self.samples
-                or self.tokens is not None and self.count(progress) >= self.tokens)
+        return (
+            self.iters is not None
+            and progress.step >= self.iters
+            or self.samples is not None
+            and progress.samples + self.batch_size(progress) > self.samples
+            or self.tokens is not None
+            and self.count(progress) >= self.tokens
+        )
 
     def steps_after(self, progress: Progress = START) -> int:
         """Steps from `progress` to the end."""
@@ -52,23 +57,33 @@ class TrainingLength:
 
     def _rest(self, progress: Progress) -> tuple[int, int]:
         """(steps, samples) from `progress` to the end."""
-        most = left = math.inf                       # steps; tokens times layers
+        most = left = math.inf  # steps; tokens times layers
         if self.iters is not None:
             most = max(0, self.iters - progress.step)
         if self.samples is not None:
-            most = min(most, count_steps(self.batch_size, self.samples, progress.samples))
+            most = min(
+                most, count_steps(self.batch_size, self.samples, progress.samples)
+            )
         if self.tokens is not None:
-            seen = progress.tokens * self.num_layers if self.count.layers is None else progress.layer_tokens
+            seen = (
+                progress.tokens * self.num_layers
+                if self.count.layers is None
+                else progress.layer_tokens
+            )
             left = self.tokens * self.num_layers - seen
         # Steps with the same batch size and length are counted together.
-        steps, n = 0, progress.samples
+        steps = 0
+        n = progress.samples
         while steps < most and left > 0:
-            size, step = self.batch_size.at(n), progress.step + steps
+            size = self.batch_size.at(n)
+            step = progress.step + steps
             of_step = size * self.tokens_at(step) if left < math.inf else 0
             alike = min(most - steps, _steps_within(self.batch_size.until(n) - n, size))
             if left < math.inf:
                 alike = min(alike, -(-left // of_step)) if self.is_settled(step) else 1
-            steps, n, left = steps + alike, n + alike * size, left - alike * of_step
+            steps = steps + alike
+            n = n + alike * size
+            left = left - alike * of_step
         return int(steps), int(n - progress.samples)
 
 
@@ -76,25 +91,46 @@ def _steps_within(samples: float, size: int) -> float:
     return -(-samples // size) if samples < math.inf else math.inf
 
 
-def make_length(config: RunConfig, batch_size: BatchSize | None = None) -> TrainingLength:
+def make_length(
+    config: RunConfig, batch_size: BatchSize | None = None
+) -> TrainingLength:
     """The length that a configuration describes. batch_size: by default `make_batch_size(config)`."""
-    model, train, drop, full = config.model, config.train, make_token_drop(config), config.model.seq_length
-    difficulty = length_difficulty(config.curriculum, full) if config.curriculum.curriculum_type else None
+    model = config.model
+    train = config.train
+    drop = make_token_drop(config)
+    full = config.model.seq_length
+    difficulty = (
+        length_difficulty(config.curriculum, full)
+        if config.curriculum.curriculum_type
+        else None
+    )
     folds = config.curriculum.curriculum_type == RESHAPE
 
     def tokens_at(step: int) -> int:
         length = full if difficulty is None else min(full, difficulty.at(step + 1))
         rows = full // length if folds else 1
-        return rows * (drop.layer_tokens(step, length) if drop else model.num_layers * length)
+        return rows * (
+            drop.layer_tokens(step, length) if drop else model.num_layers * length
+        )
 
     def is_settled(step: int) -> bool:
         if drop is not None and drop.kept_at(step) != drop.kept.maximum:
             return False
-        return difficulty is None or (not isinstance(difficulty, Custom)
-                                      and difficulty.at(step + 1) == difficulty.maximum)
+        return difficulty is None or (
+            not isinstance(difficulty, Custom)
+            and difficulty.at(step + 1) == difficulty.maximum
+        )
 
-    return TrainingLength(batch_size or make_batch_size(config), train.train_iters, train.train_samples,
-                          train.train_tokens, token_count(config), model.num_layers, tokens_at, is_settled)
+    return TrainingLength(
+        batch_size or make_batch_size(config),
+        train.train_iters,
+        train.train_samples,
+        train.train_tokens,
+        token_count(config),
+        model.num_layers,
+        tokens_at,
+        is_settled,
+    )
 
 
 def planned_steps(config: RunConfig, batch_size: BatchSize | None = None) -> int:

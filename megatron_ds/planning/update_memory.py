@@ -18,11 +18,19 @@ from ..zero.shard_optimizer import Leaf, ShardOptimizer, make_leaf
 from ..zero.whole_matrices import whole_matrices
 from .fake_stages import LiveBytes, without_memory
 
-LR, DECAY, DIVISOR = 1.0, 0.1, 2.0          # of the planned update: with rates of 0 matrices stay as they are
+# of the planned update: with rates of 0 matrices stay as they are
+LR = 1.0
+DECAY = 0.1
+DIVISOR = 2.0
 
 
-def bytes_of_update(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,
-                    groups: DataGroups, device: str) -> int:
+def bytes_of_update(
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    settings: ZeroSettings,
+    groups: DataGroups,
+    device: str,
+) -> int:
     """The most bytes that are alive during an update besides the state; 0 without optimizers of matrices.
 
     parameters: to which the indices in the plans refer. device: planned, "cpu" or "cuda"
@@ -31,7 +39,9 @@ def bytes_of_update(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter]
     if not chosen:
         return 0
     with without_memory(device) as where:
-        matrices = whole_matrices(plans, parameters, settings.param_groups, groups, where)
+        matrices = whole_matrices(
+            plans, parameters, settings.param_groups, groups, where
+        )
         leaves = list(_leaves(plans, parameters, settings, groups, where))
         optimizer = ShardOptimizer(chosen, leaves, matrices=matrices)
         with LiveBytes(peak=True) as live:
@@ -39,15 +49,26 @@ def bytes_of_update(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter]
     return live.peak
 
 
-def _leaves(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,
-            groups: DataGroups, device: torch.device) -> Iterator[Leaf]:
+def _leaves(
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    settings: ZeroSettings,
+    groups: DataGroups,
+    device: torch.device,
+) -> Iterator[Leaf]:
     """What this rank updates of the parameters with such an optimizer."""
     for plan in plans:
         rank = groups.ranks_of(plan.reduced_over).shard
-        pieces = plan.layout.slot_intersections(rank) if plan.policy.optimizer else plan.layout.whole_slots()
+        pieces = (
+            plan.layout.slot_intersections(rank)
+            if plan.policy.optimizer
+            else plan.layout.whole_slots()
+        )
         for piece in () if plan.frozen else pieces:
             p = parameters[plan.members[piece.slot]]
             if group_of(p.spec, settings.param_groups).needs_matrices:
                 master = torch.zeros(piece.padded_numel, device=device)
-                grad = torch.zeros(piece.padded_numel, dtype=settings.grad_dtype, device=device)
+                grad = torch.zeros(
+                    piece.padded_numel, dtype=settings.grad_dtype, device=device
+                )
                 yield make_leaf(p.spec, piece, master, grad)

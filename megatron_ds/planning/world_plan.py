@@ -44,7 +44,9 @@ class WorldPlan:
     @cached_property
     def computations(self) -> Schedule:
         """The schedule without transfers."""
-        return tuple(tuple(i for i in program if i.op in COMPUTE) for program in self.schedule)
+        return tuple(
+            tuple(i for i in program if i.op in COMPUTE) for program in self.schedule
+        )
 
     def stages_of(self, pp_rank: int) -> list[FakeStage]:
         """The stages of a pipeline rank."""
@@ -59,13 +61,23 @@ class WorldPlan:
         """Memory and traffic of any rank."""
         pp = self.grid.coordinates(rank)["pp"]
         groups = data_groups(self.config, self.grid, rank, self.run.shape.placement)
-        return plan_rank(self.config, rank, groups, self.stages_of(pp), self.schedule[pp], self.microbatches,
-                         len(self.metrics), self.device)
+        return plan_rank(
+            self.config,
+            rank,
+            groups,
+            self.stages_of(pp),
+            self.schedule[pp],
+            self.microbatches,
+            len(self.metrics),
+            self.device,
+        )
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
         """The first rank of each pipeline position: its shards are at least as large as the others'."""
-        return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
+        return tuple(
+            self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp)
+        )
 
     @property
     def worst(self) -> RankPlan:
@@ -85,7 +97,11 @@ class WorldPlan:
     @cached_property
     def specs(self) -> tuple[ParamSpec, ...]:
         """The logical tensors of the model, tied ones once."""
-        return tuple({p.spec.name: p.spec for stage in self.stages for p in stage.parameters}.values())
+        return tuple(
+            {
+                p.spec.name: p.spec for stage in self.stages for p in stage.parameters
+            }.values()
+        )
 
     @property
     def parameters(self) -> int:
@@ -106,19 +122,27 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     """
     grid = config.grid()
     if not 0 <= rank < grid.world_size:
-        raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to "
-                          f"{grid.world_size - 1}, or a larger --world-size.")
+        raise ConfigError(
+            f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to "
+            f"{grid.world_size - 1}, or a larger --world-size."
+        )
     mesh = fake_mesh(grid, rank)
     layers = describe_layers(config, mesh)
-    by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
-    run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)
+    by_flops = config.with_values(
+        {"parallel.pipeline_cut": "flops"}, Source("derived", "the plan")
+    )
+    run = plan_run(
+        by_flops if config.parallel.pipeline_cut == "measured" else config, layers
+    )
     microbatches = microbatches_of(config)
     mesh.place_stages(run.shape.placement)
     keep_gathered = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
     costs = run.stage_costs()
     schedule = plan_schedule(config, microbatches, keep_gathered, costs)
     stages = fake_stages(config, mesh, run, schedule, device)
-    return WorldPlan(config, grid, rank, device, run, costs, microbatches, schedule, tuple(stages))
+    return WorldPlan(
+        config, grid, rank, device, run, costs, microbatches, schedule, tuple(stages)
+    )
 
 
 def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -131,24 +155,44 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
     except (ConfigError, DataError, ImportError, OSError) as problem:
         if config.model.vocab_size is None:
             raise ConfigError(
-                f"{problem} A plan needs only the size of the vocabulary: --vocab-size N.") from problem
-        reason = str(problem).rstrip(".") if config.data.tokenizer_type else "none is given"
-        return config, [f"the tokenizer: {reason}; --vocab-size {config.model.vocab_size} is assumed"]
+                f"{problem} A plan needs only the size of the vocabulary: --vocab-size N."
+            ) from problem
+        reason = (
+            str(problem).rstrip(".") if config.data.tokenizer_type else "none is given"
+        )
+        return config, [
+            f"the tokenizer: {reason}; --vocab-size {config.model.vocab_size} is assumed"
+        ]
     source = Source("derived", "the tokenizer")
     return config.with_values({"model.vocab_size": tokenizer.vocab_size}, source), []
 
 
 def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
     """FLOPs that recomputation adds to the backward of one sequence, for a stage with these layers."""
-    train, length, drop = config.train, config.model.seq_length, make_token_drop(config)
+    train = config.train
+    length = config.model.seq_length
+    drop = make_token_drop(config)
     kept = drop.kept_at(last_step(config), length) if drop else 0
-    blocks = [layer.flops(kept if layer.drops_tokens else length, 0) for layer in layers if layer.is_block]
-    again = {None: lambda flops: flops.again, "full": lambda flops: flops.total / 3,
-             "selective": lambda flops: flops.scores / 3 + flops.again}[train.recompute_granularity]
-    most = len(blocks) if train.recompute_num_layers is None else train.recompute_num_layers
+    blocks = [
+        layer.flops(kept if layer.drops_tokens else length, 0)
+        for layer in layers
+        if layer.is_block
+    ]
+    again = {
+        None: lambda flops: flops.again,
+        "full": lambda flops: flops.total / 3,
+        "selective": lambda flops: flops.scores / 3 + flops.again,
+    }[train.recompute_granularity]
+    most = (
+        len(blocks)
+        if train.recompute_num_layers is None
+        else train.recompute_num_layers
+    )
     return sum(map(again, blocks[:most])) + sum(flops.again for flops in blocks[most:])
 
 
 def wire_bytes(plan: RankPlan) -> float:
     """Bytes that a rank sends in a step, if every collective is a ring."""
-    return sum(count * RING_FACTOR[op](n) for (op, _, n), count in plan.traffic.bytes.items())
+    return sum(
+        count * RING_FACTOR[op](n) for (op, _, n), count in plan.traffic.bytes.items()
+    )

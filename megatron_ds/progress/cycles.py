@@ -49,13 +49,20 @@ class Cycle:
     def height(self, i: int) -> float:
         """The height in the cycle, from 0 through 1 and back, for 0 ≤ i < steps."""
         n = (i + 1) % self.steps
-        part, half, stairs = ((n, self.first, self.first_stairs) if n <= self.first else
-                              (self.steps - n, self.second, self.second_stairs))
+        part, half, stairs = (
+            (n, self.first, self.first_stairs)
+            if n <= self.first
+            else (self.steps - n, self.second, self.second_stairs)
+        )
         return part * stairs // half / stairs if stairs else part / half
 
     def decayed(self, i: int, rate: float) -> float:
         """1 + rate × intervals since the end of the cycle, for i ≥ steps; 1 without decay."""
-        return 1 + rate * (i - self.steps + 1) / self.decay_every if self.decay_every else 1.0
+        return (
+            1 + rate * (i - self.steps + 1) / self.decay_every
+            if self.decay_every
+            else 1.0
+        )
 
 
 @dataclass(frozen=True)
@@ -103,11 +110,18 @@ class CycledBeta:
             return self.highest - (self.highest - self.lowest) * self.cycle.height(i)
         beta = self.highest * self.cycle.decayed(i, self.decay_rate)
         if beta >= 1:
-            grown = math.ceil((1 / self.highest - 1) / self.decay_rate * self.cycle.decay_every) - 1
-            raise ConfigError(f"beta1 of step {i + 2} would be {beta:.4g}, and Adam's must be below 1: after "
-                              f"the cycle it grows from --cycle-max-mom {self.highest:g} by "
-                              f"--decay-mom-rate {self.decay_rate:g}. Lower that rate, or train for at most "
-                              f"{self.cycle.steps + grown + 1} steps.")
+            grown = (
+                math.ceil(
+                    (1 / self.highest - 1) / self.decay_rate * self.cycle.decay_every
+                )
+                - 1
+            )
+            raise ConfigError(
+                f"beta1 of step {i + 2} would be {beta:.4g}, and Adam's must be below 1: after "
+                f"the cycle it grows from --cycle-max-mom {self.highest:g} by "
+                f"--decay-mom-rate {self.decay_rate:g}. Lower that rate, or train for at most "
+                f"{self.cycle.steps + grown + 1} steps."
+            )
         return beta
 
 
@@ -127,4 +141,6 @@ class RangeTest:
     def at(self, i: int) -> float:
         """The learning rate of the step that follows i + 1 completed steps."""
         done = i + 1
-        return self.lowest * (1 + self.rate * (done // self.size if self.in_stairs else done / self.size))
+        return self.lowest * (
+            1 + self.rate * (done // self.size if self.in_stairs else done / self.size)
+        )

@@ -38,14 +38,25 @@ class Progress:
     nan_steps: int = 0
     layer_tokens: int = 0
 
-    def after(self, samples: int, tokens: int, *, skipped: bool = False, nan: bool = False,
-              layer_tokens: int = 0) -> "Progress":
+    def after(
+        self,
+        samples: int,
+        tokens: int,
+        *,
+        skipped: bool = False,
+        nan: bool = False,
+        layer_tokens: int = 0,
+    ) -> "Progress":
         """The progress after one more step that consumed `samples` sequences and `tokens` tokens."""
         return Progress(
-            step=self.step + 1, samples=self.samples + samples, tokens=self.tokens + tokens,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
             scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
-            skipped_steps=self.skipped_steps + skipped, nan_steps=self.nan_steps + nan,
-            layer_tokens=self.layer_tokens + layer_tokens)
+            skipped_steps=self.skipped_steps + skipped,
+            nan_steps=self.nan_steps + nan,
+            layer_tokens=self.layer_tokens + layer_tokens,
+        )
 
     def to_dict(self) -> dict[str, int]:
         """Plain values for run.json."""
@@ -73,7 +84,11 @@ class Tokens:
     layers: int | None = None
 
     def __call__(self, progress: Progress) -> int:
-        return progress.tokens if self.layers is None else progress.layer_tokens // self.layers
+        return (
+            progress.tokens
+            if self.layers is None
+            else progress.layer_tokens // self.layers
+        )
 
 
 # Shapes of a decay: elapsed fraction r in [0, 1] → fraction of the height that is left.
@@ -125,13 +140,18 @@ class LearningRate:
         if n > self.decay:
             return self.lowest
         if self.style == "inverse-square-root":
-            return max(self.lowest, self.highest * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(n, 1)))
+            return max(
+                self.lowest,
+                self.highest * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(n, 1)),
+            )
         return self.lowest + self._left(n) * (self.highest - self.lowest)
 
     def _left(self, n: int) -> float:
         """Fraction of the height that is left after n."""
         if self.style != "WSD":
-            return FALLS[self.style]((n - self.warmup) / max(self.decay - self.warmup, 1))
+            return FALLS[self.style](
+                (n - self.warmup) / max(self.decay - self.warmup, 1)
+            )
         start = self.decay - self.final
         return 1.0 if n <= start else FALLS[self.final_style]((n - start) / self.final)
 
@@ -163,13 +183,19 @@ class DeepSpeedRate:
         if i < 0:
             return 0.0 if self.style == "WarmupCosineLR" else self.initial
         if i < self.steps:
-            risen = math.log(i + 1) / math.log(self.steps) if self.warmup_style == "log" else i / self.steps
+            risen = (
+                math.log(i + 1) / math.log(self.steps)
+                if self.warmup_style == "log"
+                else i / self.steps
+            )
             return self.initial + (self.highest - self.initial) * risen
         if self.style == "WarmupLR":
             return self.highest
         span = max(1, self.total - self.steps)
         if self.style == "WarmupDecayLR":
-            return self.initial + (self.highest - self.initial) * max(0.0, (self.total - i) / span)
+            return self.initial + (self.highest - self.initial) * max(
+                0.0, (self.total - i) / span
+            )
         fallen = min(1.0, (i - self.steps + 1) / span)
         return self.lowest + (self.highest - self.lowest) * FALLS["cosine"](fallen)
 
@@ -199,8 +225,9 @@ class WeightDecay:
         if self.style == "constant" or n > self.span:
             return self.end
         r = n / self.span
-        return self.start + (self.end - self.start) * (r if self.style == "linear"
-                                                       else FALLS["cosine"](1 - r))
+        return self.start + (self.end - self.start) * (
+            r if self.style == "linear" else FALLS["cosine"](1 - r)
+        )
 
 
 @dataclass(frozen=True)
@@ -222,12 +249,18 @@ class BatchSize:
     def growing(cls, start: int, increment: int, final: int, span: int) -> "BatchSize":
         """From `start` up to `final` by `increment`. All sizes below `final` share `span` samples equally."""
         increments = (final - start) // increment
-        steps = {-(-i * span // increments): start + i * increment for i in range(increments)}
+        steps = {
+            -(-i * span // increments): start + i * increment for i in range(increments)
+        }
         return cls(tuple({**(steps or {0: start}), span: final}.items()))
 
     def rounded_down(self, multiple: int) -> "BatchSize":
         """Each size rounded down to a multiple."""
-        return BatchSize(tuple((samples, size // multiple * multiple) for samples, size in self.steps))
+        return BatchSize(
+            tuple(
+                (samples, size // multiple * multiple) for samples, size in self.steps
+            )
+        )
 
     def __call__(self, progress: Progress) -> int:
         return self.at(progress.samples)
@@ -253,9 +286,11 @@ class BatchSize:
 
 def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
     """Steps that `samples` in all allow after `consumed` ones; a remainder below a batch is not used."""
-    steps, n = 0, consumed
+    steps = 0
+    n = consumed
     while n + (size := batch_size.at(n)) <= samples:
         end = min(batch_size.until(n), samples)
-        alike = min(-((n - end) // size), (samples - n) // size)           # steps of this size
-        steps, n = steps + alike, n + alike * size
+        alike = min(-((n - end) // size), (samples - n) // size)  # steps of this size
+        steps = steps + alike
+        n = n + alike * size
     return steps

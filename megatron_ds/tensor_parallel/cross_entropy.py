@@ -21,8 +21,13 @@ from ..mpu.group import Group
 from ..ops.logits import keep_logits
 
 
-def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab_size: int,
-                                 label_smoothing: float = 0.0) -> torch.Tensor:
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: Group,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b].
 
     The same on every rank. Overwrites the logits. Smoothing as in `reference_cross_entropy`, over the
@@ -36,19 +41,35 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels, group, vocab_size, label_smoothing):
         assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
         start, valid = own_columns(logits.shape[-1], group, vocab_size)
-        kept = keep_logits(logits.detach().flatten(0, -2), labels.reshape(-1) - start, valid)
-        loss, lse = token_losses(kept.facts(label_smoothing > 0), group, vocab_size, label_smoothing)
+        kept = keep_logits(
+            logits.detach().flatten(0, -2), labels.reshape(-1) - start, valid
+        )
+        loss, lse = token_losses(
+            kept.facts(label_smoothing > 0), group, vocab_size, label_smoothing
+        )
         kept.settle(lse)
-        ctx.kept, ctx.shape = kept, logits.shape
+        ctx.kept = kept
+        ctx.shape = logits.shape
         ctx.target = target_weights(label_smoothing, vocab_size)
-        return torch.ops.aten._unsafe_view(loss, labels.shape)         # a view could not be changed in place
+        return torch.ops.aten._unsafe_view(
+            loss, labels.shape
+        )  # a view could not be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        kept, ctx.kept = ctx.kept, None
-        assert kept is not None, "the first backward overwrote the logits: run the forward again"
-        return kept.gradient_(dloss.reshape(-1), *ctx.target).view(ctx.shape), None, None, None, None
+        kept = ctx.kept
+        ctx.kept = None
+        assert kept is not None, (
+            "the first backward overwrote the logits: run the forward again"
+        )
+        return (
+            kept.gradient_(dloss.reshape(-1), *ctx.target).view(ctx.shape),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def own_columns(width: int, group: Group, vocab_size: int) -> tuple[int, int]:
@@ -57,13 +78,14 @@ def own_columns(width: int, group: Group, vocab_size: int) -> tuple[int, int]:
     return start, max(0, min(width, vocab_size - start))
 
 
-def token_losses(facts: torch.Tensor, group: Group, vocab_size: int,
-                 label_smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(
+    facts: torch.Tensor, group: Group, vocab_size: int, label_smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """facts [k, n] of this rank's columns → loss of each token and lse over all columns, fp32 [n].
 
     facts: of `ops.logits.cross_entropy_facts`. Collective: all-gather.
     """
-    facts = collectives.all_gather(facts.unsqueeze(0), group)                    # [t, k, n]
+    facts = collectives.all_gather(facts.unsqueeze(0), group)  # [t, k, n]
     lse = torch.logsumexp(facts[:, 0], dim=0)
     loss = lse - facts[:, 1].sum(0)
     if label_smoothing:
@@ -79,8 +101,12 @@ def target_weights(label_smoothing: float, vocab_size: int) -> tuple[float, floa
     return 1 - weight, weight / vocab_size
 
 
-def reference_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int,
-                            label_smoothing: float = 0.0) -> torch.Tensor:
+def reference_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     """The loss of whole logits [.., V'] and labels [..]; columns from `vocab_size` on are ignored.
 
     Smoothing as in Megatron: the label's target is 1 - e, every other token's e / (vocab_size - 1). (torch

@@ -21,7 +21,9 @@ CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 
 
 @torch.no_grad()
-def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, coordinates: Coordinates) -> None:
+def initialize(
+    parameters: Iterable[torch.nn.Parameter], seed: int, coordinates: Coordinates
+) -> None:
     """Fill each parameter, the shard of the rank at `coordinates`, as its `.spec.init` describes."""
     for parameter in parameters:
         spec = parameter.spec
@@ -36,81 +38,104 @@ def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, coordinates:
 
 
 @torch.no_grad()
-def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int,
-                        coordinates: Coordinates) -> None:
+def initialize_interval(
+    out: torch.Tensor, spec: ParamSpec, start: int, seed: int, coordinates: Coordinates
+) -> None:
     """Fill flat `out` with elements [start, start + len(out)) of the flattened shard, as `initialize` does.
 
     Draws a run of rows at a time, so the shard never exists as a whole.
     """
     shape = _shape_of_shard(spec, coordinates)
     row = math.prod(shape[1:])
-    stop, rows_at_once, blocks = start + out.numel(), max(1, BLOCK // row), _Blocks(spec, seed)
+    stop = start + out.numel()
+    rows_at_once = max(1, BLOCK // row)
+    blocks = _Blocks(spec, seed)
     for first in range(start // row, -(-stop // row), rows_at_once):
         rows = min(rows_at_once, shape[0] - first)
         values = _rows(spec, blocks, first, rows, coordinates).view(-1)
-        low, high = max(start, first * row), min(stop, (first + rows) * row)
-        out[low - start:high - start].copy_(values[low - first * row:high - first * row])
+        low = max(start, first * row)
+        high = min(stop, (first + rows) * row)
+        out[low - start : high - start].copy_(
+            values[low - first * row : high - first * row]
+        )
 
 
 def _shape_of_shard(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...]:
-    return spec.local_shape({axis: size for axis, (_, size) in coordinates.items()}) or (1,)
+    return spec.local_shape(
+        {axis: size for axis, (_, size) in coordinates.items()}
+    ) or (1,)
 
 
-def _rows(spec: ParamSpec, blocks: "_Blocks", first: int, rows: int,
-          coordinates: Coordinates) -> torch.Tensor:
+def _rows(
+    spec: ParamSpec, blocks: "_Blocks", first: int, rows: int, coordinates: Coordinates
+) -> torch.Tensor:
     """Rows [first, first + rows) of dimension 0 of the shard, fp32."""
     shape = _shape_of_shard(spec, coordinates)
     values = torch.zeros(rows, *shape[1:])
     for box in spec.boxes(coordinates):
-        local, logical, sizes = box.local or (0,), box.logical or (0,), box.sizes or (1,)
-        a, b = max(first, local[0]), min(first + rows, local[0] + sizes[0])
+        local = box.local or (0,)
+        logical = box.logical or (0,)
+        sizes = box.sizes or (1,)
+        a = max(first, local[0])
+        b = min(first + rows, local[0] + sizes[0])
         if a >= b:
             continue
         target = _slice(values, (a - first, *local[1:]), (b - a, *sizes[1:]))
         if spec.init.kind != "normal":
             target.fill_(CONSTANTS[spec.init.kind])
             continue
-        row, at = math.prod(spec.shape[1:]), logical[0] + a - local[0]
-        drawn = blocks.interval(at * row, (at + b - a) * row).view(b - a, *spec.shape[1:])
+        row = math.prod(spec.shape[1:])
+        at = logical[0] + a - local[0]
+        drawn = blocks.interval(at * row, (at + b - a) * row).view(
+            b - a, *spec.shape[1:]
+        )
         target.copy_(_slice(drawn, (0, *logical[1:]), (b - a, *sizes[1:])))
     return values
 
 
 def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
     """Rows of the logical tensor in runs of about a block, each cut to the box's rectangle."""
-    row = math.prod(spec.shape[1:])                                   # elements of one index of dimension 0
+    row = math.prod(spec.shape[1:])  # elements of one index of dimension 0
     rows_at_once = max(1, BLOCK // row)
     blocks = _Blocks(spec, seed)
     target = _slice(parameter, box.local, box.sizes)
     for start in range(0, box.sizes[0], rows_at_once):
         rows = min(rows_at_once, box.sizes[0] - start)
         first = box.logical[0] + start
-        drawn = blocks.interval(first * row, (first + rows) * row).view(rows, *spec.shape[1:])
+        drawn = blocks.interval(first * row, (first + rows) * row).view(
+            rows, *spec.shape[1:]
+        )
         inner = _slice(drawn, (0, *box.logical[1:]), (rows, *box.sizes[1:]))
-        target[start:start + rows].copy_(inner)
+        target[start : start + rows].copy_(inner)
 
 
 class _Blocks:
     """Intervals of the flattened logical tensor. Keeps the last block, in which the next interval begins."""
 
     def __init__(self, spec: ParamSpec, seed: int):
-        self.spec, self.seed = spec, seed
+        self.spec = spec
+        self.seed = seed
         self.last = (-1, None)
 
     def interval(self, start: int, stop: int) -> torch.Tensor:
         pieces = []
         for index in range(start // BLOCK, (stop - 1) // BLOCK + 1):
             base = index * BLOCK
-            pieces.append(self._block(index)[max(start - base, 0):stop - base])
+            pieces.append(self._block(index)[max(start - base, 0) : stop - base])
         return torch.cat(pieces)
 
     def _block(self, index: int) -> torch.Tensor:
         if self.last[0] != index:
             numel = min(BLOCK, self.spec.numel - index * BLOCK)
             generator = generator_of(self.seed, self.spec.name, index)
-            self.last = (index, torch.empty(numel).normal_(std=self.spec.init.std, generator=generator))
+            self.last = (
+                index,
+                torch.empty(numel).normal_(std=self.spec.init.std, generator=generator),
+            )
         return self.last[1]
 
 
-def _slice(tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+def _slice(
+    tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
+) -> torch.Tensor:
     return tensor[tuple(slice(a, a + n) for a, n in zip(start, sizes))]

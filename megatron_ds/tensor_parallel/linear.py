@@ -35,23 +35,44 @@ from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b, the output split over the tensor-parallel group: [s(/t), b, in] → [s, b, out/t]."""
 
-    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
-                 init_std: float, bias: bool = True, parts: int = 1, gather_output: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        *,
+        name: str,
+        init_std: float,
+        bias: bool = True,
+        parts: int = 1,
+        gather_output: bool = False,
+    ):
         """parts: matrices packed into one weight, each split over the ranks by itself (2 for [gate; up]).
 
         gather_output: return the whole [s, b, out] on every rank
         """
         super().__init__()
-        self.group, self.sequence_parallel, self.gather_output = ctx.tp, ctx.sequence_parallel, gather_output
+        self.group = ctx.tp
+        self.sequence_parallel = ctx.sequence_parallel
+        self.gather_output = gather_output
         interleaved = gather_output and parts > 1
-        assert not interleaved, "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
+        assert not interleaved, (
+            "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
+        )
         rows = Split("tp", 0, parts)
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (rows,),
-                           matrices=Matrices())
+        weight = ParamSpec(
+            f"{name}.weight",
+            (out_features, in_features),
+            Init("normal", init_std),
+            (rows,),
+            matrices=Matrices(),
+        )
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), (rows,), decay=False)
+            spec = ParamSpec(
+                f"{name}.bias", (out_features,), Init("zeros"), (rows,), decay=False
+            )
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,17 +87,36 @@ class RowParallelLinear(nn.Module):
     The bias is added once, to the sum.
     """
 
-    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
-                 init_std: float, bias: bool = True):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        *,
+        name: str,
+        init_std: float,
+        bias: bool = True,
+    ):
         super().__init__()
-        self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std),
-                           (Split("tp", 1),), matrices=Matrices())
+        self.group = ctx.tp
+        self.sequence_parallel = ctx.sequence_parallel
+        weight = ParamSpec(
+            f"{name}.weight",
+            (out_features, in_features),
+            Init("normal", init_std),
+            (Split("tp", 1),),
+            matrices=Matrices(),
+        )
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_over=ctx.partial_over,
-                             decay=False)
+            spec = ParamSpec(
+                f"{name}.bias",
+                (out_features,),
+                Init("zeros"),
+                partial_over=ctx.partial_over,
+                decay=False,
+            )
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,13 +130,27 @@ class ReplicatedLinear(nn.Module):
     For products too small to be worth a message.
     """
 
-    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
-                 init_std: float, partial_over: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        *,
+        name: str,
+        init_std: float,
+        partial_over: tuple[str, ...] = (),
+    ):
         """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence."""
         super().__init__()
         make = lambda leaf, shape, init, decay: new_shard(
-            ParamSpec(f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay), ctx)
-        self.weight = make("weight", (out_features, in_features), Init("normal", init_std), True)
+            ParamSpec(
+                f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay
+            ),
+            ctx,
+        )
+        self.weight = make(
+            "weight", (out_features, in_features), Init("normal", init_std), True
+        )
         self.bias = make("bias", (out_features,), Init("zeros"), False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,22 +164,41 @@ def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
     return new_parameter(spec, sizes=sizes, dtype=ctx.dtype, device=ctx.device)
 
 
-def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,
-                  sequence_parallel: bool = False) -> torch.Tensor:
+def column_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
     """x [s(/t), b, in], weight [out/t, in], bias [out/t] or None → [s, b, out/t]."""
-    return _apply(_ColumnLinear, x, weight, bias, group, sequence_parallel and group.size > 1)
+    return _apply(
+        _ColumnLinear, x, weight, bias, group, sequence_parallel and group.size > 1
+    )
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,
-               sequence_parallel: bool = False) -> torch.Tensor:
+def row_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
     """x [s, b, in/t], weight [out, in/t], bias [out] or None → [s(/t), b, out]."""
-    return _apply(_RowLinear, x, weight, bias, group, sequence_parallel and group.size > 1)
+    return _apply(
+        _RowLinear, x, weight, bias, group, sequence_parallel and group.size > 1
+    )
 
 
-def _apply(function: type[torch.autograd.Function], x: torch.Tensor, weight: torch.Tensor,
-           *others: object) -> torch.Tensor:
+def _apply(
+    function: type[torch.autograd.Function],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *others: object,
+) -> torch.Tensor:
     if torch.compiler.is_compiling() and hasattr(weight, "grad_ready"):
         from .outside_graphs import apply_outside_graphs
+
         return apply_outside_graphs(function, x, weight, *others)
     return function.apply(x, weight, *others)
 
@@ -139,22 +212,33 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, sequence_parallel):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
-        return _affine(collectives.all_gather(x, group) if sequence_parallel else x, weight, bias)
+        ctx.weight = weight
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
+        return _affine(
+            collectives.all_gather(x, group) if sequence_parallel else x, weight, bias
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out/t]
+        dy = dy.reshape(-1, dy.shape[-1])  # [s b, out/t]
         finish_dw = nothing
         if needs_dw:
-            finish_dw = now_or_later(weight, partial(_begin_dw, weight, x, dy,
-                                                     group if ctx.sequence_parallel else None))
-        dx, reduced = None, DONE
+            finish_dw = now_or_later(
+                weight,
+                partial(
+                    _begin_dw, weight, x, dy, group if ctx.sequence_parallel else None
+                ),
+            )
+        dx = None
+        reduced = DONE
         if needs_dx:
-            dx, reduced = _start_reduce(product(dy, weight), ctx.sequence_parallel, group)
+            dx, reduced = _start_reduce(
+                product(dy, weight), ctx.sequence_parallel, group
+            )
         dw = finish_dw()
         db = dy.sum(0) if needs_db else None
         reduced.wait()
@@ -168,12 +252,16 @@ class _RowLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, sequence_parallel):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
+        ctx.weight = weight
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
         if group.size == 1:
-            return _affine(x, weight, bias)        # the bias inside the matrix product is the only difference
+            return _affine(
+                x, weight, bias
+            )  # the bias inside the matrix product is the only difference
         y = _affine(x, weight, None)
         if sequence_parallel:
-            y = collectives.reduce_scatter(y, group)                             # [s/t, b, out]
+            y = collectives.reduce_scatter(y, group)  # [s/t, b, out]
         else:
             collectives.all_reduce_(y, group)
         return y if bias is None else y.add_(bias)
@@ -187,9 +275,13 @@ class _RowLinear(torch.autograd.Function):
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, group)
-        dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out]
+        dy = dy.reshape(-1, dy.shape[-1])  # [s b, out]
         dx = product(dy, weight).view(x.shape) if needs_dx else None
-        dw = now_or_later(weight, partial(_begin_dw, weight, x, dy))() if needs_dw else None
+        dw = (
+            now_or_later(weight, partial(_begin_dw, weight, x, dy))()
+            if needs_dw
+            else None
+        )
         return dx, dw, db, None, None
 
 
@@ -204,13 +296,17 @@ class _GatherLast(torch.autograd.Function):
         return collectives.shard(dy, ctx.group, dim=-1), None
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     # Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
     y = affine(x.view(-1, x.shape[-1]), weight, bias)
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
 
-def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, group: Group | None = None) -> Finish:
+def _begin_dw(
+    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, group: Group | None = None
+) -> Finish:
     """x [.., in], to be gathered over the group, if any; dy [s b, out]."""
     x, gathered = (x, DONE) if group is None else start_all_gather(x, group)
 
@@ -224,12 +320,18 @@ def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, group: Gr
 def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """[s/t, b, in] → [s, b, in], valid after the wait."""
     whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    return whole, collectives.all_gather_into_(whole.view(-1), x.view(-1), group, async_op=True)
+    return whole, collectives.all_gather_into_(
+        whole.view(-1), x.view(-1), group, async_op=True
+    )
 
 
-def _start_reduce(dx: torch.Tensor, scatter: bool, group: Group) -> tuple[torch.Tensor, Work]:
+def _start_reduce(
+    dx: torch.Tensor, scatter: bool, group: Group
+) -> tuple[torch.Tensor, Work]:
     """dx [s b, in], a partial sum → the sum, or this rank's slice of it [s b/t, in], valid after the wait."""
     if not scatter:
         return dx, collectives.all_reduce_(dx, group, async_op=True)
     mine = dx.new_empty((dx.shape[0] // group.size, dx.shape[1]))
-    return mine, collectives.reduce_scatter_into_(mine.view(-1), dx.view(-1), group, async_op=True)
+    return mine, collectives.reduce_scatter_into_(
+        mine.view(-1), dx.view(-1), group, async_op=True
+    )

@@ -35,7 +35,8 @@ from .cross_entropy import own_columns, target_weights, token_losses
 from .weight_grad import GradientSum
 
 # Rows of a suitable chunk: fewer leave the processors of a GPU or a CPU idle, more only take memory.
-FEWEST_ROWS, MOST_ROWS = 256, 4096
+FEWEST_ROWS = 256
+MOST_ROWS = 4096
 
 
 def suitable_chunks(rows: int, hidden: int, columns: int) -> int:
@@ -59,35 +60,67 @@ class LogitsInChunks:
     sequence_parallel: bool
     chunks: int
 
-    def cross_entropy(self, labels: torch.Tensor, vocab_size: int,
-                      label_smoothing: float = 0.0) -> torch.Tensor:
+    def cross_entropy(
+        self, labels: torch.Tensor, vocab_size: int, label_smoothing: float = 0.0
+    ) -> torch.Tensor:
         """`vocab_parallel_cross_entropy` of the logits: labels [s, b] → loss per token, fp32 [s, b].
 
         Collective: all-gather; with sequence parallelism another one, of x. Backward: all-reduce, or
         all-gather and reduce-scatter.
         """
-        return _Chunked.apply(self.x, self.weight, self.bias, labels, self.group,
-                              self.sequence_parallel and self.group.size > 1, self.chunks, vocab_size,
-                              label_smoothing)
+        return _Chunked.apply(
+            self.x,
+            self.weight,
+            self.bias,
+            labels,
+            self.group,
+            self.sequence_parallel and self.group.size > 1,
+            self.chunks,
+            vocab_size,
+            label_smoothing,
+        )
 
 
 class _Chunked(torch.autograd.Function):
     # See the note at linear._ColumnLinear about the weight on ctx.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, group, sequence_parallel, chunks, vocab_size, label_smoothing):
+    def forward(
+        ctx,
+        x,
+        weight,
+        bias,
+        labels,
+        group,
+        sequence_parallel,
+        chunks,
+        vocab_size,
+        label_smoothing,
+    ):
         x = x.contiguous()
-        whole = collectives.all_gather(x, group) if sequence_parallel else x     # [s, b, h]
+        whole = (
+            collectives.all_gather(x, group) if sequence_parallel else x
+        )  # [s, b, h]
         assert labels.shape == whole.shape[:-1], (labels.shape, whole.shape)
         start, valid = own_columns(len(weight), group, vocab_size)
-        flat, own_labels = whole.view(-1, whole.shape[-1]), labels.reshape(-1) - start
+        flat = whole.view(-1, whole.shape[-1])
+        own_labels = labels.reshape(-1) - start
         smoothed = label_smoothing > 0
-        facts = [cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
-                 for rows, logits in _logits(flat, weight, bias, chunks)]
-        loss, lse = token_losses(torch.cat(facts, dim=1), group, vocab_size, label_smoothing)
+        facts = [
+            cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
+            for rows, logits in _logits(flat, weight, bias, chunks)
+        ]
+        loss, lse = token_losses(
+            torch.cat(facts, dim=1), group, vocab_size, label_smoothing
+        )
         ctx.save_for_backward(x, own_labels, lse)
-        ctx.weight, ctx.bias, ctx.group, ctx.sequence_parallel = weight, bias, group, sequence_parallel
-        ctx.chunks, ctx.valid, ctx.target = chunks, valid, target_weights(label_smoothing, vocab_size)
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.chunks = chunks
+        ctx.valid = valid
+        ctx.target = target_weights(label_smoothing, vocab_size)
         return torch.ops.aten._unsafe_view(loss, labels.shape)
 
     @staticmethod
@@ -96,13 +129,15 @@ class _Chunked(torch.autograd.Function):
         (x, labels, lse), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         whole = collectives.all_gather(x, group) if ctx.sequence_parallel else x
-        flat, dloss = whole.view(-1, whole.shape[-1]), dloss.reshape(-1)
+        flat = whole.view(-1, whole.shape[-1])
+        dloss = dloss.reshape(-1)
         dx = torch.empty_like(flat) if needs_dx else None
         dw = GradientSum(weight) if needs_dw else None
         db = lse.new_zeros(len(weight)) if needs_db else None
         for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks):
-            dlogits = cross_entropy_gradient_(logits, labels[rows], lse[rows], dloss[rows], ctx.valid,
-                                              *ctx.target)
+            dlogits = cross_entropy_gradient_(
+                logits, labels[rows], lse[rows], dloss[rows], ctx.valid, *ctx.target
+            )
             if dx is not None:
                 product_into(dx[rows], dlogits, weight)
             if dw is not None:
@@ -115,18 +150,23 @@ class _Chunked(torch.autograd.Function):
                 dx = collectives.reduce_scatter(dx, group)
             else:
                 collectives.all_reduce_(dx, group)
-        return (dx, None if dw is None else dw.deliver(), None if db is None else db.to(weight.dtype),
-                *[None] * 6)
+        return (
+            dx,
+            None if dw is None else dw.deliver(),
+            None if db is None else db.to(weight.dtype),
+            *[None] * 6,
+        )
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-            chunks: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def _logits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunks: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields (rows, their logits [rows, V'/t]) of x [n, h] in at most `chunks` parts; the next iteration
     overwrites the logits."""
     each = max(1, -(-len(x) // chunks))
     memory = x.new_empty(min(each, len(x)), len(weight))
     for start in range(0, len(x), each):
-        part = x[start:start + each]
-        logits = memory[:len(part)]
+        part = x[start : start + each]
+        logits = memory[: len(part)]
         affine(part, weight, bias, logits)
         yield slice(start, start + len(part)), logits

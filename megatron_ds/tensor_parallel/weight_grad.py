@@ -46,7 +46,9 @@ def nothing() -> None:
     """`Finish` of a weight that needs no gradient, or whose gradient is queued."""
 
 
-def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+def linear_gradient(
+    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
+) -> torch.Tensor | None:
     """Add dyᵀ x to the weight's main gradient and return None; without one, return the product.
 
     Inside `gradient_sums` it is added to the sum.
@@ -72,14 +74,17 @@ class GradientSum:
     """
 
     def __init__(self, weight: torch.Tensor):
-        self.weight, is_apart = weight, hasattr(weight, "grad_queue")
+        self.weight = weight
+        is_apart = hasattr(weight, "grad_queue")
         new = None if is_apart else _new_main_grad_of(weight)
         main_grad = None if is_apart or new is not None else _main_grad_of(weight)
         self._has_main_grad = new is not None or main_grad is not None
         self._is_new = main_grad is None
         if not self._has_main_grad:
             wide = torch.promote_types(weight.dtype, torch.float32)
-            new = torch.empty_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+            new = torch.empty_like(
+                weight, dtype=wide, memory_format=torch.contiguous_format
+            )
         self._sum = new if main_grad is None else main_grad
 
     def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -113,7 +118,9 @@ class GradientSums:
         self._products: dict[torch.Tensor, GradientSum] = {}
         self._others: list[torch.Tensor | None] = [None] * len(parameters)
 
-    def add_product(self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+    def add_product(
+        self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
+    ) -> None:
         """Add dyᵀ x to the sum of a weight, for x [n, in] and dy [n, out]."""
         if weight not in self._products:
             self._products[weight] = GradientSum(weight)
@@ -123,14 +130,22 @@ class GradientSums:
         """Add the gradients that autograd returned for the parameters, None for products; in fp32."""
         for i, gradient in enumerate(gradients):
             if gradient is not None and self._others[i] is None:
-                self._others[i] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                self._others[i] = gradient.to(
+                    torch.promote_types(gradient.dtype, torch.float32), copy=True
+                )
             elif gradient is not None:
                 self._others[i].add_(gradient)
 
     def deliver(self) -> list[torch.Tensor | None]:
         """Once, at the end: what autograd receives as the gradients of the parameters."""
-        return [self._products[p].deliver() if p in self._products else other if other is None else
-                other.to(p.dtype) for p, other in zip(self._parameters, self._others)]
+        return [
+            self._products[p].deliver()
+            if p in self._products
+            else other
+            if other is None
+            else other.to(p.dtype)
+            for p, other in zip(self._parameters, self._others)
+        ]
 
 
 @contextmanager
@@ -147,8 +162,9 @@ def gradient_sums(parameters: Sequence[torch.Tensor]) -> Iterator[GradientSums]:
             del p.grad_sums
 
 
-def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
-                     runs: Runs) -> torch.Tensor | None:
+def grouped_gradient(
+    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: Runs
+) -> torch.Tensor | None:
     """Add dyᵀ x of each run of rows to the gradient of its matrix of the weight [runs, out, in].
 
     The result is as of `linear_gradient`. A run without rows adds nothing.
@@ -163,7 +179,9 @@ def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
     return None
 
 
-def embedding_gradient(weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+def embedding_gradient(
+    weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor
+) -> torch.Tensor | None:
     """Add dy [N, h] to `rows` [N] of the weight's gradient; the result as of `linear_gradient`."""
     main_grad = _main_grad_of(weight)
     if main_grad is None:

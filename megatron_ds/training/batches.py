@@ -1,10 +1,10 @@
 """`Batches`: this rank's batches of a run, ready for the model, for training, evaluation and comparisons.
 
-    read       the samples of this rank: ranks along dp read different ones, all others read the same
-    lengths    shorten the sequences, if a curriculum over lengths is configured
-    keeping    how many tokens the layers keep that drop some
-    to         the device: from page-locked memory, so before anything is cut out of it
-    cut        the tokens of each sequence that this rank holds
+read       the samples of this rank: ranks along dp read different ones, all others read the same
+lengths    shorten the sequences, if a curriculum over lengths is configured
+keeping    how many tokens the layers keep that drop some
+to         the device: from page-locked memory, so before anything is cut out of it
+cut        the tokens of each sequence that this rank holds
 """
 
 from collections.abc import Callable
@@ -28,7 +28,9 @@ from ..progress.ramps import Progress
 class BatchSource(Protocol):
     """A `Loader`, or one that several ranks share."""
 
-    def batch(self, first: int, size: int, rank: int, ranks: int, training: bool = True) -> Batch:
+    def batch(
+        self, first: int, size: int, rank: int, ranks: int, training: bool = True
+    ) -> Batch:
         """The samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
 
 
@@ -39,11 +41,11 @@ class Batches:
     samples  the group whose ranks read different samples
     """
 
-    samples: Group                      # its ranks read different samples
+    samples: Group  # its ranks read different samples
     part: SequenceSlice
     device: torch.device
     drop: TokenDrop | None
-    lengths: Difficulty | None          # the sequence length of each step; None: whole samples
+    lengths: Difficulty | None  # the sequence length of each step; None: whole samples
     shorten: Callable[[Batch, int], Batch]
 
     def training(self, source: BatchSource, progress: Progress, size: int) -> Batch:
@@ -57,8 +59,12 @@ class Batches:
         """This rank's samples of the global batch from `first` on; no sequence or token is dropped."""
         return self._ready(self._read(source, first, size, training=False))
 
-    def _read(self, source: BatchSource, first: int, size: int, training: bool) -> Batch:
-        return source.batch(first, size, self.samples.rank, self.samples.size, training=training)
+    def _read(
+        self, source: BatchSource, first: int, size: int, training: bool
+    ) -> Batch:
+        return source.batch(
+            first, size, self.samples.rank, self.samples.size, training=training
+        )
 
     def _ready(self, batch: Batch) -> Batch:
         return batch.to(self.device).cut(self.part)
@@ -66,9 +72,15 @@ class Batches:
 
 def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
     """The batches of a rank, as configured."""
-    curriculum, lengths = config.curriculum, None
+    curriculum = config.curriculum
+    lengths = None
     if curriculum.curriculum_type is not None:
         lengths = length_difficulty(curriculum, config.model.seq_length)
-    return Batches(mesh.samples, part, mesh.device, make_token_drop(config), lengths,
-                   fold if curriculum.curriculum_type == RESHAPE else truncate)
-
+    return Batches(
+        mesh.samples,
+        part,
+        mesh.device,
+        make_token_drop(config),
+        lengths,
+        fold if curriculum.curriculum_type == RESHAPE else truncate,
+    )

@@ -25,10 +25,26 @@ from ..ops import kernel_table
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage
-from ..planning.keep_gathered import agree_on_keep_gathered, is_automatic, keep_gathered_text, memory_of_rank
+from ..planning.keep_gathered import (
+    agree_on_keep_gathered,
+    is_automatic,
+    keep_gathered_text,
+    memory_of_rank,
+)
 from ..planning.layer_costs import measured_times
-from ..planning.run_model import DTYPES, describe_layers, loss_function, parallel_context
-from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
+from ..planning.run_model import (
+    DTYPES,
+    describe_layers,
+    loss_function,
+    parallel_context,
+)
+from ..planning.run_plan import (
+    RunPlan,
+    microbatches_of,
+    moments_of,
+    plan_run,
+    plan_schedule,
+)
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
@@ -67,15 +83,27 @@ class Engine:
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
         """{global name: (stage, module)} of this rank's layers."""
-        return {name: (index, module) for index, stage in self.stages.items()
-                for name, module in zip(self.plan.stage_names(index), stage.modules, strict=True)}
+        return {
+            name: (index, module)
+            for index, stage in self.stages.items()
+            for name, module in zip(
+                self.plan.stage_names(index), stage.modules, strict=True
+            )
+        }
 
     def traffic(self) -> Counter:
         """Planned payload bytes of a step over the data-parallel ranks, by (operation, axes)."""
-        m, zero = microbatches_of(self.config), self.config.zero
-        schedule = plan_schedule(self.config, m, self.keeps_gathered, self.plan.stage_costs())
-        return self.optimizer.traffic(m, zero.stage >= 2 and zero.zero_accumulate == "sharded",
-                                      self.keeps_gathered, moments_of(schedule[self.mesh.coordinate("pp")]))
+        m = microbatches_of(self.config)
+        zero = self.config.zero
+        schedule = plan_schedule(
+            self.config, m, self.keeps_gathered, self.plan.stage_costs()
+        )
+        return self.optimizer.traffic(
+            m,
+            zero.stage >= 2 and zero.zero_accumulate == "sharded",
+            self.keeps_gathered,
+            moments_of(schedule[self.mesh.coordinate("pp")]),
+        )
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
@@ -84,7 +112,9 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     # The plan: layers, their cut into stages, the stages of this rank.
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     ctx = parallel_context(config, mesh)
-    plan = plan_run(config, describe_layers(config, mesh), measured_times(config, mesh, ctx))
+    plan = plan_run(
+        config, describe_layers(config, mesh), measured_times(config, mesh, ctx)
+    )
     mesh.place_stages(plan.shape.placement)
     held = plan.shape.stages_of(mesh.coordinate("pp"))
 
@@ -102,14 +132,31 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     optimizer = on_all_ranks(mesh.group("world"), make)
     keeps, why = _keep_gathered(config, mesh, memory, optimizer, plan)
 
-    stages = {i: _build_stage(config, mesh, i, list(built[i]), optimizer, plan) for i in built}
+    stages = {
+        i: _build_stage(config, mesh, i, list(built[i]), optimizer, plan) for i in built
+    }
     executor = _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, keeps)
     metrics = StepMetrics(mesh, config.train.calculate_per_token_loss)
-    return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters,
-                  optimizer, executor, keeps, why, metrics, StepState(modules, mesh.reduction, mesh.device))
+    return Engine(
+        config,
+        mesh,
+        plan,
+        make_batches(config, mesh, ctx.slice),
+        stages,
+        modules,
+        parameters,
+        optimizer,
+        executor,
+        keeps,
+        why,
+        metrics,
+        StepState(modules, mesh.reduction, mesh.device),
+    )
 
 
-def _scale_initial_weights(parameters: Iterable[nn.Parameter], rules: Sequence[GroupRule]) -> None:
+def _scale_initial_weights(
+    parameters: Iterable[nn.Parameter], rules: Sequence[GroupRule]
+) -> None:
     """Multiply the standard deviations in the specs by `init_factor` of --param-group."""
     for p in parameters:
         for rule in rules:
@@ -118,24 +165,44 @@ def _scale_initial_weights(parameters: Iterable[nn.Parameter], rules: Sequence[G
                 p.spec = replace(p.spec, init=init)
 
 
-def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module],
-                 optimizer: ZeroOptimizer, plan: RunPlan) -> Stage:
-    gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
-    hooks = LayerHooks(gathering.enter, gathering.leave, gathering.close) if gathering else LayerHooks()
+def _build_stage(
+    config: RunConfig,
+    mesh: Mesh,
+    index: int,
+    modules: list[nn.Module],
+    optimizer: ZeroOptimizer,
+    plan: RunPlan,
+) -> Stage:
+    gathering = optimizer.gathering_of(index)
+    is_last = index == plan.shape.num_stages - 1
+    hooks = (
+        LayerHooks(gathering.enter, gathering.leave, gathering.close)
+        if gathering
+        else LayerHooks()
+    )
     if arrivals := optimizer.arrivals_of(index):
         arrivals.begin()
         hooks = replace(hooks, before=arrivals.wait)
-    return Stage(index, modules, is_first=index == 0, is_last=is_last,
-                 loss=loss_function(config, mesh.group("tp")) if is_last else None, hooks=hooks,
-                 per_token=config.train.calculate_per_token_loss)
+    return Stage(
+        index,
+        modules,
+        is_first=index == 0,
+        is_last=is_last,
+        loss=loss_function(config, mesh.group("tp")) if is_last else None,
+        hooks=hooks,
+        per_token=config.train.calculate_per_token_loss,
+    )
 
 
-def _keep_gathered(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer,
-                   plan: RunPlan) -> tuple[bool, str]:
+def _keep_gathered(
+    config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, plan: RunPlan
+) -> tuple[bool, str]:
     """(whether stages stay gathered for a step, why). Collective over the world if the setting is "auto"."""
     if not is_automatic(config):
         return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
-    program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[mesh.coordinate("pp")]
+    program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[
+        mesh.coordinate("pp")
+    ]
     decision = agree_on_keep_gathered(config, mesh, memory, optimizer, plan, program)
     return decision.keeps, keep_gathered_text(decision)
 
@@ -144,30 +211,71 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
     """Collective over the world."""
     inner = config.zero.zero_hpz_partition_size
     halves = mesh.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups({DATA_AXES: mesh.reduction, EXPERT_DATA_AXES: mesh.group("edp")}, mesh.group("tp"),
-                        mesh.group("tp", "pp"), mesh.group("embd"), *halves)
+    groups = DataGroups(
+        {DATA_AXES: mesh.reduction, EXPERT_DATA_AXES: mesh.group("edp")},
+        mesh.group("tp"),
+        mesh.group("tp", "pp"),
+        mesh.group("embd"),
+        *halves,
+    )
     # Long sequences are short of memory, where shared gradients add their size to the peak of activations.
     shares = config.zero.stage == 3 or mesh.group("cp").size == 1
     return groups.sharing_memory() if mesh.device.type == "cpu" and shares else groups
 
 
-def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: Mapping[int, nn.ModuleList],
-                     parameters: list[nn.Parameter]) -> ZeroOptimizer:
-    counts = {p: count for modules in stages.values() for p, count in count_uses(modules).items()}
-    seed, coordinates = config.train.seed, mesh.coordinates
+def _build_optimizer(
+    config: RunConfig,
+    mesh: Mesh,
+    groups: DataGroups,
+    stages: Mapping[int, nn.ModuleList],
+    parameters: list[nn.Parameter],
+) -> ZeroOptimizer:
+    counts = {
+        p: count
+        for modules in stages.values()
+        for p, count in count_uses(modules).items()
+    }
+    seed = config.train.seed
+    coordinates = mesh.coordinates
     return ZeroOptimizer(
-        parameters, ZeroSettings.from_config(config), groups, ParameterUse.of_stages(stages, counts),
-        mesh.device, draw=lambda spec, start, out: initialize_interval(out, spec, start, seed, coordinates))
+        parameters,
+        ZeroSettings.from_config(config),
+        groups,
+        ParameterUse.of_stages(stages, counts),
+        mesh.device,
+        draw=lambda spec, start, out: initialize_interval(
+            out, spec, start, seed, coordinates
+        ),
+    )
 
 
-def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage],
-                    optimizer: ZeroOptimizer, plan: RunPlan, keeps_gathered: bool) -> Executor:
-    pp_rank, costs = mesh.coordinate("pp"), plan.stage_costs()
+def _build_executor(
+    config: RunConfig,
+    mesh: Mesh,
+    part: SequenceSlice,
+    stages: dict[int, Stage],
+    optimizer: ZeroOptimizer,
+    plan: RunPlan,
+    keeps_gathered: bool,
+) -> Executor:
+    pp_rank = mesh.coordinate("pp")
+    costs = plan.stage_costs()
     return Executor(
-        lambda num_microbatches: plan_schedule(config, num_microbatches, keeps_gathered, costs)[pp_rank],
-        stages, Channels(mesh.group("pp")), stage_rank=plan.shape.placement.__getitem__,
-        activation_shape=lambda batch: part.hidden_shape(batch.seq_length, batch.size,
-                                                         config.model.hidden_size),
-        dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
-        hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
-               Op.GATHER: optimizer.keep_gathered, Op.RELEASE: optimizer.release_gathered})
+        lambda num_microbatches: plan_schedule(
+            config, num_microbatches, keeps_gathered, costs
+        )[pp_rank],
+        stages,
+        Channels(mesh.group("pp")),
+        stage_rank=plan.shape.placement.__getitem__,
+        activation_shape=lambda batch: part.hidden_shape(
+            batch.seq_length, batch.size, config.model.hidden_size
+        ),
+        dtype=DTYPES[config.optimizer.params_dtype],
+        device=mesh.device,
+        hooks={
+            Op.REDUCE: optimizer.arm,
+            Op.TIE: optimizer.reduce_tied,
+            Op.GATHER: optimizer.keep_gathered,
+            Op.RELEASE: optimizer.release_gathered,
+        },
+    )

@@ -14,15 +14,19 @@ from ..config import RunConfig
 from ..data.loading.blend import PARTS, parse_blend, read_sources
 from ..data.text.indexed import IndexedDataset, corpus_paths
 
-BLOCKS, BLOCK_BYTES = 16, 4096          # of a file that are hashed, evenly spaced
+# of a file that are hashed, evenly spaced
+BLOCKS = 16
+BLOCK_BYTES = 4096
 
 Facts = dict[str, tuple[Any, str]]
 
 
 def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
     """name → (value, source) of all data of this rank. identity: of `describe_run`. Reads files."""
-    facts: Facts = {"the vocabulary size": (config.model.vocab_size, "the tokenizer"),
-                    "the tokenizer": (identity["tokenizer"]["fingerprint"], "")}
+    facts: Facts = {
+        "the vocabulary size": (config.model.vocab_size, "the tokenizer"),
+        "the tokenizer": (identity["tokenizer"]["fingerprint"], ""),
+    }
     sources = read_sources(config.data)
     parts = {"data": sources.whole, **dict(zip(PARTS, sources.parts))}
     for name, part in parts.items():
@@ -33,7 +37,10 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
 
 
 def _identity(values: Mapping[str, Any]) -> Facts:
-    return {f"the identity of the data, {name}": (value, "") for name, value in values.items()}
+    return {
+        f"the identity of the data, {name}": (value, "")
+        for name, value in values.items()
+    }
 
 
 def _blend(values: tuple[str, ...]) -> list:
@@ -42,12 +49,19 @@ def _blend(values: tuple[str, ...]) -> list:
     return [[piece.name for piece in blend.slices], list(blend.weights or ())]
 
 
-def _corpora(part: str, values: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, str]]]:
+def _corpora(
+    part: str, values: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[Any, str]]]:
     for at, prefix in enumerate(parse_blend(values, "the data path").prefixes):
         corpus = IndexedDataset(prefix)
         size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
-        content = hashlib.sha256(f"{corpus.fingerprint()} {content_hash(corpus.bin_path)}".encode())
-        yield f"corpus {at + 1} ({part})", (f"{size}, hash {content.hexdigest()[:12]}", str(prefix))
+        content = hashlib.sha256(
+            f"{corpus.fingerprint()} {content_hash(corpus.bin_path)}".encode()
+        )
+        yield (
+            f"corpus {at + 1} ({part})",
+            (f"{size}, hash {content.hexdigest()[:12]}", str(prefix)),
+        )
 
 
 def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
@@ -55,8 +69,13 @@ def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
     for text in config.curriculum.curriculum_metrics:
         block = json.loads(text)
         for key in (key for key in block if key.endswith("_path")):
-            hashes = [content_hash(path) for path in corpus_paths(block[key]) if path.exists()]
-            yield f"{key} of curriculum metric {block.get('name')}", (hashes, str(block[key]))
+            hashes = [
+                content_hash(path) for path in corpus_paths(block[key]) if path.exists()
+            ]
+            yield (
+                f"{key} of curriculum metric {block.get('name')}",
+                (hashes, str(block[key])),
+            )
 
 
 def content_hash(path: Path) -> str:

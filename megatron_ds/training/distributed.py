@@ -18,8 +18,10 @@ from ..planning.run_model import DTYPES, boundary_shape
 
 LARGE_HIDDEN_BYTES = 16 << 20
 RANKS_DIFFER = "the ranks of this job were not started alike"
-START_ALIKE = ("Such a run trains neither of the two. Start all ranks with the same command, configuration "
-               "files, environment and installation.")
+START_ALIKE = (
+    "Such a run trains neither of the two. Start all ranks with the same command, configuration "
+    "files, environment and installation."
+)
 
 
 @contextmanager
@@ -37,7 +39,9 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     try:
         mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
         # First of all: ranks with other options would make other groups, and wait for each other.
-        facts = lambda: compared_values(config) | {"the kind of device": (device.type, "")}
+        facts = lambda: (
+            compared_values(config) | {"the kind of device": (device.type, "")}
+        )
         require_agreement(mesh.group("world"), facts, RANKS_DIFFER, START_ALIKE)
         mesh.connect(GETTER_GROUPS)
         set_mesh(mesh)
@@ -54,8 +58,16 @@ def is_memory_scarce(config: RunConfig) -> bool:
     Page faults of returned memory take time in proportion to a rank's tokens, attention to these times the
     whole sequence. So hidden states are those of whole sequences, also under context parallelism.
     """
-    zero, train = config.zero, config.train
-    saves = (train.recompute_granularity == "full" or train.tiled_mlp != 1 or train.cross_entropy_chunks != 1
-             or not zero.offload_optimizer == zero.offload_param == "none")
-    hidden = torch.Size(boundary_shape(config)).numel() * DTYPES[config.optimizer.params_dtype].itemsize
+    zero = config.zero
+    train = config.train
+    saves = (
+        train.recompute_granularity == "full"
+        or train.tiled_mlp != 1
+        or train.cross_entropy_chunks != 1
+        or not zero.offload_optimizer == zero.offload_param == "none"
+    )
+    hidden = (
+        torch.Size(boundary_shape(config)).numel()
+        * DTYPES[config.optimizer.params_dtype].itemsize
+    )
     return saves or hidden * config.parallel.context_parallel_size >= LARGE_HIDDEN_BYTES

@@ -15,14 +15,33 @@ from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
 
-LOAD, WANTED = "checkpoint.load", "checkpoint.use_checkpoint_args"
+LOAD = "checkpoint.load"
+WANTED = "checkpoint.use_checkpoint_args"
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 # What determines the learning rate and the weight decay at a number of samples.
-SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
-            "end_weight_decay", "weight_decay_incr_style", "lr_decay_style", "lr_decay_iters",
-            "lr_decay_samples", "lr_decay_tokens", "lr_warmup_iters", "lr_warmup_samples",
-            "lr_warmup_tokens", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_style",
-            "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+SCHEDULE = (
+    "lr",
+    "min_lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_decay_tokens",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_tokens",
+    "lr_warmup_fraction",
+    "lr_warmup_init",
+    "lr_warmup_style",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "lr_wsd_decay_style",
+)
 
 
 def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
@@ -52,14 +71,24 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
     run = read_run(folder, step)
     config = saved_config(run, folder)
     values = {f"model.{name}": value for name, value in vars(config.model).items()}
-    values |= {f"data.{name}": value for name, value in _tokenizer(folder, run, config).items()}
+    values |= {
+        f"data.{name}": value for name, value in _tokenizer(folder, run, config).items()
+    }
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
     # Also a default value of activation: its default depends on other options.
-    values = {path: value for path, value in values.items() if not config.is_default(path)}
+    values = {
+        path: value for path, value in values.items() if not config.is_default(path)
+    }
     values |= {"model.activation": config.model.activation} | _rows(run, config)
-    if any(given.get(f"data.{name}") is not None for name in TOKENIZER):      # another one: not half of each
-        values = {path: value for path, value in values.items() if not path.startswith("data.")}
+    if any(
+        given.get(f"data.{name}") is not None for name in TOKENIZER
+    ):  # another one: not half of each
+        values = {
+            path: value
+            for path, value in values.items()
+            if not path.startswith("data.")
+        }
     source = Source("script", "the checkpoint")
     return [Setting(path, value, source) for path, value in values.items()]
 
@@ -67,9 +96,15 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
 def _tokenizer(folder: str, run: Mapping, config: RunConfig) -> dict[str, str | None]:
     """The options of the tokenizer, with the copies beside the checkpoint for files that no longer exist."""
     found = {name: getattr(config.data, name) for name in TOKENIZER}
-    copies = {name: str(Path(folder, path)) for name, path in named_copies(Path(folder), run).items()}
-    return found | {name: path for name, path in copies.items()
-                    if found.get(name) and not os.path.exists(found[name]) and os.path.exists(path)}
+    copies = {
+        name: str(Path(folder, path))
+        for name, path in named_copies(Path(folder), run).items()
+    }
+    return found | {
+        name: path
+        for name, path in copies.items()
+        if found.get(name) and not os.path.exists(found[name]) and os.path.exists(path)
+    }
 
 
 def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:
@@ -86,7 +121,9 @@ def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:
     return {"model.vocab_size": rows} if is_given and isinstance(rows, int) else {}
 
 
-def with_saved_schedule(config: RunConfig, run: Mapping, folder: str | None) -> RunConfig:
+def with_saved_schedule(
+    config: RunConfig, run: Mapping, folder: str | None
+) -> RunConfig:
     """The config with the schedules of learning rate and weight decay of a checkpoint's run.json.
 
     The end of the decay is stated in the unit of the saved run, since it may have been its length.
@@ -104,12 +141,16 @@ def with_saved_schedule(config: RunConfig, run: Mapping, folder: str | None) -> 
             values["optimizer.lr_decay_iters"] = saved.train.train_iters
         else:
             values["optimizer.lr_decay_samples"] = train_span(saved.train)
-    return config.with_values(values, Source("derived", "the schedule of the checkpoint"))
+    return config.with_values(
+        values, Source("derived", "the schedule of the checkpoint")
+    )
 
 
 def saved_config(run: Mapping, folder: str | None) -> RunConfig:
     """The configuration in a run.json. Raises CheckpointError if it has none."""
     if not isinstance(run.get("config"), Mapping) or "model" not in run["config"]:
-        raise CheckpointError(f"--load {folder}: the checkpoint has no options of a training run, because an "
-                              "engine saved it. Give the options as flags.")
+        raise CheckpointError(
+            f"--load {folder}: the checkpoint has no options of a training run, because an "
+            "engine saved it. Give the options as flags."
+        )
     return from_dict(run["config"])

@@ -13,52 +13,78 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 
 
-def locate_nonfinite(layers: Mapping[str, tuple[int, nn.Module]], weights: Iterable[tuple[str, torch.Tensor]],
-                     rerun: Callable[[], object], mesh: Mesh) -> str:
+def locate_nonfinite(
+    layers: Mapping[str, tuple[int, nn.Module]],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    rerun: Callable[[], object],
+    mesh: Mesh,
+) -> str:
     """A sentence naming the first parameter or module output that is not finite. Collective over the world.
 
     layers   (pipeline stage, module) of this rank, by their global names
     weights  (name, values) of the weights or shards that this rank keeps
     rerun    runs the forward of the same micro-batches
     """
-    output = _bad_output(layers, rerun)       # on every rank: the forward is collective
+    output = _bad_output(layers, rerun)  # on every rank: the forward is collective
     stage, what = _bad_parameter(weights, layers) or output or (0, None)
     entry = (stage, mesh.rank, what) if what else None
-    found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
+    found = sorted(
+        entry for entry in all_gather_object(entry, mesh.group("world")) if entry
+    )
     if not found:
-        return ("no module had a non-finite output in a second forward: the loss itself is the first "
-                "non-finite value")
+        return (
+            "no module had a non-finite output in a second forward: the loss itself is the first "
+            "non-finite value"
+        )
     stage, rank, what = found[0]
     return f"first seen on rank {rank} (pipeline stage {stage}): {what}"
 
 
-def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]],
-                   layers: Mapping[str, tuple[int, nn.Module]]) -> tuple[int, str] | None:
+def _bad_parameter(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    layers: Mapping[str, tuple[int, nn.Module]],
+) -> tuple[int, str] | None:
     """(stage, description) of the first stage that holds a non-finite parameter."""
     bad = {name for name, values in weights if not torch.isfinite(values).all()}
-    found = [(stage, p.spec.name) for stage, module in layers.values() for p in module.parameters()
-             if p.spec.name in bad]
+    found = [
+        (stage, p.spec.name)
+        for stage, module in layers.values()
+        for p in module.parameters()
+        if p.spec.name in bad
+    ]
     stage, name = min(found, key=lambda entry: entry[0], default=(None, None))
-    return None if name is None else (stage, f"parameter {name} holds non-finite values")
+    return (
+        None if name is None else (stage, f"parameter {name} holds non-finite values")
+    )
 
 
-def _bad_output(layers: Mapping[str, tuple[int, nn.Module]],
-                rerun: Callable[[], object]) -> tuple[int, str] | None:
+def _bad_output(
+    layers: Mapping[str, tuple[int, nn.Module]], rerun: Callable[[], object]
+) -> tuple[int, str] | None:
     """(stage, description) of the first stage with a non-finite output, in it of the first module in time."""
     first: dict[int, str] = {}
 
     def watch(stage: int, name: str):
         def hook(module, inputs, output):
-            if stage not in first and isinstance(output, torch.Tensor) and output.is_floating_point() \
-                    and not torch.isfinite(output).all():
+            if (
+                stage not in first
+                and isinstance(output, torch.Tensor)
+                and output.is_floating_point()
+                and not torch.isfinite(output).all()
+            ):
                 bad = (~torch.isfinite(output)).sum().item()
-                first[stage] = (f"output of {name} ({type(module).__name__}, shape {list(output.shape)}): "
-                                f"{bad} non-finite values")
+                first[stage] = (
+                    f"output of {name} ({type(module).__name__}, shape {list(output.shape)}): "
+                    f"{bad} non-finite values"
+                )
+
         return hook
 
-    handles = [module.register_forward_hook(watch(stage, name))
-               for layer_name, (stage, layer) in layers.items()
-               for name, module in layer.named_modules(prefix=layer_name)]
+    handles = [
+        module.register_forward_hook(watch(stage, name))
+        for layer_name, (stage, layer) in layers.items()
+        for name, module in layer.named_modules(prefix=layer_name)
+    ]
     try:
         rerun()
     finally:

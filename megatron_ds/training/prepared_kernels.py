@@ -34,14 +34,25 @@ def prepare_kernels(engine: Engine) -> str:
     compile is a warning: the step may not need it. One that is wrong is a warning, too: torch's operations
     compute the operation in this process.
     """
-    config, mesh = engine.config, engine.mesh
-    if mesh.device.type != "cuda" or config.train.kernels == "torch" or reason_against(mesh.device):
+    config = engine.config
+    mesh = engine.mesh
+    if (
+        mesh.device.type != "cuda"
+        or config.train.kernels == "torch"
+        or reason_against(mesh.device)
+    ):
         return ""
     used = used_operations(config, mesh.device.type)
-    kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype], used,      # chooses them, after checks
-                 DTYPES[config.optimizer.gradient_dtype])
+    kernels_text(
+        mesh.device,
+        DTYPES[config.optimizer.params_dtype],
+        used,  # chooses them, after checks
+        DTYPES[config.optimizer.gradient_dtype],
+    )
     plan = engine.plan
-    schedule = plan_schedule(config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs())
+    schedule = plan_schedule(
+        config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs()
+    )
     with launches_recorded() as launches, calls_recorded() as calls:
         run_own_stages(config, mesh, plan, schedule[mesh.coordinate("pp")])
     compiled = _compiled(launches, mesh.device)

@@ -1,11 +1,11 @@
 """`pretrain`: run a pretraining job, from the command line to the exit code. Steps of a run:
 
-    parse and check the config        before the process group: all its errors are reported once, exit code 2
-    --dry-run                         print the plan and exit
-    launch                            torchrun, Slurm, Open MPI or one rank
-    save folder                       checked and locked
-    tokenizer, data, engine           then the checkpoint, if there is one
-    train                             exit code 0 also after SIGTERM, SIGUSR1 and the first Ctrl-C
+parse and check the config        before the process group: all its errors are reported once, exit code 2
+--dry-run                         print the plan and exit
+launch                            torchrun, Slurm, Open MPI or one rank
+save folder                       checked and locked
+tokenizer, data, engine           then the checkpoint, if there is one
+train                             exit code 0 also after SIGTERM, SIGUSR1 and the first Ctrl-C
 """
 
 import logging
@@ -69,9 +69,13 @@ from .startup_text import describe
 from .trainer import Loaders, Trainer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
-KNOWN_NAMES = {"model.model": MODELS, "parallel.pipeline_schedule": SCHEDULES,
-               "optimizer.optimizer": OPTIMIZERS, "data.tokenizer_type": TOKENIZERS,
-               "data.dataloader_type": ORDERS}
+KNOWN_NAMES = {
+    "model.model": MODELS,
+    "parallel.pipeline_schedule": SCHEDULES,
+    "optimizer.optimizer": OPTIMIZERS,
+    "data.tokenizer_type": TOKENIZERS,
+    "data.dataloader_type": ORDERS,
+}
 logger = logging.getLogger(__name__)
 
 
@@ -80,9 +84,12 @@ def pretrain(argv: Sequence[str] | None = None, **defaults: object) -> int:
 
     defaults: values of the entry script by option name; flags and files override them.
     """
+
     def run() -> int:
         stop = StopRequest()
-        if size_in(os.environ) > 1:      # if one rank exited alone, the others would wait for it
+        if (
+            size_in(os.environ) > 1
+        ):  # if one rank exited alone, the others would wait for it
             stop.defer()
         with stop:
             return _pretrain(argv, defaults, stop)
@@ -90,22 +97,36 @@ def pretrain(argv: Sequence[str] | None = None, **defaults: object) -> int:
     return main_guard(run)
 
 
-def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: StopRequest) -> int:
+def _pretrain(
+    argv: Sequence[str] | None, defaults: Mapping[str, object], stop: StopRequest
+) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
-    launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
+    launch = (
+        Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
+    )
     _set_up_logging(launch.rank)
     of_others = foreign_checkpoints()
     foreign = of_others.defaults(argv)
     saved = () if foreign else options_of_checkpoint(argv)
-    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
-                   defaults={**foreign, **defaults}, settings=saved)
+    config = parse(
+        argv,
+        world_size=launch.world_size,
+        env=os.environ,
+        known=KNOWN_NAMES,
+        rules=RULES,
+        defaults={**foreign, **defaults},
+        settings=saved,
+    )
     if foreign:
         of_others.log_length(config)
     if config.plan.is_dry:
         return dry_run(config, launch)
-    with deterministic_operations(config.train.deterministic_mode), joined(config, launch) as mesh:
+    with (
+        deterministic_operations(config.train.deterministic_mode),
+        joined(config, launch) as mesh,
+    ):
         try:
             reason = train(config, mesh, launch.source, started, stop)
         except torch.OutOfMemoryError as error:
@@ -115,27 +136,39 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
     return 0
 
 
-def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest) -> str:
+def train(
+    as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest
+) -> str:
     """Build all objects of this rank and train. Returns why training ended. Collective over the world.
 
     source: the launcher; started: time.monotonic() at the start of the process. The save folder is checked
     and locked first, since building may take minutes. Raises `Stopped` on all ranks when one of them received
     a stop signal before the first step.
     """
-    world, checkpoint, of_others = mesh.group("world"), as_given.checkpoint, foreign_checkpoints()
+    world = mesh.group("world")
+    checkpoint = as_given.checkpoint
+    of_others = foreign_checkpoints()
     if mesh.rank == 0:
-        logger.info("megatron_ds %s on %d rank%s: opening data and building the model", __version__,
-                    world.size, "s" * (world.size > 1))
+        logger.info(
+            "megatron_ds %s on %d rank%s: opening data and building the model",
+            __version__,
+            world.size,
+            ("s" if world.size > 1 else ""),
+        )
     _leave_if_stopped(stop, mesh)
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
     with save_folder(checkpoint, world) as lock:
         start = find_start(checkpoint, world)
         as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
-        config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
+        config, tokenizer, loaders = on_all_ranks(
+            world, lambda: _open_data(as_given, mesh)
+        )
         description = describe_run(config, as_given, tokenizer, start.run_id)
         _require_same_data(config, description["identity"], world)
         if start.step is not None:
-            on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
+            on_all_ranks(
+                world, lambda: check_same_run(start.run, description, checkpoint)
+            )
         foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
         description |= of_others.origin_of(start.run, foreign, config)
         _leave_if_stopped(stop, mesh)
@@ -156,28 +189,50 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             _check_room(engine, progress)
             description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
         logs: list[Log] = []
-        on_one_rank(world, lambda: logs.append(open_log(config, progress, start.run_id)))
-        trainer = Trainer(engine, loaders, logs[0] if logs else Log(), progress, description, started, stop)
+        on_one_rank(
+            world, lambda: logs.append(open_log(config, progress, start.run_id))
+        )
+        trainer = Trainer(
+            engine,
+            loaders,
+            logs[0] if logs else Log(),
+            progress,
+            description,
+            started,
+            stop,
+        )
         reason = trainer.run()
         if checkpoint.save:
             on_one_rank(world, lambda: lock.check())
-        if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
+        if (
+            checkpoint.save
+            and mesh.rank == 0
+            and (path := find(Path(checkpoint.save), trainer.saved_step))
+        ):
             logger.info("the last checkpoint is %s", path)
-    was_complete = progress.step and make_length(config).is_reached(progress) and not config.train.skip_train
+    was_complete = (
+        progress.step
+        and make_length(config).is_reached(progress)
+        and not config.train.skip_train
+    )
     return _nothing_to_do(config, progress) if was_complete else reason
 
 
 def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> None:
     """Raises ConfigError on all ranks when their corpora or tokenizers differ. Collective over the world."""
-    require_agreement(world, lambda: data_facts(config, identity),
-                      "the ranks of this job have different data",
-                      "They would train on samples of both. Copy the same files to all machines.")
+    require_agreement(
+        world,
+        lambda: data_facts(config, identity),
+        "the ranks of this job have different data",
+        "They would train on samples of both. Copy the same files to all machines.",
+    )
 
 
 def _stop_when_lost(lock: SaveLock, stop: StopRequest) -> None:
-    """On rank 0. A run that has lost its save folder stops at the next step; its last save raises the error.
-    """
-    lock.on_lost = lambda: stop.request("the news that another job has taken over the save folder")
+    """On rank 0. A run that has lost its save folder stops at the next step; its last save raises the error."""
+    lock.on_lost = lambda: stop.request(
+        "the news that another job has taken over the save folder"
+    )
     lock.check()
 
 
@@ -190,29 +245,49 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
 
 def _check_room(engine: Engine, progress: Progress) -> None:
     """Raises CheckpointError when the save folder has no room for one checkpoint. Collective."""
-    config, mesh = engine.config, engine.mesh
-    checkpoint, steps = config.checkpoint, make_length(config).steps_after(progress)
+    config = engine.config
+    mesh = engine.mesh
+    checkpoint = config.checkpoint
+    steps = make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
-    check_room(Path(checkpoint.save), largest_pieces(engine), coordinates=mesh.coordinates,
-               world=mesh.group("world"), saves=saves, limit=checkpoint.save_total_limit)
+    check_room(
+        Path(checkpoint.save),
+        largest_pieces(engine),
+        coordinates=mesh.coordinates,
+        world=mesh.group("world"),
+        saves=saves,
+        limit=checkpoint.save_total_limit,
+    )
 
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
     train = config.train
-    lengths = {"--train-iters": train.train_iters, "--train-samples": train.train_samples,
-               "--train-tokens": train.train_tokens}
-    limits = " and ".join(f"{name} is {limit}" for name, limit in lengths.items() if limit is not None)
-    return (f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples, "
-            f"{progress.tokens} tokens) and {limits}")
+    lengths = {
+        "--train-iters": train.train_iters,
+        "--train-samples": train.train_samples,
+        "--train-tokens": train.train_tokens,
+    }
+    limits = " and ".join(
+        f"{name} is {limit}" for name, limit in lengths.items() if limit is not None
+    )
+    return (
+        f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples, "
+        f"{progress.tokens} tokens) and {limits}"
+    )
 
 
 def _what_would_fit(error: Exception, mesh: Mesh) -> str:
-    place = ", ".join(f"{axis} {mesh.coordinate(axis)} of {mesh.size(axis)}" for axis in ("tp", "pp", "dp"))
+    place = ", ".join(
+        f"{axis} {mesh.coordinate(axis)} of {mesh.size(axis)}"
+        for axis in ("tp", "pp", "dp")
+    )
     text = str(error).split(" If reserved but unallocated")[0].strip()
-    return (f"out of memory on {mesh.device} of rank {mesh.rank} ({place}). What saves most, in this order: "
-            "a smaller --micro-batch-size, --recompute-granularity full, --bf16, "
-            "--use-distributed-optimizer, more --tensor-model-parallel-size or "
-            f"--pipeline-model-parallel-size. Error of the device: {text}")
+    return (
+        f"out of memory on {mesh.device} of rank {mesh.rank} ({place}). What saves most, in this order: "
+        "a smaller --micro-batch-size, --recompute-granularity full, --bf16, "
+        "--use-distributed-optimizer, more --tensor-model-parallel-size or "
+        f"--pipeline-model-parallel-size. Error of the device: {text}"
+    )
 
 
 def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
@@ -222,12 +297,23 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
     """
     tokenizer = build_tokenizer(config.data, config.model)
     if (config.model.vocab_size or 0) < (size := _vocabulary(config, tokenizer)):
-        config = config.with_values({"model.vocab_size": size}, Source("derived", "the tokenizer"))
+        config = config.with_values(
+            {"model.vocab_size": size}, Source("derived", "the tokenizer")
+        )
     kind = MODELS[config.model.model].data
     config = fit_default_split(config, wanted_samples(config), kind)
-    datasets = build_datasets(config, wanted_samples(config), tokenizer, kind,
-                              one_epoch=bool(config.curriculum.curriculum_metrics))
-    return config, tokenizer, build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh)
+    datasets = build_datasets(
+        config,
+        wanted_samples(config),
+        tokenizer,
+        kind,
+        one_epoch=bool(config.curriculum.curriculum_metrics),
+    )
+    return (
+        config,
+        tokenizer,
+        build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh),
+    )
 
 
 def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
@@ -237,8 +323,10 @@ def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     base = getattr(tokenizer, "base_size", None)
     if base is None:
-        raise ConfigError(f"--extra-vocab-size {extra} counts from the vocabulary of a HuggingFaceTokenizer, "
-                          f"but --tokenizer-type is {config.data.tokenizer_type}. Use --padded-vocab-size.")
+        raise ConfigError(
+            f"--extra-vocab-size {extra} counts from the vocabulary of a HuggingFaceTokenizer, "
+            f"but --tokenizer-type is {config.data.tokenizer_type}. Use --padded-vocab-size."
+        )
     return max(tokenizer.vocab_size, base + extra)
 
 
@@ -255,7 +343,7 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
 @contextmanager
 def deterministic_operations(wanted: bool) -> Iterator[None]:
     """Inside, if wanted, torch uses deterministic algorithms; cuBLAS needs a fixed workspace for them."""
-    if not wanted:                   # the call below imports torch's compiler, which takes seconds
+    if not wanted:  # the call below imports torch's compiler, which takes seconds
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
@@ -269,7 +357,9 @@ def deterministic_operations(wanted: bool) -> Iterator[None]:
 
 def _set_up_logging(rank: int) -> None:
     """Log everything on rank 0; on other ranks only warnings, with their rank."""
-    level, form = logging.INFO, "%(message)s"
+    level = logging.INFO
+    form = "%(message)s"
     if rank:
-        level, form = logging.WARNING, f"[rank {rank}] {form}"
+        level = logging.WARNING
+        form = f"[rank {rank}] {form}"
     set_up_logging(level, form)

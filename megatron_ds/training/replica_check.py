@@ -23,18 +23,25 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     Raises ReplicaError on all ranks, with the first weight that differs. The host waits for the device.
     """
     optimizer.wait_for_weights()
-    digests = {p.spec.name: _digest(p) for s in optimizer.sets if s.plan.reduced_over == DATA_AXES
-               and not s.plan.units for p in s.parameters}
+    digests = {
+        p.spec.name: _digest(p)
+        for s in optimizer.sets
+        if s.plan.reduced_over == DATA_AXES and not s.plan.units
+        for p in s.parameters
+    }
     place = mesh.coordinate("tp"), mesh.coordinate("pp")
     first: dict[tuple[int, int], tuple[int, dict[str, str]]] = {}
-    for rank, (at, theirs) in enumerate(all_gather_object((place, digests), mesh.group("world"))):
+    for rank, (at, theirs) in enumerate(
+        all_gather_object((place, digests), mesh.group("world"))
+    ):
         original, expected = first.setdefault(at, (rank, theirs))
         name = next((name for name in theirs if theirs[name] != expected[name]), None)
         if name is not None:
             raise ReplicaError(
                 f"after iteration {step} the weight {name} of rank {rank} differs from that of rank "
                 f"{original}, though both computed the same update: the memory or the computation of one of "
-                "them is faulty. Continue from the last checkpoint without that machine.")
+                "them is faulty. Continue from the last checkpoint without that machine."
+            )
 
 
 def _digest(parameter: torch.Tensor) -> str:

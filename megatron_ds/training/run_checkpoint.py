@@ -42,7 +42,12 @@ from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
 from ..models import MODELS
-from ..models.model_identity import MOE_FIELDS, model_identity, why_positions_differ, with_positions_of
+from ..models.model_identity import (
+    MOE_FIELDS,
+    model_identity,
+    why_positions_differ,
+    with_positions_of,
+)
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
@@ -51,6 +56,7 @@ from .build import Engine
 from .foreign_checkpoints import foreign_checkpoints
 
 logger = logging.getLogger(__name__)
+
 
 # ------------------------------------------------------------------ where a run starts
 @dataclass(frozen=True)
@@ -68,7 +74,11 @@ class Start:
 
 def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
     """The lock of the --save folder, if any. Collective. Raises CheckpointError when another job holds it."""
-    return nullcontext() if checkpoint.save is None else locked(Path(checkpoint.save), world)
+    return (
+        nullcontext()
+        if checkpoint.save is None
+        else locked(Path(checkpoint.save), world)
+    )
 
 
 def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
@@ -76,6 +86,7 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
 
     Raises CheckpointError when there is nothing to load, or when --save holds another run.
     """
+
     def look() -> Start:
         start = _look(checkpoint)
         _check_save_folder(checkpoint, start)
@@ -94,7 +105,9 @@ def _look(checkpoint: CheckpointConfig) -> Start:
     run_id = secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
-    if foreign := foreign_checkpoints().format_of_folder(checkpoint.load, checkpoint.load_format):
+    if foreign := foreign_checkpoints().format_of_folder(
+        checkpoint.load, checkpoint.load_format
+    ):
         return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:
@@ -109,36 +122,66 @@ def _check_may_start(checkpoint: CheckpointConfig) -> None:
     """Raises CheckpointError unless the empty --load folder is also --save."""
     folder = Path(checkpoint.load)
     if checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {folder}: no complete checkpoint there, and "
-                              "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
-                              "start from scratch.")
+        raise CheckpointError(
+            f"--load {folder}: no complete checkpoint there, and "
+            "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
+            "start from scratch."
+        )
     if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
         return
     what = "holds no checkpoint" if folder.is_dir() else "does not exist"
-    names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    close = [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, names)]
-    hint = f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
-    raise CheckpointError(f"--load {folder}: the folder {what}, and a start from scratch would look like a "
-                          f"resumed run.{hint} Correct the path, or omit --load to start from scratch. To "
-                          "start and resume with one command, give the same folder to --save and --load.")
+    names = (
+        [path.name for path in folder.parent.iterdir() if path.is_dir()]
+        if folder.parent.is_dir()
+        else []
+    )
+    close = [
+        str(folder.parent / name)
+        for name in difflib.get_close_matches(folder.name, names)
+    ]
+    hint = (
+        f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
+    )
+    raise CheckpointError(
+        f"--load {folder}: the folder {what}, and a start from scratch would look like a "
+        f"resumed run.{hint} Correct the path, or omit --load to start from scratch. To "
+        "start and resume with one command, give the same folder to --save and --load."
+    )
 
 
 def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
-    if checkpoint.save is None or checkpoint.overwrite_save or _continues_in_place(checkpoint):
+    if (
+        checkpoint.save is None
+        or checkpoint.overwrite_save
+        or _continues_in_place(checkpoint)
+    ):
         return
-    from_there = checkpoint.load and _same_folder(Path(checkpoint.load), Path(checkpoint.save))
+    from_there = checkpoint.load and _same_folder(
+        Path(checkpoint.load), Path(checkpoint.save)
+    )
     if from_there:
         change = "Remove --finetune"
     elif checkpoint.load:
-        change = f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune}"
+        change = (
+            f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune}"
+        )
     else:
         change = f"Add --load {checkpoint.save}"
-    check_vacant(Path(checkpoint.save), start.run_id, start.step or 0, f"{change} to continue that run")
+    check_vacant(
+        Path(checkpoint.save),
+        start.run_id,
+        start.step or 0,
+        f"{change} to continue that run",
+    )
 
 
 def _continues_in_place(checkpoint: CheckpointConfig) -> bool:
-    return bool(checkpoint.load and checkpoint.save and not checkpoint.finetune
-                and _same_folder(Path(checkpoint.load), Path(checkpoint.save)))
+    return bool(
+        checkpoint.load
+        and checkpoint.save
+        and not checkpoint.finetune
+        and _same_folder(Path(checkpoint.load), Path(checkpoint.save))
+    )
 
 
 def _same_folder(one: Path, other: Path) -> bool:
@@ -148,18 +191,29 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 # ------------------------------------------------------------------ saving and loading
-def describe_run(config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, run_id: str) -> dict:
+def describe_run(
+    config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, run_id: str
+) -> dict:
     """The values of run.json that all checkpoints of a run share: how to start it, and its identity.
 
     as_given: the config as the user wrote it; `config` also has the size of the tokenizer's vocabulary.
     --overwrite-save is left out: it permits one start, not later ones with run.json as --config.
     """
-    once = as_given.with_values({"checkpoint.overwrite_save": False}, Source("derived", "for one start only"))
-    identity = {"model": model_identity(config.model), "tokenizer": {"fingerprint": tokenizer.fingerprint},
-                "data": _data_identity(config)}
-    return {"version": __version__, "run_id": run_id, "identity": identity,
-            "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
-            "world_size": config.world_size}
+    once = as_given.with_values(
+        {"checkpoint.overwrite_save": False}, Source("derived", "for one start only")
+    )
+    identity = {
+        "model": model_identity(config.model),
+        "tokenizer": {"fingerprint": tokenizer.fingerprint},
+        "data": _data_identity(config),
+    }
+    return {
+        "version": __version__,
+        "run_id": run_id,
+        "identity": identity,
+        "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
+        "world_size": config.world_size,
+    }
 
 
 def _data_identity(config: RunConfig) -> dict:
@@ -168,19 +222,27 @@ def _data_identity(config: RunConfig) -> dict:
     Corpora are identified by content, since they may be moved, or the same split written differently.
     Validation data is left out: it may change between starts.
     """
-    data, sources = config.data, read_sources(config.data)
+    data = config.data
+    sources = read_sources(config.data)
     whole = sources.whole.values if sources.whole else ()
     train = sources.parts[0].values if sources.parts else ()
-    identity = {"data_path": identify(whole), "train_data_path": identify(train),
-                "split": list(parse_split(data.splits)) if whole else None, "mock_data": data.mock_data,
-                "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length,
-                "seed": config.train.seed}
+    identity = {
+        "data_path": identify(whole),
+        "train_data_path": identify(train),
+        "split": list(parse_split(data.splits)) if whole else None,
+        "mock_data": data.mock_data,
+        "dataloader_type": data.dataloader_type,
+        "seq_length": config.model.seq_length,
+        "seed": config.train.seed,
+    }
     if data.blend_weights != "samples":
         identity["blend_weights"] = data.blend_weights
     if config.curriculum.curriculum_metrics:
         identity["curriculum"] = order_identity(config.curriculum)
     if data.fim_data:
-        identity["fill_in_the_middle"] = [getattr(data, path.partition(".")[2]) for path in FIM]
+        identity["fill_in_the_middle"] = [
+            getattr(data, path.partition(".")[2]) for path in FIM
+        ]
     return identity | MODELS[config.model.model].data.identity(config)
 
 
@@ -190,23 +252,45 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> bool:
     Returns False where the state has a value that is not finite. No training recovers from one, so nothing is
     written then: the last good checkpoint stays, and stays the one that a restart loads.
     """
-    config, mesh, begin = engine.config, engine.mesh, time.perf_counter()
+    config = engine.config
+    mesh = engine.mesh
+    begin = time.perf_counter()
     pieces = saved_pieces(engine)
     found = all_gather_object(_not_finite(pieces), mesh.group("world"))
     if any(found):
         rank = next(rank for rank, name in enumerate(found) if name)
         if mesh.rank == 0:
-            logger.warning("iteration %d is not saved: %s has values that are not finite (on rank %d), and "
-                           "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
-                           "run, and continue from the last of them with other data or a lower learning rate",
-                           progress.step, found[rank], rank, Path(config.checkpoint.save))
+            logger.warning(
+                "iteration %d is not saved: %s has values that are not finite (on rank %d), and "
+                "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
+                "run, and continue from the last of them with other data or a lower learning rate",
+                progress.step,
+                found[rank],
+                rank,
+                Path(config.checkpoint.save),
+            )
         return False
-    run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
-    path = save(Path(config.checkpoint.save), progress.step, pieces,
-                coordinates=mesh.coordinates, world=mesh.group("world"), run=run,
-                limit=config.checkpoint.save_total_limit, retain=config.checkpoint.save_retain_interval)
+    run = description | {
+        "progress": progress.to_dict(),
+        "optimizer": engine.optimizer.extra_state(),
+    }
+    path = save(
+        Path(config.checkpoint.save),
+        progress.step,
+        pieces,
+        coordinates=mesh.coordinates,
+        world=mesh.group("world"),
+        run=run,
+        limit=config.checkpoint.save_total_limit,
+        retain=config.checkpoint.save_retain_interval,
+    )
     if mesh.rank == 0:
-        logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
+        logger.info(
+            "saved %s in %.1f s (%s)",
+            path,
+            time.perf_counter() - begin,
+            size(bytes_in(path)),
+        )
     return True
 
 
@@ -217,8 +301,11 @@ def _not_finite(pieces: Sequence[Piece]) -> str | None:
     """
     for piece in pieces:
         tensor = piece.tensor
-        if tensor.is_floating_point() and tensor.numel() and not all(
-                bool(bound.isfinite()) for bound in torch.aminmax(tensor)):
+        if (
+            tensor.is_floating_point()
+            and tensor.numel()
+            and not all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
+        ):
             return f"{piece.kind} of {piece.spec.name}"
     return None
 
@@ -227,15 +314,21 @@ def saved_pieces(engine: Engine) -> list[Piece]:
     """The pieces of a checkpoint that is written now. Collective over the world."""
     weights_only = engine.config.checkpoint.no_save_optim
     state = engine.optimizer.pieces(saving=not weights_only)
-    return [piece for piece in (*state, *engine.step_state.pieces())
-            if piece.kind == WEIGHT or not weights_only]
+    return [
+        piece
+        for piece in (*state, *engine.step_state.pieces())
+        if piece.kind == WEIGHT or not weights_only
+    ]
 
 
 def largest_pieces(engine: Engine) -> list[Piece]:
     """Pieces with the bytes of the largest checkpoint of the run."""
     weights_only = engine.config.checkpoint.no_save_optim
-    return [piece for piece in (*all_pieces(engine), *engine.optimizer.pieces_of_worker())
-            if piece.kind == WEIGHT or not weights_only]
+    return [
+        piece
+        for piece in (*all_pieces(engine), *engine.optimizer.pieces_of_worker())
+        if piece.kind == WEIGHT or not weights_only
+    ]
 
 
 def all_pieces(engine: Engine, saved: Mapping[str, float] | None = None) -> list[Piece]:
@@ -246,13 +339,21 @@ def all_pieces(engine: Engine, saved: Mapping[str, float] | None = None) -> list
 
 def load_run(engine: Engine, start: Start) -> Progress:
     """Fill weights and optimizer from the --load folder. Returns the progress. Collective over the world."""
-    checkpoint, mesh, begin = engine.config.checkpoint, engine.mesh, time.perf_counter()
+    checkpoint = engine.config.checkpoint
+    mesh = engine.mesh
+    begin = time.perf_counter()
     if start.step is None:
         return Progress()
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     pieces = all_pieces(engine, start.run.get("optimizer"))
-    load(checkpoint.load, start.step, pieces, coordinates=mesh.coordinates, world=mesh.group("world"),
-         kinds=None if with_optimizer else (WEIGHT,))
+    load(
+        checkpoint.load,
+        start.step,
+        pieces,
+        coordinates=mesh.coordinates,
+        world=mesh.group("world"),
+        kinds=None if with_optimizer else (WEIGHT,),
+    )
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])
     engine.optimizer.after_load()
@@ -260,40 +361,65 @@ def load_run(engine: Engine, start: Start) -> Progress:
     if mesh.rank == 0:
         if with_optimizer:
             log_other_workers(start.run.get("config", {}), engine.config)
-        log_positions(start.run["identity"]["model"], model_identity(engine.config.model))
-        logger.info("loaded %s, iteration %d%s, in %.1f s", checkpoint.load, start.step,
-                    "" if with_optimizer else " (weights only)", time.perf_counter() - begin)
+        log_positions(
+            start.run["identity"]["model"], model_identity(engine.config.model)
+        )
+        logger.info(
+            "loaded %s, iteration %d%s, in %.1f s",
+            checkpoint.load,
+            start.step,
+            "" if with_optimizer else " (weights only)",
+            time.perf_counter() - begin,
+        )
     return progress
 
 
 def log_other_workers(saved: Mapping, config: RunConfig) -> None:
     """Log that the workers of a 1-bit optimizer have other tokens than before, if they do."""
     before = tuple(saved.get("parallel", {}).get("cp_comm_type", ()))
-    now, ranks = config.parallel.cp_comm_type, config.parallel.context_parallel_size
+    now = config.parallel.cp_comm_type
+    ranks = config.parallel.context_parallel_size
     splits = {set(kinds) == {"a2a"} for kinds in (before, now)}
-    if before and len(splits) > 1 and ranks > 1 and config.optimizer.optimizer in (*FROZEN, ZERO_ONE):
-        logger.warning("--cp-comm-type was %s and is %s: with --optimizer %s each context-parallel rank "
-                       "compresses the gradient of its own tokens, which are others now. The run is not the "
-                       "one that was saved; use --cp-comm-type %s to continue that.", " ".join(before),
-                       " ".join(now), config.optimizer.optimizer, " ".join(before))
+    if (
+        before
+        and len(splits) > 1
+        and ranks > 1
+        and config.optimizer.optimizer in (*FROZEN, ZERO_ONE)
+    ):
+        logger.warning(
+            "--cp-comm-type was %s and is %s: with --optimizer %s each context-parallel rank "
+            "compresses the gradient of its own tokens, which are others now. The run is not the "
+            "one that was saved; use --cp-comm-type %s to continue that.",
+            " ".join(before),
+            " ".join(now),
+            config.optimizer.optimizer,
+            " ".join(before),
+        )
 
 
 def log_positions(theirs: Mapping, ours: Mapping) -> None:
     """Log how the positions of this run's model differ from those of the checkpoint, if they do."""
     if changed := differences(theirs, {**theirs, **with_positions_of(ours, theirs)}):
-        logger.info("positions are others than those of the checkpoint: %s", "; ".join(changed))
+        logger.info(
+            "positions are others than those of the checkpoint: %s", "; ".join(changed)
+        )
 
 
 def _with_experts_alike(*identities: dict) -> list[dict]:
     """Identities that differ in `experts` alone if one model has experts and the other has none."""
     if len({"experts" in identity["model"] for identity in identities}) == 1:
         return list(identities)
-    return [identity | {"model": _without_moe_fields(identity["model"])} for identity in identities]
+    return [
+        identity | {"model": _without_moe_fields(identity["model"])}
+        for identity in identities
+    ]
 
 
 def _without_moe_fields(model: dict) -> dict:
     none = [0] * model["num_layers"]
-    return {"experts": none} | {name: value for name, value in model.items() if name not in MOE_FIELDS}
+    return {"experts": none} | {
+        name: value for name, value in model.items() if name not in MOE_FIELDS
+    }
 
 
 def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None:
@@ -303,28 +429,58 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     """
     directory = wanted.load
     if "engine" in saved:
-        raise CheckpointError(f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
-                              "training script: its tensors have other names. Load it with "
-                              "engine.load_checkpoint.")
-    parts = ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
-    if "converted_from" in saved:           # other programs do not record the identity of their data
+        raise CheckpointError(
+            f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
+            "training script: its tensors have other names. Load it with "
+            "engine.load_checkpoint."
+        )
+    parts = (
+        ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
+    )
+    if (
+        "converted_from" in saved
+    ):  # other programs do not record the identity of their data
         parts = tuple(part for part in parts if part in saved["identity"])
-    require(saved, directory, *(f"identity.{part}" for part in parts), "config.optimizer.optimizer",
-            "progress", "optimizer")
+    require(
+        saved,
+        directory,
+        *(f"identity.{part}" for part in parts),
+        "config.optimizer.optimizer",
+        "progress",
+        "optimizer",
+    )
     theirs, ours = _with_experts_alike(saved["identity"], current["identity"])
-    fitting = with_positions_of(ours["model"], theirs["model"]) if wanted.finetune else theirs["model"]
+    fitting = (
+        with_positions_of(ours["model"], theirs["model"])
+        if wanted.finetune
+        else theirs["model"]
+    )
     try:
-        check_same_model({**{p: theirs[p] for p in parts}, "model": fitting}, {p: ours[p] for p in parts})
+        check_same_model(
+            {**{p: theirs[p] for p in parts}, "model": fitting},
+            {p: ours[p] for p in parts},
+        )
     except CheckpointError as error:
         only_data = all(theirs[p] == ours[p] for p in parts[:2])
-        advice = (" Use --finetune to train its weights on other data, from step 0." if only_data else
-                  why_positions_differ(ours["model"], theirs["model"]))
-        if any(ours["model"].get("experts", ())) and not any(theirs["model"]["experts"]):
-            advice = (f" To give the dense model experts, run megatron-ds upcycle --load {directory} "
-                      "--save DIR --num-experts N, and load DIR with --finetune.")
+        advice = (
+            " Use --finetune to train its weights on other data, from step 0."
+            if only_data
+            else why_positions_differ(ours["model"], theirs["model"])
+        )
+        if any(ours["model"].get("experts", ())) and not any(
+            theirs["model"]["experts"]
+        ):
+            advice = (
+                f" To give the dense model experts, run megatron-ds upcycle --load {directory} "
+                "--save DIR --num-experts N, and load DIR with --finetune."
+            )
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
-    before, now = (about["config"]["optimizer"]["optimizer"] for about in (saved, current))
+    before, now = (
+        about["config"]["optimizer"]["optimizer"] for about in (saved, current)
+    )
     if before != now and not (wanted.finetune or wanted.no_load_optim):
-        raise CheckpointError(f"--load {directory} holds the state of --optimizer {before}, which "
-                              f"--optimizer {now} cannot use. Use --optimizer {before}, or give "
-                              f"--no-load-optim to start {now} without state.")
+        raise CheckpointError(
+            f"--load {directory} holds the state of --optimizer {before}, which "
+            f"--optimizer {now} cannot use. Use --optimizer {before}, or give "
+            f"--no-load-optim to start {now} without state."
+        )

@@ -34,7 +34,7 @@ from .trainer import Loaders
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-LOOKED_AT = 32              # training samples that are searched for an end of document
+LOOKED_AT = 32  # training samples that are searched for an end of document
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
@@ -42,13 +42,17 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
 
     Validation: one evaluation every `eval_interval` steps and one at the end, of `eval_iters` global batches.
     """
-    train, size = config.train, config.train.global_batch_size
+    train = config.train
+    size = config.train.global_batch_size
     length = make_length(config)
     steps = length.steps_after()
     # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as
     # in Megatron.
-    samples = train.train_samples or (length.samples_after() if train.train_iters is None
-                                      else train.train_iters * size)
+    samples = train.train_samples or (
+        length.samples_after()
+        if train.train_iters is None
+        else train.train_iters * size
+    )
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one
@@ -59,8 +63,14 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> D
     if not config.data.fim_data:
         return datasets
     fim = make_fim(config.data, tokenizer)
-    return Datasets(*(None if dataset is None else FIMDataset(dataset, fim, config.train.seed + 1000 * part)
-                      for part, dataset in enumerate(datasets)))
+    return Datasets(
+        *(
+            None
+            if dataset is None
+            else FIMDataset(dataset, fim, config.train.seed + 1000 * part)
+            for part, dataset in enumerate(datasets)
+        )
+    )
 
 
 def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> None:
@@ -70,28 +80,43 @@ def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> N
         return
     looked_at = min(len(dataset), LOOKED_AT)
     if not any((dataset[i]["tokens"] == eod).any() for i in range(looked_at)):
-        logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s "
-                       "had no effect on them. Was the corpus made without --append-eod?", looked_at, eod,
-                       " and ".join(named))
+        logger.warning(
+            "none of the first %d training samples contains the end-of-document token %d, so %s "
+            "had no effect on them. Was the corpus made without --append-eod?",
+            looked_at,
+            eod,
+            " and ".join(named),
+        )
 
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
     """The order of the training samples, `total` an epoch; None without metrics. Raises DataError."""
-    curriculum, data = config.curriculum, config.data
+    curriculum = config.curriculum
+    data = config.data
     if not curriculum.curriculum_metrics:
         return None
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
-    cache = (curriculum.curriculum_cluster_path or data.data_cache_path
-             or default_cache(metrics[0].index_to_sample_path))
+    cache = (
+        curriculum.curriculum_cluster_path
+        or data.data_cache_path
+        or default_cache(metrics[0].index_to_sample_path)
+    )
     # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
-        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size),
-        batch_at=batch_size.at, cache=Path(cache),
-        identity=identity(config, MODELS[config.model.model].data, total))
+        metrics,
+        total,
+        seed=curriculum.data_efficiency_seed,
+        steps=planned_steps(config, batch_size),
+        batch_at=batch_size.at,
+        cache=Path(cache),
+        identity=identity(config, MODELS[config.model.model].data, total),
+    )
 
 
-def build_loaders(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, mesh: Mesh) -> Loaders:
+def build_loaders(
+    config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, mesh: Mesh
+) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     data = config.data
     collate = MODELS[config.model.model].data.collator(config, tokenizer)
@@ -103,23 +128,33 @@ def build_loaders(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, m
     def loader(dataset, order=None):
         if dataset is None:
             return None
-        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size,
-                     dataloader_type=data.dataloader_type, order=order, num_workers=data.num_workers,
-                     pin=mesh.device.type == "cuda")
+        own = Loader(
+            dataset,
+            collate,
+            micro_batch_size=config.train.micro_batch_size,
+            dataloader_type=data.dataloader_type,
+            order=order,
+            num_workers=data.num_workers,
+            pin=mesh.device.type == "cuda",
+        )
         return SharedReader(own, tp, mesh.device) if shared else own
 
-    order = make_order(config, len(datasets.train)) if datasets.train is not None else None
+    order = (
+        make_order(config, len(datasets.train)) if datasets.train is not None else None
+    )
     return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))
 
 
-READER = 0                                                  # position in the group
+READER = 0  # position in the group
 
 
 class SharedReader:
     """The interface of `Loader` for every rank of a tensor-parallel group. Batches are on `device`."""
 
     def __init__(self, loader: Loader, tp: Group, device: torch.device):
-        self.loader, self.tp, self.device = loader, tp, device
+        self.loader = loader
+        self.tp = tp
+        self.device = device
 
     def batch(self, *where: object, training: bool = True) -> Batch:
         """As `Loader.batch`. Collective over the group: an exchange of shapes, then a broadcast per tensor.
@@ -132,18 +167,28 @@ class SharedReader:
             nonlocal made
             made = self.loader.batch(*where, training=training).to(self.device)
             tensors = made.tensors()
-            return replace(made, **dict.fromkeys(tensors)), {name: _form(t) for name, t in tensors.items()}
+            return replace(made, **dict.fromkeys(tensors)), {
+                name: _form(t) for name, t in tensors.items()
+            }
 
         frame, forms = on_one_rank(self.tp, read, READER)
-        tensors = {name: self._send(made and getattr(made, name), *form) for name, form in forms.items()}
+        tensors = {
+            name: self._send(made and getattr(made, name), *form)
+            for name, form in forms.items()
+        }
         return replace(frame, **tensors)
 
     def close(self) -> None:
         """Stop the threads of the loader."""
         self.loader.close()
 
-    def _send(self, tensor: torch.Tensor | None, shape: torch.Size, rows: int,
-              dtype: torch.dtype) -> torch.Tensor:
+    def _send(
+        self,
+        tensor: torch.Tensor | None,
+        shape: torch.Size,
+        rows: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         """Broadcast a tensor. A row that is expanded over all samples is sent once."""
         sent = torch.empty(rows, *shape[1:], dtype=dtype, device=self.device)
         if tensor is not None:

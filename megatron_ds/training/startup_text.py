@@ -24,30 +24,54 @@ from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Engine
 from .used_operations import used_operations
 
-SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers",
-          "measured": "measured time"}
+SHARES = {
+    "flops": "FLOPs",
+    "parameters": "parameters",
+    "uniform": "decoder layers",
+    "measured": "measured time",
+}
 # Kind of a value's source → title of the group in which the value is listed, from the name of the source.
-GROUPS = {"flag": lambda name: "flags", "script": lambda name: name, "derived": lambda name: "derived",
-          "yaml": lambda name: Path(name.rpartition(":")[0]).name,
-          "deepspeed": lambda name: Path(name.rpartition(" ")[0]).name}
+GROUPS = {
+    "flag": lambda name: "flags",
+    "script": lambda name: name,
+    "derived": lambda name: "derived",
+    "yaml": lambda name: Path(name.rpartition(":")[0]).name,
+    "deepspeed": lambda name: Path(name.rpartition(" ")[0]).name,
+}
 WIDTH = 110
 
 
 def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
-    config, mesh = engine.config, engine.mesh
-    return "\n".join((
-        grid_text(mesh.grid, launch_source, mesh.device.type), _model(engine, given),
-        *filter(None, (experts_text(config),)), "",
-        _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
-        _schedule(config, engine.plan, engine.keeps_gathered), "",
-        f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
-        f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
-        kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype],
-                     used_operations(config, mesh.device.type), DTYPES[config.optimizer.gradient_dtype]),
-        *filter(None, (allocator_text(),)), _zero(engine), _memory(engine),
-        *filter(None, (kept_inputs_text(config, mesh.device.type),)), "",
-        values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))
+    config = engine.config
+    mesh = engine.mesh
+    return "\n".join(
+        (
+            grid_text(mesh.grid, launch_source, mesh.device.type),
+            _model(engine, given),
+            *filter(None, (experts_text(config),)),
+            "",
+            _stages(engine.plan, SHARES[config.parallel.pipeline_cut]),
+            "",
+            _schedule(config, engine.plan, engine.keeps_gathered),
+            "",
+            f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
+            f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
+            kernels_text(
+                mesh.device,
+                DTYPES[config.optimizer.params_dtype],
+                used_operations(config, mesh.device.type),
+                DTYPES[config.optimizer.gradient_dtype],
+            ),
+            *filter(None, (allocator_text(),)),
+            _zero(engine),
+            _memory(engine),
+            *filter(None, (kept_inputs_text(config, mesh.device.type),)),
+            "",
+            values_text(config),
+            *filter(None, (report_without_effect(config), notes_text(config))),
+        )
+    )
 
 
 def _memory(engine: Engine) -> str:
@@ -70,32 +94,54 @@ def _activations(engine: Engine) -> dict[str, int]:
     # A plan for CPUs needs FakeTensorMode, which imports torch._dynamo: 2 to 3 s of every start on a laptop.
     if engine.mesh.device.type == "cpu":
         return {}
-    schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.keeps_gathered,
-                             engine.plan.stage_costs())
+    schedule = plan_schedule(
+        engine.config,
+        microbatches_of(engine.config),
+        engine.keeps_gathered,
+        engine.plan.stage_costs(),
+    )
     program = schedule[engine.mesh.coordinate("pp")]
-    runs = run_own_stages(engine.config, engine.mesh, engine.plan, program, only_forward=True)
-    return {"activations": most_kept(program, {stage: run.kept for stage, run in runs.items()})}
+    runs = run_own_stages(
+        engine.config, engine.mesh, engine.plan, program, only_forward=True
+    )
+    return {
+        "activations": most_kept(
+            program, {stage: run.kept for stage, run in runs.items()}
+        )
+    }
 
 
 def grid_text(grid: Grid, launch_source: str, device: str) -> str:
     """The sizes of the mesh axes. Context and expert parallelism are left out if their size is 1."""
-    axes = [axis for axis in grid.order.split("-") if axis not in ("cp", "ep") or getattr(grid, axis) > 1]
-    sizes = " × ".join(f"{axis} {getattr(grid, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp")
-                       if axis in axes)
-    return (f"grid: {grid.world_size} rank{'s' * (grid.world_size > 1)} = {sizes}, order {'-'.join(axes)}, "
-            f"launched by {launch_source}, device {device}")
+    axes = [
+        axis
+        for axis in grid.order.split("-")
+        if axis not in ("cp", "ep") or getattr(grid, axis) > 1
+    ]
+    sizes = " × ".join(
+        f"{axis} {getattr(grid, axis)}"
+        for axis in ("tp", "cp", "ep", "pp", "dp")
+        if axis in axes
+    )
+    return (
+        f"grid: {grid.world_size} rank{'s' if grid.world_size > 1 else ''} = {sizes}, order {'-'.join(axes)}, "
+        f"launched by {launch_source}, device {device}"
+    )
 
 
 def _model(engine: Engine, given: RunConfig) -> str:
     """Parameters of the model and of this rank, and the size of the vocabulary."""
     config = engine.config
-    found, padded = config.model.vocab_size, config.padded_vocab_size
+    found = config.model.vocab_size
+    padded = config.padded_vocab_size
     here = sum(p.numel() for p in engine.parameters)
     note = " with the padding of the vocabulary" if padded != found else ""
     adds_end = config.data.tokenizer_type == "NullTokenizer"
     whole = count_parameters(config, engine.mesh.grid)
-    return (f"model: {whole:,} parameters; rank 0 trains {here:,}{note}\n"
-            + vocabulary_text(given.model.vocab_size, found, padded, adds_end))
+    return (
+        f"model: {whole:,} parameters; rank 0 trains {here:,}{note}\n"
+        + vocabulary_text(given.model.vocab_size, found, padded, adds_end)
+    )
 
 
 def count_parameters(config: RunConfig, grid: Grid) -> int:
@@ -116,8 +162,11 @@ def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) 
         tokens += f" (--vocab-size {given} and one for the end of a document)"
     elif given is not None and given != found:
         tokens += f" (of the tokenizer; --vocab-size {given} is not used)"
-    return tokens + (f", padded to {padded:,} rows "
-                     "(--make-vocab-size-divisible-by)" if padded != found else "")
+    return tokens + (
+        f", padded to {padded:,} rows (--make-vocab-size-divisible-by)"
+        if padded != found
+        else ""
+    )
 
 
 def experts_text(config: RunConfig) -> str:
@@ -125,22 +174,34 @@ def experts_text(config: RunConfig) -> str:
 
     experts: 8 in layers 1, 3, … 11; of width 128; 2 for a token; divided among 4 expert-parallel ranks
     """
-    model, ep = config.model, config.parallel.expert_model_parallel_size
+    model = config.model
+    ep = config.parallel.expert_model_parallel_size
     numbers: dict[int, list[int]] = {}
     for layer, number in enumerate(model.experts):
         if number:
             numbers.setdefault(number, []).append(layer)
     if not numbers:
         return ""
-    layers = "; ".join(f"{number} in {ranges_text(of_layers)}" for number, of_layers in numbers.items())
+    layers = "; ".join(
+        f"{number} in {ranges_text(of_layers)}" for number, of_layers in numbers.items()
+    )
     shared = model.moe_shared_expert_intermediate_size
     beside = f", beside shared experts of width {shared}" if shared else ""
     if model.mlp_type == "residual":
         beside = f", beside a dense feed-forward of width {model.ffn_size}"
-    held = f"divided among {ep} expert-parallel ranks" if ep > 1 else "all on every data-parallel rank"
-    chosen = "chosen by the experts" if model.moe_choice == "expert_choice" else (
-        f"{model.moe_router_topk} for a token")
-    return f"experts: {layers}; of width {model.expert_ffn_size}{beside}; {chosen}; {held}"
+    held = (
+        f"divided among {ep} expert-parallel ranks"
+        if ep > 1
+        else "all on every data-parallel rank"
+    )
+    chosen = (
+        "chosen by the experts"
+        if model.moe_choice == "expert_choice"
+        else (f"{model.moe_router_topk} for a token")
+    )
+    return (
+        f"experts: {layers}; of width {model.expert_ffn_size}{beside}; {chosen}; {held}"
+    )
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
@@ -149,7 +210,11 @@ def ranges_text(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"layer {numbers[0]}"
     step = numbers[1] - numbers[0]
-    if step > 1 and len(numbers) > 3 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step)):
+    if (
+        step > 1
+        and len(numbers) > 3
+        and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step))
+    ):
         return f"layers {numbers[0]}, {numbers[1]}, … {numbers[-1]}"
     runs: list[list[int]] = []
     for number in numbers:
@@ -157,14 +222,28 @@ def ranges_text(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return "layers " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return "layers " + ", ".join(
+        str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs
+    )
 
 
 def notes_text(config: RunConfig) -> str:
     """Differences of layers with experts from those of Megatron and DeepSpeed; empty without any."""
-    lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-             for note in moe_notes(config)]
-    return "\n".join(("experts, compared with Megatron and DeepSpeed:", *lines)) if lines else ""
+    lines = [
+        textwrap.fill(
+            note,
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+        for note in moe_notes(config)
+    ]
+    return (
+        "\n".join(("experts, compared with Megatron and DeepSpeed:", *lines))
+        if lines
+        else ""
+    )
 
 
 def values_text(config: RunConfig) -> str:
@@ -177,23 +256,29 @@ def values_text(config: RunConfig) -> str:
     """
     groups: dict[str, list[str]] = {}
     for option, value in non_default(config):
-        name = option.flag.removeprefix("--").replace("-", "_")     # zero_stage; its field is `stage`
-        source, text = config.sources.get(option.path), f"{name} {value_text(value)}"
+        name = option.flag.removeprefix("--").replace(
+            "-", "_"
+        )  # zero_stage; its field is `stage`
+        source = config.sources.get(option.path)
+        text = f"{name} {value_text(value)}"
         group = GROUPS[source.kind](source.name) if source else "default"
-        groups.setdefault(group, []).append(f"{text} ({source})" if group == "derived" else text)
+        groups.setdefault(group, []).append(
+            f"{text} ({source})" if group == "derived" else text
+        )
     if not groups:
         return "every option is at its default"
     width = max(map(len, groups))
-    order = sorted(groups, key="derived".__eq__)                 # the user's values first
+    order = sorted(groups, key="derived".__eq__)  # the user's values first
     lines = (_wrapped(f"  {group:{width}}  ", groups[group]) for group in order)
     return "\n".join(("not at their defaults:", *lines))
 
 
 def _wrapped(title: str, values: Sequence[str]) -> str:
     """`title` and the values in lines of at most `WIDTH` characters; lines break between values only."""
-    lines, line = [], title
+    lines = []
+    line = title
     for number, value in enumerate(values):
-        value += "," * (number + 1 < len(values))
+        value += "," if number + 1 < len(values) else ""
         if len(line) + len(value) > WIDTH and line.strip() and line != title:
             lines.append(line.rstrip())
             line = " " * len(title)
@@ -203,15 +288,21 @@ def _wrapped(title: str, values: Sequence[str]) -> str:
 
 def _zero(engine: Engine) -> str:
     """State and traffic of rank 0. Tests compare them with the buffers and with counted collectives."""
-    config, memory = engine.config, engine.optimizer.memory()
-    sent = ", ".join(f"{operation.replace('_', '-')} over {axes} {count:,}"
-                     for (operation, axes), count in sorted(engine.traffic().items()))
+    config = engine.config
+    memory = engine.optimizer.memory()
+    sent = ", ".join(
+        f"{operation.replace('_', '-')} over {axes} {count:,}"
+        for (operation, axes), count in sorted(engine.traffic().items())
+    )
     places = engine.optimizer.memory_by_place()
     listed = ", ".join(f"{place} {count:,}" for place, count in places.items())
     where = f" ({listed})" if set(places) - {"device"} else ""
-    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload "
-            "of a step over the data-parallel ranks: "
-            f"{sent or 'none'}" + (f"\n{engine.why_gathered}" if engine.why_gathered else ""))
+    return (
+        f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload "
+        "of a step over the data-parallel ranks: "
+        f"{sent or 'none'}"
+        + (f"\n{engine.why_gathered}" if engine.why_gathered else "")
+    )
 
 
 def _stages(plan: RunPlan, counted: str) -> str:
@@ -223,27 +314,36 @@ def _stages(plan: RunPlan, counted: str) -> str:
         where = f"rank {plan.shape.placement[stage]}" if plan.shape.chunks > 1 else ""
         rows.append((share, where, layers_text(plan.stage_layers(stage)), span))
     ranks, layers = (max(len(row[column]) for row in rows) for column in (1, 2))
-    lines = (f"  stage {stage}: {share:6.1%}  {where:{ranks}}{'  ' * bool(ranks)}{text:{layers}}   {span}"
-             for stage, (share, where, text, span) in enumerate(rows))
+    lines = (
+        f"  stage {stage}: {share:6.1%}  {where:{ranks}}{'  ' if ranks else ''}{text:{layers}}   {span}"
+        for stage, (share, where, text, span) in enumerate(rows)
+    )
     return "\n".join((f"pipeline stages (share of the {counted}):", *lines))
 
 
 def layers_text(layers: Sequence[Layer]) -> str:
     """Layers as text, blocks first: "2 blocks, embedding, final norm, output head"."""
     blocks = sum(layer.is_block for layer in layers)
-    words = [f"{blocks} block{'s' * (blocks > 1)}"] if blocks else []
-    for noun, count in Counter(layer.noun or layer.kind for layer in layers if not layer.is_block).items():
+    words = [f"{blocks} block{'s' if blocks > 1 else ''}"] if blocks else []
+    for noun, count in Counter(
+        layer.noun or layer.kind for layer in layers if not layer.is_block
+    ).items():
         words.append(noun if count == 1 else f"{count} × {noun}")
     return ", ".join(words) or "no layers"
 
 
-def _schedule(config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16) -> str:
-    shape, microbatches = plan.shape, microbatches_of(config)
-    title = f"schedule: {shape.schedule}, {microbatches} micro-batch{'es' * (microbatches > 1)} a step"
+def _schedule(
+    config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16
+) -> str:
+    shape = plan.shape
+    microbatches = microbatches_of(config)
+    title = f"schedule: {shape.schedule}, {microbatches} micro-batch{'es' if microbatches > 1 else ''} a step"
     if shape.size == 1:
         return title
     costs = plan.stage_costs()
-    result = simulate(plan_schedule(config, microbatches, keeps_gathered, costs), costs.of)
+    result = simulate(
+        plan_schedule(config, microbatches, keeps_gathered, costs), costs.of
+    )
     shown = min(microbatches, widest)
     picture = draw(plan_schedule(config, shown, keeps_gathered, costs))
     note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"

@@ -53,10 +53,17 @@ class StepOutcome(StepReport):
     num_zeros: int | None = None
 
 
-def train_step(engine: Engine, batch: Batch, progress: Progress, *,
-               learning_rate: float | Mapping[str, float], weight_decay: float,
-               beta1: float | None = None, stop: bool = False,
-               times: PhaseTimes | None = None) -> StepOutcome:
+def train_step(
+    engine: Engine,
+    batch: Batch,
+    progress: Progress,
+    *,
+    learning_rate: float | Mapping[str, float],
+    weight_decay: float,
+    beta1: float | None = None,
+    stop: bool = False,
+    times: PhaseTimes | None = None,
+) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
     learning_rate: of all parameters, or by name as of `make_learning_rates`
@@ -66,7 +73,9 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *,
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
-    config, optimizer, executor = engine.config, engine.optimizer, engine.executor
+    config = engine.config
+    optimizer = engine.optimizer
+    executor = engine.executor
     microbatches = batch.split(config.train.micro_batch_size)
     per_token = config.train.calculate_per_token_loss
     loss_scale = optimizer.loss_scale
@@ -78,37 +87,63 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *,
     global_microbatches = len(microbatches) * engine.mesh.samples.size
     times = times or PhaseTimes(0, engine.mesh.device)
     with times.phase("forward-backward"), times.instructions(executor):
-        losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
+        losses = executor.run(
+            microbatches, loss_scale if per_token else loss_scale / global_microbatches
+        )
 
     # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
     # step. While the update runs, the host prepares the next step.
     counts = config.logging.log_num_zeros_in_grad
-    sums, measured = engine.metrics.queue(losses, executor.entries, stop), optimizer.measure(counts)
+    sums = engine.metrics.queue(losses, executor.entries, stop)
+    measured = optimizer.measure(counts)
     numbers = torch.cat([sums, measured]).tolist()
-    report = engine.metrics.report(numbers[:len(sums)], losses, executor.entries)
+    report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
 
-    rates = learning_rate if isinstance(learning_rate, Mapping) else {MAIN_RATE: learning_rate}
+    rates = (
+        learning_rate
+        if isinstance(learning_rate, Mapping)
+        else {MAIN_RATE: learning_rate}
+    )
     if beta1 is not None:
         optimizer.set_beta1(beta1)
     with times.phase("optimizer"):
-        result = optimizer.update(numbers[len(sums):], learning_rate, weight_decay,
-                                  max(report.tokens, 1) if per_token else 1.0)
+        result = optimizer.update(
+            numbers[len(sums) :],
+            learning_rate,
+            weight_decay,
+            max(report.tokens, 1) if per_token else 1.0,
+        )
     engine.step_state.after_step(applied=not result.skipped)
-    return StepOutcome(**vars(report), grad_norm=result.grad_norm, skipped=result.skipped,
-                       loss_scale=loss_scale, weight_decay=weight_decay,
-                       seconds=time.perf_counter() - start, learning_rate=rates[MAIN_RATE],
-                       decoupled_learning_rate=rates.get(DECOUPLED_RATE),
-                       num_zeros=int(numbers[len(sums) + 2]) if counts else None)
+    return StepOutcome(
+        **vars(report),
+        grad_norm=result.grad_norm,
+        skipped=result.skipped,
+        loss_scale=loss_scale,
+        weight_decay=weight_decay,
+        seconds=time.perf_counter() - start,
+        learning_rate=rates[MAIN_RATE],
+        decoupled_learning_rate=rates.get(DECOUPLED_RATE),
+        num_zeros=int(numbers[len(sums) + 2]) if counts else None,
+    )
 
 
-def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport,
-                      progress: Progress) -> None:
+def _report_nonfinite(
+    engine: Engine,
+    microbatches: Sequence[Batch],
+    report: StepReport,
+    progress: Progress,
+) -> None:
     """Locate the first NaN, then raise or warn. Collective over the world."""
-    if engine.optimizer.loss_scale != 1.0 and engine.config.optimizer.loss_scale is None:
+    if (
+        engine.optimizer.loss_scale != 1.0
+        and engine.config.optimizer.loss_scale is None
+    ):
         return  # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
-    weights = [(p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"]
+    weights = [
+        (p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"
+    ]
     rerun = lambda: engine.executor.forward(microbatches)
     where = locate_nonfinite(engine.layers, weights, rerun, engine.mesh)
     also = "".join(f", {name} {mean}" for name, mean in report.terms.items())
@@ -116,7 +151,8 @@ def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: Ste
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
             f"{message}. The step was not applied; the last checkpoint is not affected. Lower the learning "
-            "rate or check the data; use --check-for-nan continue to skip such steps.")
+            "rate or check the data; use --check-for-nan continue to skip such steps."
+        )
     if engine.mesh.rank == 0:
         logger.warning("%s. The step is skipped (--check-for-nan continue).", message)
 
@@ -131,24 +167,38 @@ class Evaluation:
     stop: bool
 
 
-def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iterations: int,
-             global_batch_size: int, should_stop: Callable[[], bool] = lambda: False,
-             after_batch: Callable[[], None] = lambda: None) -> Evaluation:
+def evaluate(
+    engine: Engine,
+    loader: BatchSource,
+    *,
+    first_sample: int,
+    iterations: int,
+    global_batch_size: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    after_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
     """Over `iterations` global batches; `after_batch()` is called after each.
 
     Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then
     over fewer.
     """
-    start, total, done, stop = time.perf_counter(), 0.0, 0, False
+    start = time.perf_counter()
+    total = 0.0
+    done = 0
+    stop = False
     metrics: dict[str, list[float]] = {}
     train = engine.config.train
     reduction = StepMetrics(engine.mesh, train.calculate_per_token_loss)
     while done < iterations and not stop:
-        batch = engine.batches.evaluation(loader, first_sample + done * global_batch_size, global_batch_size)
+        batch = engine.batches.evaluation(
+            loader, first_sample + done * global_batch_size, global_batch_size
+        )
         microbatches = batch.split(train.micro_batch_size)
         losses = engine.executor.forward(microbatches)
         report = reduction.reduce(losses, engine.executor.entries, should_stop())
-        total, done, stop = total + report.loss, done + 1, report.stop
+        total = total + report.loss
+        done = done + 1
+        stop = report.stop
         for name, value in report.named.items():
             metrics.setdefault(name, []).append(value)
         after_batch()
@@ -156,16 +206,21 @@ def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iteratio
     return Evaluation(total / max(done, 1), means, time.perf_counter() - start, stop)
 
 
-TRACED = (2, 3)          # the first step allocates and connects
+TRACED = (2, 3)  # the first step allocates and connects
 
 
 class Tracer:
     """Records the instructions of the steps --trace-steps on the ranks of one pipeline."""
 
     def __init__(self, engine: Engine):
-        wanted, mesh = engine.config.logging, engine.mesh
-        is_first = not any(at for axis, at in mesh.grid.coordinates(mesh.rank).items() if axis != "pp")
-        self._engine, self._done, self._entries = engine, 0, []
+        wanted = engine.config.logging
+        mesh = engine.mesh
+        is_first = not any(
+            at for axis, at in mesh.grid.coordinates(mesh.rank).items() if axis != "pp"
+        )
+        self._engine = engine
+        self._done = 0
+        self._entries = []
         self._folder = Path(wanted.trace) if wanted.trace and is_first else None
         first, last = wanted.trace_steps or TRACED
         self._steps = range(first, last + 1)
@@ -177,7 +232,8 @@ class Tracer:
         if self._folder is None or self._done not in self._steps:
             yield
             return
-        executor, rank = self._engine.executor, self._engine.mesh.coordinate("pp")
+        executor = self._engine.executor
+        rank = self._engine.mesh.coordinate("pp")
         executor.timeline = timeline = Timeline(self._engine.mesh.device)
         try:
             yield
@@ -189,6 +245,12 @@ class Tracer:
         try:
             write_trace(path, {rank: self._entries})
         except OSError as error:
-            logger.warning("cannot write %s: %s. Training continues; the %d recorded instruction(s) are "
-                           "lost, and --trace is switched off.", path, reason_of(error), len(self._entries))
-            self._folder, self._entries = None, []
+            logger.warning(
+                "cannot write %s: %s. Training continues; the %d recorded instruction(s) are "
+                "lost, and --trace is switched off.",
+                path,
+                reason_of(error),
+                len(self._entries),
+            )
+            self._folder = None
+            self._entries = []

@@ -25,8 +25,14 @@ from ..mpu.grid import ranks_in_short
 from ..mpu.mesh import Mesh
 from .observe.records import EvalRecord, TrainRecord
 
-NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop
-RESERVED = {"lm loss", "perplexity", *(f.name for kind in (TrainRecord, EvalRecord) for f in fields(kind))}
+NEW_NAMES = (
+    2.0**32
+)  # one vote for an exchange of names, above any number of votes for a stop
+RESERVED = {
+    "lm loss",
+    "perplexity",
+    *(f.name for kind in (TrainRecord, EvalRecord) for f in fields(kind)),
+}
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,13 @@ class StepMetrics:
     """
 
     def __init__(self, mesh: Mesh, per_token: bool):
-        self.mesh, self.per_token = mesh, per_token
+        self.mesh = mesh
+        self.per_token = per_token
         self.names: dict[str, bool] | None = None
 
-    def reduce(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> StepReport:
+    def reduce(
+        self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False
+    ) -> StepReport:
         """The means over the global batch, for the log. Collective over the world.
 
         losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local
@@ -77,27 +86,37 @@ class StepMetrics:
         """
         return self.report(self.queue(losses, entries, stop).tolist(), losses, entries)
 
-    def queue(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> torch.Tensor:
+    def queue(
+        self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False
+    ) -> torch.Tensor:
         """The sums over all ranks, float64, on the device; `report` takes them. The arguments are those of
         `reduce`. Collective over the world; the host does not wait, except at the first step.
         """
         mine = _names(entries)
         if self.names is None:
             self._exchange(mine)
-        return self._summed(losses, entries, stop + NEW_NAMES * (not mine <= self.names.items()))
+        return self._summed(
+            losses, entries, stop + NEW_NAMES * (not mine <= self.names.items())
+        )
 
-    def report(self, numbers: Sequence[float], losses: Sequence[Loss],
-               entries: Sequence[Entry]) -> StepReport:
+    def report(
+        self, numbers: Sequence[float], losses: Sequence[Loss], entries: Sequence[Entry]
+    ) -> StepReport:
         """The means, from what `queue` returned for the same losses and entries. Collective over the world
         if a rank has new names, which all ranks see in the numbers."""
         total, count, tokens, votes, *pairs = numbers
         if votes >= NEW_NAMES:
             self._exchange(_names(entries))
             pairs = self._summed(losses, entries, 0.0).tolist()[4:]
-        means = {name: pairs[2 * i] / max(pairs[2 * i + 1], 1) for i, name in enumerate(self.names)}
+        means = {
+            name: pairs[2 * i] / max(pairs[2 * i + 1], 1)
+            for i, name in enumerate(self.names)
+        }
         terms = {name: mean for name, mean in means.items() if self.names[name]}
         metrics = {name: mean for name, mean in means.items() if not self.names[name]}
-        return StepReport(total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics)
+        return StepReport(
+            total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics
+        )
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
         """Agree on the names of all ranks, at the first step and for new names. Collective over the world."""
@@ -105,25 +124,38 @@ class StepMetrics:
         for names in all_gather_object(mine, self.mesh.group("world")):
             for name, is_term in sorted(names):
                 if agreed.setdefault(name, is_term) != is_term:
-                    raise ConfigError(f"ledger name {name!r} is both a loss term and a metric: the report "
-                                      "has one mean for each name. Use two names.")
-        if taken := sorted(name for name in agreed if name in RESERVED or name.replace(" ", "_") in RESERVED):
-            raise ConfigError(f"ledger names {', '.join(map(repr, taken))} are fields of the log already, "
-                              "and one would hide the other. Use other names.")
+                    raise ConfigError(
+                        f"ledger name {name!r} is both a loss term and a metric: the report "
+                        "has one mean for each name. Use two names."
+                    )
+        if taken := sorted(
+            name
+            for name in agreed
+            if name in RESERVED or name.replace(" ", "_") in RESERVED
+        ):
+            raise ConfigError(
+                f"ledger names {', '.join(map(repr, taken))} are fields of the log already, "
+                "and one would hide the other. Use other names."
+            )
         self.names = agreed
 
-    def _summed(self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float) -> torch.Tensor:
+    def _summed(
+        self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float
+    ) -> torch.Tensor:
         row = self._row(losses, entries, votes)
         all_reduce_(row, self.mesh.group("world"))
         return row
 
-    def _row(self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float) -> torch.Tensor:
+    def _row(
+        self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float
+    ) -> torch.Tensor:
         """This rank's sums, on the device.
 
         The first tensor-parallel rank reports for all of them. Context-parallel ranks report their parts of
         the losses, and the first of them what all know, the tokens and the number of losses.
         """
-        device, reports = self.mesh.device, self.mesh.coordinate("tp") == 0
+        device = self.mesh.device
+        reports = self.mesh.coordinate("tp") == 0
         counts = self.mesh.coordinate("cp") == 0
         known = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
         known[3] = votes
@@ -133,7 +165,9 @@ class StepMetrics:
         if not reports:
             return row
         if losses:
-            pairs = column([x for loss in losses for x in (loss.total, loss.tokens)], device)
+            pairs = column(
+                [x for loss in losses for x in (loss.total, loss.tokens)], device
+            )
             totals, tokens = pairs.view(-1, 2).unbind(1)
             row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
             if counts:
@@ -144,8 +178,12 @@ class StepMetrics:
         # New names are exchanged after this row.
         added = [entry for entry in entries if entry.name in place]
         if added:
-            numbers = column([x for entry in added for x in (entry.value, entry.count)], device)
-            at = torch.tensor([place[entry.name] + i for entry in added for i in (0, 1)])
+            numbers = column(
+                [x for entry in added for x in (entry.value, entry.count)], device
+            )
+            at = torch.tensor(
+                [place[entry.name] + i for entry in added for i in (0, 1)]
+            )
             row.index_add_(0, on_device(at, device), numbers)
         return row
 
@@ -165,7 +203,10 @@ def stop_reason(requests: Sequence[tuple[str | None, float | None, str | None]])
     for rank, (name, _, _) in enumerate(requests):
         if name:
             received.setdefault(name, []).append(rank)
-    reasons = [f"{_of_all(ranks, len(requests))}received {name}" for name, ranks in received.items()]
+    reasons = [
+        f"{_of_all(ranks, len(requests))}received {name}"
+        for name, ranks in received.items()
+    ]
     limits = sorted({minutes for _, minutes, _ in requests if minutes is not None})
     reasons += [f"time limit of {minutes:g} min reached" for minutes in limits]
     return ", ".join([*reasons, *(f"found {path}" for _, _, path in requests if path)])
@@ -174,4 +215,4 @@ def stop_reason(requests: Sequence[tuple[str | None, float | None, str | None]])
 def _of_all(ranks: Sequence[int], world: int) -> str:
     if len(ranks) == world:
         return f"all {world} ranks " if world > 1 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_in_short(ranks)} "
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_in_short(ranks)} "

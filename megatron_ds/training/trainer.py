@@ -43,7 +43,7 @@ from .trigger_files import exit_file, take_save_file
 EVALUATED = "evaluated only"
 
 logger = logging.getLogger(__name__)
-STALLED = 0.1                              # fraction of a step that may be waiting for data without a warning
+STALLED = 0.1  # fraction of a step that may be waiting for data without a warning
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,25 @@ class _Done:
 class Trainer:
     """Trains `engine` on `loaders` until the run is complete, or a signal or a limit ends it."""
 
-    def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, description: dict,
-                 started: float | None = None, stop: StopRequest | None = None):
-        self.engine, self.loaders, self.log, self.progress = engine, loaders, log, progress
+    def __init__(
+        self,
+        engine: Engine,
+        loaders: Loaders,
+        log: Log,
+        progress: Progress,
+        description: dict,
+        started: float | None = None,
+        stop: StopRequest | None = None,
+    ):
+        self.engine = engine
+        self.loaders = loaders
+        self.log = log
+        self.progress = progress
         self.description = description
         self.config = config = engine.config
         self.learning_rates = make_learning_rates(config)
-        self.weight_decay, self.beta1 = make_weight_decay(config), make_beta1(config)
+        self.weight_decay = make_weight_decay(config)
+        self.beta1 = make_beta1(config)
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
         self._planned = self.length.steps_after()
@@ -101,10 +113,17 @@ class Trainer:
         self.stop.defer()
         self.log.begin(first, self._total)
         try:
-            if first == 0 and 0 in self.config.checkpoint.extra_save_iters and self.config.checkpoint.save:
+            if (
+                first == 0
+                and 0 in self.config.checkpoint.extra_save_iters
+                and self.config.checkpoint.save
+            ):
                 self.save()
             reason = EVALUATED if self.config.train.skip_train else self._loop()
-            if self.config.checkpoint.save and self.progress.step not in (self.saved_step, self._tried_step):
+            if self.config.checkpoint.save and self.progress.step not in (
+                self.saved_step,
+                self._tried_step,
+            ):
                 self.save()
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
@@ -112,7 +131,7 @@ class Trainer:
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
-        return f"{reason}; {steps} step{'s' * (steps != 1)}, total time {total}"
+        return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
 
     def _loop(self) -> str:
         while not self._is_finished():
@@ -121,14 +140,21 @@ class Trainer:
                 return self._stop_reason()
             if self._has_tuned:
                 return "autotuning has measured its steps"
-            train, step = self.config.train, self.progress.step
-            if train.eval_iters and self.loaders.valid and _due(train.eval_interval, step):
+            train = self.config.train
+            step = self.progress.step
+            if (
+                train.eval_iters
+                and self.loaders.valid
+                and _due(train.eval_interval, step)
+            ):
                 if self.evaluate("validation"):
                     return self._stop_reason()
             if _due(train.check_weight_hash_across_dp_replicas_interval, step):
                 check_replicas(self.engine.optimizer, self.engine.mesh, step)
-            if self.config.checkpoint.save and (_due(self.config.checkpoint.save_interval, step)
-                                                or self._saves_besides(step)):
+            if self.config.checkpoint.save and (
+                _due(self.config.checkpoint.save_interval, step)
+                or self._saves_besides(step)
+            ):
                 self.save()
             if _due(train.exit_interval, step) and not self._is_finished():
                 return f"exit interval {train.exit_interval}"
@@ -138,7 +164,11 @@ class Trainer:
         return self.length.is_reached(self.progress)
 
     def _wants_to_stop(self) -> bool:
-        return bool(self.stop.received) or self._is_over_time() or self._found_file() is not None
+        return (
+            bool(self.stop.received)
+            or self._is_over_time()
+            or self._found_file() is not None
+        )
 
     def _found_file(self) -> str | None:
         """The file that asks for the end of the run, if rank 0 sees it."""
@@ -150,7 +180,9 @@ class Trainer:
         """
         if step in self.config.checkpoint.extra_save_iters:
             return True
-        if not self.config.train.trigger_path or not _due(self.config.logging.log_interval, step):
+        if not self.config.train.trigger_path or not _due(
+            self.config.logging.log_interval, step
+        ):
             return False
         world = self.engine.mesh.group("world")
         return on_one_rank(world, lambda: take_save_file(self.config.train))
@@ -161,7 +193,9 @@ class Trainer:
 
     def _stop_reason(self) -> str:
         """Why a rank asked to stop. Collective over the world."""
-        limit = self.config.train.exit_duration_in_mins if self._is_over_time() else None
+        limit = (
+            self.config.train.exit_duration_in_mins if self._is_over_time() else None
+        )
         asked = (self.stop.received, limit, self._found_file())
         return stop_reason(all_gather_object(asked, self.engine.mesh.group("world")))
 
@@ -169,7 +203,8 @@ class Trainer:
     def _step(self) -> StepOutcome:
         # Read
         begin = time.perf_counter()
-        mesh, before = self.engine.mesh, self.progress
+        mesh = self.engine.mesh
+        before = self.progress
         size = self.batch_size(before)
         batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
@@ -178,17 +213,30 @@ class Trainer:
         profile = self.profiler.times(before.step)
         with self.tracer.step():
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
-            outcome = train_step(self.engine, batch, before, learning_rate=rates,
-                                 weight_decay=self.weight_decay(before),
-                                 beta1=self.beta1(before) if self.beta1 else None,
-                                 stop=self._wants_to_stop(), times=profile or self.times)
+            outcome = train_step(
+                self.engine,
+                batch,
+                before,
+                learning_rate=rates,
+                weight_decay=self.weight_decay(before),
+                beta1=self.beta1(before) if self.beta1 else None,
+                stop=self._wants_to_stop(),
+                times=profile or self.times,
+            )
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
         self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs
-        rows, length = size * batch.rows_per_sample, batch.whole_length
-        tokens, kept = rows * length, self.drop.kept_at(before.step, length) if self.drop else None
-        self.progress = before.after(size, tokens, skipped=outcome.skipped, nan=not outcome.is_finite,
-                                     layer_tokens=rows * self._layer_tokens(before.step, length))
+        rows = size * batch.rows_per_sample
+        length = batch.whole_length
+        tokens = rows * length
+        kept = self.drop.kept_at(before.step, length) if self.drop else None
+        self.progress = before.after(
+            size,
+            tokens,
+            skipped=outcome.skipped,
+            nan=not outcome.is_finite,
+            layer_tokens=rows * self._layer_tokens(before.step, length),
+        )
         dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
@@ -200,17 +248,26 @@ class Trainer:
         if profile is not None:
             times = profile.take()
             self.times.add(times)
-            self.profiler.report(times, before.step + 1, StepSize(rows, length, *dropping), seconds)
+            self.profiler.report(
+                times, before.step + 1, StepSize(rows, length, *dropping), seconds
+            )
         self._has_tuned = self.profiler.count(before.step + 1, seconds, flops)
         # Log
         self.log.advance(self.progress.step, outcome.loss, tokens / seconds)
-        if _due(self.config.logging.log_interval, self.progress.step) or outcome.stop or self._is_finished():
+        if (
+            _due(self.config.logging.log_interval, self.progress.step)
+            or outcome.stop
+            or self._is_finished()
+        ):
             asked = self._asked_numbers()
             if mesh.rank == 0:
                 record = replace(self._record(size, length, kept), **asked)
                 self.log.write(record)
                 if record.times:
-                    logger.info("%s", times_text(record.times, self.config.logging.timing_log_option))
+                    logger.info(
+                        "%s",
+                        times_text(record.times, self.config.logging.timing_log_option),
+                    )
                 self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
@@ -219,20 +276,30 @@ class Trainer:
     def _first_square(self, batch: Batch) -> tuple[float | None, float]:
         """(squared norm of the gradient of the first micro-batches, where --grad-noise-scale asks for it now,
         seconds that it took)"""
-        begin, wanted = time.perf_counter(), self.config.profiler
-        if not (wanted.grad_noise_scale and _due(wanted.grad_noise_scale_interval, self.progress.step + 1)
-                and self._microbatches(batch) > 1):
+        begin = time.perf_counter()
+        wanted = self.config.profiler
+        if not (
+            wanted.grad_noise_scale
+            and _due(wanted.grad_noise_scale_interval, self.progress.step + 1)
+            and self._microbatches(batch) > 1
+        ):
             return None, 0.0
         return first_square(self.engine, batch), time.perf_counter() - begin
 
     def _microbatches(self, batch: Batch) -> int:
-        return batch.size // (batch.rows_per_sample * self.config.train.micro_batch_size)
+        return batch.size // (
+            batch.rows_per_sample * self.config.train.micro_batch_size
+        )
 
     def _asked_numbers(self) -> dict[str, Any]:
         """Fields of the record that options ask for. Collective over the world if there are any."""
-        logging, mesh, optimizer = self.config.logging, self.engine.mesh, self.engine.optimizer
-        fields: dict[str, Any] = {"num_zeros": self._window[-1].outcome.num_zeros,
-                                  "times": self.times.read(len(self._window), mesh.group("world"))}
+        logging = self.config.logging
+        mesh = self.engine.mesh
+        optimizer = self.engine.optimizer
+        fields: dict[str, Any] = {
+            "num_zeros": self._window[-1].outcome.num_zeros,
+            "times": self.times.read(len(self._window), mesh.group("world")),
+        }
         if logging.log_params_norm:
             fields["params_norm"] = params_norm(optimizer, mesh)
         tags = self.noise_scale.tags()
@@ -250,34 +317,64 @@ class Trainer:
             return self.drop.layer_tokens(step, seq_length)
         return self.config.model.num_layers * seq_length
 
-    def _record(self, size: int, seq_length: int, kept_tokens: int | None) -> TrainRecord:
+    def _record(
+        self, size: int, seq_length: int, kept_tokens: int | None
+    ) -> TrainRecord:
         outcomes = [done.outcome for done in self._window]
-        last, p = outcomes[-1], self.progress
-        seconds = statistics.fmean(done.outcome.seconds + done.data_seconds for done in self._window)
+        last = outcomes[-1]
+        p = self.progress
+        seconds = statistics.fmean(
+            done.outcome.seconds + done.data_seconds for done in self._window
+        )
         ranks = self.engine.mesh.grid.world_size
         flops = statistics.fmean(done.flops for done in self._window) / seconds / ranks
         return TrainRecord(
-            step=p.step, steps=self._total, samples=p.samples, tokens=p.tokens, step_seconds=seconds,
-            learning_rate=last.learning_rate, decoupled_learning_rate=last.decoupled_learning_rate,
-            weight_decay=last.weight_decay, global_batch_size=size,
-            loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale,
-            grad_norm=last.grad_norm, skipped_steps=p.skipped_steps, nan_steps=p.nan_steps,
+            step=p.step,
+            steps=self._total,
+            samples=p.samples,
+            tokens=p.tokens,
+            step_seconds=seconds,
+            learning_rate=last.learning_rate,
+            decoupled_learning_rate=last.decoupled_learning_rate,
+            weight_decay=last.weight_decay,
+            global_batch_size=size,
+            loss=statistics.fmean(o.loss for o in outcomes),
+            loss_scale=last.loss_scale,
+            grad_norm=last.grad_norm,
+            skipped_steps=p.skipped_steps,
+            nan_steps=p.nan_steps,
             seq_length=seq_length,
-            tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
-            tflops_per_rank=flops / 1e12, mfu=utilization(flops, self._peak),
-            eta_seconds=(self._total - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
+            tokens_per_second=statistics.fmean(done.tokens for done in self._window)
+            / seconds,
+            tflops_per_rank=flops / 1e12,
+            mfu=utilization(flops, self._peak),
+            eta_seconds=(self._total - p.step) * seconds,
+            memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
-            kept_tokens=kept_tokens, grad_noise_scale=self.noise_scale.samples, layer_tokens=p.layer_tokens,
-            actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
-            metrics={name: statistics.fmean(o.named[name] for o in outcomes if name in o.named)
-                     for name in last.named})
+            kept_tokens=kept_tokens,
+            grad_noise_scale=self.noise_scale.samples,
+            layer_tokens=p.layer_tokens,
+            actual_seq_length=self._layer_tokens(p.step - 1, seq_length)
+            // self.config.model.num_layers,
+            metrics={
+                name: statistics.fmean(
+                    o.named[name] for o in outcomes if name in o.named
+                )
+                for name in last.named
+            },
+        )
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
         """Warn once a run that steps wait for data."""
         share = record.data_seconds / record.step_seconds
         if share > STALLED and record.step > 1 and not self._has_warned_of_stall:
             self._has_warned_of_stall = True
-            logger.warning("%s", stall_text(share, self.config.data.num_workers, self.config.data.mock_data))
+            logger.warning(
+                "%s",
+                stall_text(
+                    share, self.config.data.num_workers, self.config.data.mock_data
+                ),
+            )
 
     # ------------------------------------------------------------------ evaluation and checkpoints
     def evaluate(self, split: str) -> bool:
@@ -288,17 +385,32 @@ class Trainer:
         # The position in the validation stream is a function of the step, as in Megatron. The step of a
         # loaded checkpoint may exceed the planned steps.
         step = min(self.progress.step, self._planned)
-        rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
+        rounds = (
+            step // train.eval_interval - 1 if validation and train.eval_interval else 0
+        )
         with self.log.evaluating(split, train.eval_iters, size) as after_batch:
             result = evaluate(
-                self.engine, self.loaders.valid if validation else self.loaders.test,
-                first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters,
-                global_batch_size=size, should_stop=self._wants_to_stop, after_batch=after_batch)
+                self.engine,
+                self.loaders.valid if validation else self.loaders.test,
+                first_sample=max(0, rounds) * train.eval_iters * size,
+                iterations=train.eval_iters,
+                global_batch_size=size,
+                should_stop=self._wants_to_stop,
+                after_batch=after_batch,
+            )
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.write(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
-                                           result.seconds, result.metrics))
+            self.log.write(
+                EvalRecord(
+                    self.progress.step,
+                    self.progress.samples,
+                    split,
+                    result.loss,
+                    result.seconds,
+                    result.metrics,
+                )
+            )
         return result.stop
 
     def _evaluate_everything(self) -> None:
@@ -320,11 +432,15 @@ class Trainer:
 def stall_text(share: float, workers: int, mock: bool) -> str:
     """The warning that a fraction `share` of a step waits for data. workers: --num-workers."""
     if mock:
-        return (f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is "
-                f"read. A larger --num-workers (now {workers}) computes it ahead of the step. A real corpus "
-                "has another share.")
-    return (f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads "
-            "further ahead; if that does not help, the disk is the limit.")
+        return (
+            f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is "
+            f"read. A larger --num-workers (now {workers}) computes it ahead of the step. A real corpus "
+            "has another share."
+        )
+    return (
+        f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads "
+        "further ahead; if that does not help, the disk is the limit."
+    )
 
 
 def _due(interval: int | None, step: int) -> bool:
@@ -336,4 +452,5 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

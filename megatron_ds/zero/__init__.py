@@ -8,8 +8,12 @@ from importlib import import_module
 
 from .. import foreign_name
 
-_OF_THE_ENGINE = ("GatheredParameters", "Init", "register_external_parameter",
-                  "unregister_external_parameter")
+_OF_THE_ENGINE = (
+    "GatheredParameters",
+    "Init",
+    "register_external_parameter",
+    "unregister_external_parameter",
+)
 
 
 def __getattr__(name: str):

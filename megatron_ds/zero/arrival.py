@@ -18,11 +18,20 @@ from .parameter_set import ParameterSet
 class Arrivals:
     """layers: the parameters of each layer of a stage. sets: of the rank."""
 
-    def __init__(self, layers: Sequence[Iterable[nn.Parameter]], sets: Iterable[ParameterSet]):
+    def __init__(
+        self, layers: Sequence[Iterable[nn.Parameter]], sets: Iterable[ParameterSet]
+    ):
         self._stores = [s.store for s in sets if is_gathered_whole(s)]
-        bucket_of = {p: (s.store, slot.bucket) for s in sets if is_gathered_whole(s)
-                     for p, slot in zip(s.parameters, s.plan.layout.slots, strict=True)}
-        self._needs = [list(dict.fromkeys(bucket_of[p] for p in layer if p in bucket_of)) for layer in layers]
+        bucket_of = {
+            p: (s.store, slot.bucket)
+            for s in sets
+            if is_gathered_whole(s)
+            for p, slot in zip(s.parameters, s.plan.layout.slots, strict=True)
+        }
+        self._needs = [
+            list(dict.fromkeys(bucket_of[p] for p in layer if p in bucket_of))
+            for layer in layers
+        ]
 
     def begin(self) -> None:
         """From now on `wait` is called before the forward of each layer."""
@@ -37,4 +46,8 @@ class Arrivals:
 
 def is_gathered_whole(s: ParameterSet) -> bool:
     """Whether ranks update shards of weights that all of them hold whole, on a GPU."""
-    return isinstance(s.store, WholeParameters) and s.store.sharded and s.store.flat.is_cuda
+    return (
+        isinstance(s.store, WholeParameters)
+        and s.store.sharded
+        and s.store.flat.is_cuda
+    )

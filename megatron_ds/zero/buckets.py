@@ -37,7 +37,9 @@ from .exchange import BucketGradient, GradientExchange, reads_in_place
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
-OWN_GRAD = torch.Tensor.grad            # of a parameter, whatever a class of its own shows as `grad`
+OWN_GRAD = (
+    torch.Tensor.grad
+)  # of a parameter, whatever a class of its own shows as `grad`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +82,43 @@ class GradientStore:
     contributions  their number so far, in all steps
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, flat: torch.Tensor,
-                 pieces: Sequence[SlotPiece]):
-        self.holders, self.layout, self.ranks, self.flat = holders, layout, reduction.ranks, flat
-        self._overlap, self._exchange, self._tp = reduction.overlap, reduction.exchange, reduction.tp
-        self._partial = [self.grad_of(p) for p in pieces if holders[p.slot].parameter.spec.partial_over]
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        layout: Layout,
+        reduction: Reduction,
+        flat: torch.Tensor,
+        pieces: Sequence[SlotPiece],
+    ):
+        self.holders = holders
+        self.layout = layout
+        self.ranks = reduction.ranks
+        self.flat = flat
+        self._overlap = reduction.overlap
+        self._exchange = reduction.exchange
+        self._tp = reduction.tp
+        self._partial = [
+            self.grad_of(p)
+            for p in pieces
+            if holders[p.slot].parameter.spec.partial_over
+        ]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
         self.contributions = 0
-        self.factor = 1.0               # of what autograd accumulates, for backwards of an unscaled loss
-        self.hooks: list = []           # handles of those on parameters
-        self._is_new = [True] * len(holders)            # whose views nothing was written to yet
+        self.factor = (
+            1.0  # of what autograd accumulates, for backwards of an unscaled loss
+        )
+        self.hooks: list = []  # handles of those on parameters
+        self._is_new = [True] * len(holders)  # whose views nothing was written to yet
         for i, holder in enumerate(holders):
             holder.parameter.take_main_grad = partial(self._given, self._take, i)
-            holder.parameter.take_new_main_grad = partial(self._given, self._take_new, i)
+            holder.parameter.take_new_main_grad = partial(
+                self._given, self._take_new, i
+            )
             holder.parameter.view_main_grad = partial(self._view, i)
             holder.parameter.grad_ready = partial(self._contributed, i)
-            hook = holder.parameter.register_post_accumulate_grad_hook(partial(self._move, i))
+            hook = holder.parameter.register_post_accumulate_grad_hook(
+                partial(self._move, i)
+            )
             self.hooks.append(hook)
 
     def begin(self) -> None:
@@ -123,7 +146,7 @@ class GradientStore:
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
         """The gradient of a piece, padding included: a view."""
         start = self.start_of(piece)
-        return self.flat[start:start + piece.padded_numel]
+        return self.flat[start : start + piece.padded_numel]
 
     def start_of(self, piece: SlotPiece) -> int:
         """Where a piece begins in `flat`."""
@@ -131,7 +154,7 @@ class GradientStore:
     def _move(self, i: int, parameter: nn.Parameter) -> None:
         """A hook: what autograd accumulated is one contribution."""
         grad = OWN_GRAD.__get__(parameter)
-        if grad is None:        # a layer that contributes itself: torch calls the hook anyway
+        if grad is None:  # a layer that contributes itself: torch calls the hook anyway
             return
         new = self._take_new(i)
         if new is None:
@@ -143,12 +166,16 @@ class GradientStore:
         OWN_GRAD.__set__(parameter, None)
         self._contributed(i)
 
-    def _given(self, take: Callable[[int], torch.Tensor | None], i: int) -> torch.Tensor | None:
+    def _given(
+        self, take: Callable[[int], torch.Tensor | None], i: int
+    ) -> torch.Tensor | None:
         """A view for a layer that contributes itself."""
         if self.factor != 1.0:
-            raise MegatronDSError(f"{self.layout.slots[i].name} belongs to a layer that adds its gradient to "
-                                  "the buffer itself, without the factor that loss.backward() leaves out. "
-                                  "Call engine.backward(loss).")
+            raise MegatronDSError(
+                f"{self.layout.slots[i].name} belongs to a layer that adds its gradient to "
+                "the buffer itself, without the factor that loss.backward() leaves out. "
+                "Call engine.backward(loss)."
+            )
         return take(i)
 
     def _take(self, i: int) -> torch.Tensor:
@@ -168,19 +195,27 @@ class GradientStore:
 
     def _clear_rest(self, b: int, whole: torch.Tensor) -> None:
         """Zero what nothing was written to in a bucket, padding included."""
-        bucket, at, rest = self.layout.buckets[b], 0, []
+        bucket = self.layout.buckets[b]
+        at = 0
+        rest = []
         for i in range(bucket.first_slot, bucket.last_slot):
             slot = self.layout.slots[i]
-            rest.append((at, (slot.stop if self._is_new[i] else slot.start) - bucket.start))
+            rest.append(
+                (at, (slot.stop if self._is_new[i] else slot.start) - bucket.start)
+            )
             at, self._is_new[i] = slot.stop - bucket.start, False
         rest.append((at, whole.numel()))
         if parts := [whole[start:stop] for start, stop in rest if start < stop]:
             torch._foreach_zero_(parts)
 
     def _restart_counting(self) -> None:
-        self._next = 0                                      # the first bucket whose reduction has not begun
-        self._missing = [UNARMED] * len(self.holders)       # contributions still to come, per parameter
-        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]    # incomplete
+        self._next = 0  # the first bucket whose reduction has not begun
+        self._missing = [UNARMED] * len(
+            self.holders
+        )  # contributions still to come, per parameter
+        self._open = [
+            bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets
+        ]  # incomplete
 
     def _contributed(self, i: int) -> None:
         self.received[i] = True
@@ -197,7 +232,9 @@ class GradientStore:
             self._open[bucket] -= 1
             if not self._open[bucket]:
                 buckets = range(self._next, len(self._open))
-                self._launch_up_to(next((b for b in buckets if self._open[b]), len(self._open)))
+                self._launch_up_to(
+                    next((b for b in buckets if self._open[b]), len(self._open))
+                )
 
     def _refuse(self, i: int) -> None:
         """More contributions came than were announced."""
@@ -210,11 +247,15 @@ class GradientStore:
     def _launch(self, b: int) -> None:
         """Begin the reduction of a bucket."""
 
-    def _reduce(self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool) -> Work:
+    def _reduce(
+        self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool
+    ) -> Work:
         bucket = self.layout.buckets[b]
         start = 0 if out is whole else self._shard_pieces[b].start - bucket.start
         name = self.layout.slots[bucket.first_slot].name
-        return self._exchange.reduce(BucketGradient(name, whole, out, start, add, self.ranks))
+        return self._exchange.reduce(
+            BucketGradient(name, whole, out, start, add, self.ranks)
+        )
 
     def _wait(self) -> None:
         """Wait for all reductions."""
@@ -228,30 +269,54 @@ class GradBuckets(GradientStore):
     dtype        gradients accumulate in it
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
-                 stays_whole: bool = False, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        layout: Layout,
+        reduction: Reduction,
+        *,
+        sharded: bool,
+        stays_whole: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
         data = reduction.ranks.data
-        is_read = data.sums is not None and reads_in_place(reduction.exchange)      # by other ranks
-        flat = (data.memory.zeros(layout.numel, dtype) if is_read else
-                huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device))
+        is_read = data.sums is not None and reads_in_place(
+            reduction.exchange
+        )  # by other ranks
+        flat = (
+            data.memory.zeros(layout.numel, dtype)
+            if is_read
+            else huge_page_zeros(
+                layout.numel, dtype=dtype, device=holders[0].parameter.device
+            )
+        )
         in_shard = sharded and not stays_whole
-        pieces = layout.slot_intersections(reduction.ranks.shard) if in_shard else layout.whole_slots()
+        pieces = (
+            layout.slot_intersections(reduction.ranks.shard)
+            if in_shard
+            else layout.whole_slots()
+        )
         super().__init__(holders, layout, reduction, flat, pieces)
-        self.sharded, self._stays_whole = sharded, stays_whole
+        self.sharded = sharded
+        self._stays_whole = stays_whole
         self._works: list[Work] = []
-        self._views = [flat[slot.start:slot.stop].view(holder.parameter.shape)
-                       for slot, holder in zip(layout.slots, holders)]
+        self._views = [
+            flat[slot.start : slot.stop].view(holder.parameter.shape)
+            for slot, holder in zip(layout.slots, holders)
+        ]
         self.begin()
 
     def begin(self) -> None:
-        self._wait()                # for reductions of gradients that are dropped: they write into the buffer
+        self._wait()  # for reductions of gradients that are dropped: they write into the buffer
         self._is_new = [True] * len(self.holders)
         self.received = [False] * len(self.holders)
         self._restart_counting()
 
     def arm(self, stage: int | None = None) -> None:
         for i, holder in enumerate(self.holders):
-            if self._missing[i] == UNARMED and (stage is None or holder.stage in (None, stage)):
+            if self._missing[i] == UNARMED and (
+                stage is None or holder.stage in (None, stage)
+            ):
                 self._missing[i] = holder.uses
 
     def reopen(self) -> None:
@@ -267,7 +332,7 @@ class GradBuckets(GradientStore):
         elif self.sharded:
             at = 0
             for piece in self._shard_pieces:
-                self.flat[at:piece.start].zero_()
+                self.flat[at : piece.start].zero_()
                 at = piece.stop
             self.flat[at:].zero_()
         elif self.ranks.data.rank:
@@ -281,16 +346,18 @@ class GradBuckets(GradientStore):
         raise MegatronDSError(
             f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
             "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
-            "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
+            "and the rest would be lost. Give the true number in `ParameterUse.counts`."
+        )
 
     def _view(self, i: int) -> torch.Tensor:
         return self._views[i]
 
     def _launch(self, b: int) -> None:
-        bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
-        whole = self.flat[bucket.start:bucket.stop]
+        bucket = self.layout.buckets[b]
+        piece = self._shard_pieces[b]
+        whole = self.flat[bucket.start : bucket.stop]
         self._clear_rest(b, whole)
-        out = self.flat[piece.start:piece.stop] if self.sharded else whole
+        out = self.flat[piece.start : piece.stop] if self.sharded else whole
         self._works.append(self._reduce(b, whole, out, add=False))
 
     def _wait(self) -> None:

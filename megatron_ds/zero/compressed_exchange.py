@@ -11,7 +11,7 @@ from .data_groups import Hierarchy
 from .exchange import BucketGradient, FullPrecisionExchange, Sent
 from .norm import squared_norm
 
-KEPT = 0.95     # weight of the earlier measurements at each new one
+KEPT = 0.95  # weight of the earlier measurements at each new one
 
 
 class SwitchedExchange(FullPrecisionExchange):
@@ -27,7 +27,9 @@ class SwitchedExchange(FullPrecisionExchange):
     measured: Mapping[str, list[torch.Tensor]] = {}
     squares: torch.Tensor | None = None
 
-    def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
+    def sent(
+        self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool
+    ) -> Iterator[Sent]:
         return iter(())
 
     def reduce(self, bucket: BucketGradient) -> Work:

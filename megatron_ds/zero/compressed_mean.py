@@ -38,7 +38,9 @@ from .exchange import Sent
 from .norm import NormEntry, ParameterNorms
 from .set_plan import SetPlan, is_tied
 
-FP32_BYTES, SCALE_LISTS, SERVER_LISTS = 4, 2, 1
+FP32_BYTES = 4
+SCALE_LISTS = 2
+SERVER_LISTS = 1
 
 
 class CompressedMean:
@@ -49,20 +51,32 @@ class CompressedMean:
     server_error  e', fp32 [shard_numel], of this rank's shard
     """
 
-    def __init__(self, plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGroups,
-                 device: torch.device):
+    def __init__(
+        self,
+        plan: SetPlan,
+        parameters: Sequence[nn.Parameter],
+        groups: DataGroups,
+        device: torch.device,
+    ):
         layout = plan.layout
         self.group = groups.ranks_of(plan.reduced_over).data
         self.worker_error = huge_page_zeros(layout.numel, device=device)
         self.server_error = huge_page_zeros(layout.shard_numel, device=device)
-        self._parameters, self._slots = parameters, [slice(s.start, s.padded_stop) for s in layout.slots]
+        self._parameters = parameters
+        self._slots = [slice(s.start, s.padded_stop) for s in layout.slots]
         self._units = units = map_units(layout, parameters, device)
         self._of_workers, self._of_servers = _norms(parameters, groups, device)
         self._shard_units = to_shards(units.block_unit, layout)[self.group.rank].clone()
-        mine = {piece.slot: slice(piece.offset, piece.offset + piece.padded_numel)
-                for piece in layout.slot_intersections(self.group.rank)}
-        vectors = [s.start for s, p in zip(layout.slots, parameters) if is_vector(p.spec)]
-        self._vectors = [slice(s.start, s.stop) for s in layout.slots if s.start in vectors]
+        mine = {
+            piece.slot: slice(piece.offset, piece.offset + piece.padded_numel)
+            for piece in layout.slot_intersections(self.group.rank)
+        }
+        vectors = [
+            s.start for s, p in zip(layout.slots, parameters) if is_vector(p.spec)
+        ]
+        self._vectors = [
+            slice(s.start, s.stop) for s in layout.slots if s.start in vectors
+        ]
         self._shard_slots = [mine.get(i, slice(0, 0)) for i in range(len(parameters))]
 
     @property
@@ -84,7 +98,9 @@ class CompressedMean:
             x.add_(self.worker_error).add_(self.server_error)
             self.forget()
             return
-        units, layout, ranks = self._units, self._units.layout, self.group.size
+        units = self._units
+        layout = self._units.layout
+        ranks = self.group.size
         vectors = self._take_vectors(x)
         y = self.worker_error.add_(x)
         rows = units.live_rows(y)
@@ -105,7 +121,9 @@ class CompressedMean:
         for signs, of_rank in zip(received.view(ranks, -1), of_ranks):
             total.add_(decoded(signs, of_rank[self._shard_units], None))
         z = self.server_error.add_(total.div_(ranks).mul_(live_here))
-        norms = self._of_servers([[z[part] for part in self._shard_slots]], self._parameters)
+        norms = self._of_servers(
+            [[z[part] for part in self._shard_slots]], self._parameters
+        )
         scales = scale_of(norms[0], roots)
         packed = pack_signs(z)
         z.sub_(decoded(packed, scales[self._shard_units], live_here))
@@ -125,19 +143,26 @@ class CompressedMean:
         all_reduce_(joined, self.group)
         return list(joined.div_(self.group.size).split([len(view) for view in views]))
 
-    def _scales(self, y: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scales(
+        self, y: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scales of this worker, roots of the numbers of live elements), fp32 [units]."""
         counts = self._units.live_counts(rows).sqrt_().split(1)
-        norms, roots = self._of_workers([[y[part] for part in self._slots], counts], self._parameters)
+        norms, roots = self._of_workers(
+            [[y[part] for part in self._slots], counts], self._parameters
+        )
         return scale_of(norms, roots), roots
 
 
-def messages(plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGroups) -> Iterator[Sent]:
+def messages(
+    plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGroups
+) -> Iterator[Sent]:
     """The messages of `reduce_`: (operation, group, bytes, calls); of a plan, too, whose groups do not send.
 
     parameters: in the order of the plan's layout.
     """
-    group, numel = groups.ranks_of(plan.reduced_over).data, plan.layout.numel
+    group = groups.ranks_of(plan.reduced_over).data
+    numel = plan.layout.numel
     if group.size == 1:
         return
     if vectors := sum(p.numel() for p in parameters if is_vector(p.spec)):
@@ -146,13 +171,22 @@ def messages(plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGrou
     yield "all_to_all", group, numel // PER_BYTE, 1
     yield "all_gather", group, FP32_BYTES * group.size * len(parameters), 1
     yield "all_gather", group, numel // PER_BYTE, 1
-    for norms, lists in zip(_norms(parameters, groups, torch.device("cpu")), (SCALE_LISTS, SERVER_LISTS)):
-        yield from (("all_reduce", over, nbytes, 1) for over, nbytes in norms.sent(lists))
+    for norms, lists in zip(
+        _norms(parameters, groups, torch.device("cpu")), (SCALE_LISTS, SERVER_LISTS)
+    ):
+        yield from (
+            ("all_reduce", over, nbytes, 1) for over, nbytes in norms.sent(lists)
+        )
 
 
-def _norms(parameters: Iterable[nn.Parameter], groups: DataGroups,
-           device: torch.device) -> tuple[ParameterNorms, ParameterNorms]:
+def _norms(
+    parameters: Iterable[nn.Parameter], groups: DataGroups, device: torch.device
+) -> tuple[ParameterNorms, ParameterNorms]:
     """Of what each rank has whole, and of what lies in shards."""
-    entries = lambda is_split: [NormEntry(p.spec, DATA_AXES, is_split, is_tied(p, groups))
-                                for p in parameters]
-    return (ParameterNorms(entries(False), groups, device), ParameterNorms(entries(True), groups, device))
+    entries = lambda is_split: [
+        NormEntry(p.spec, DATA_AXES, is_split, is_tied(p, groups)) for p in parameters
+    ]
+    return (
+        ParameterNorms(entries(False), groups, device),
+        ParameterNorms(entries(True), groups, device),
+    )

@@ -35,7 +35,9 @@ def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, packed.view(-1).to(torch.int32)).view(-1)
 
 
-def decoded(packed: torch.Tensor, scales: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
+def decoded(
+    packed: torch.Tensor, scales: torch.Tensor, live: torch.Tensor | None
+) -> torch.Tensor:
     """fp32 [n] from bytes [n / 8]. scales: fp32 [n / ALIGN], of each block. live: [n]; None: all are."""
     values = unpack_signs(packed)
     values.view(-1, ALIGN).mul_(scales[:, None])

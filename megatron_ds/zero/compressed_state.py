@@ -39,8 +39,10 @@ from .set_plan import SetPlan
 from .shard_optimizer import Leaf, ShardOptimizer
 from .state_piece import StatePiece
 
-MOMENTUM, SUM = "exp_avg", "local_sum"
-WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
+MOMENTUM = "exp_avg"
+SUM = "local_sum"
+WORKER_ERROR = "worker_error"
+SERVER_ERROR = "server_error"
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,37 @@ class CompressedSet:
         for kind, flat in self.buffers.items():
             for piece in self.of.plan.layout.whole_slots() if kind in own else ():
                 if kind != WORKER_ERROR or not is_vector(self._spec(piece)):
-                    yield self._piece(f"{kind}.{self.group.rank}", piece, flat[piece.flat:])
+                    yield self._piece(
+                        f"{kind}.{self.group.rank}", piece, flat[piece.flat :]
+                    )
 
     def _wholes(self, kind: str) -> Iterator[StatePiece]:
         """Of a buffer that is equal on all ranks, or becomes so."""
         for piece in self.of.plan.layout.whole_slots():
-            yield self._piece(kind, piece, self.buffers[kind][piece.flat:], self.group.rank, self.group.size)
+            yield self._piece(
+                kind,
+                piece,
+                self.buffers[kind][piece.flat :],
+                self.group.rank,
+                self.group.size,
+            )
 
     def _shards(self, kind: str, shard: torch.Tensor) -> Iterator[StatePiece]:
         for piece in self.of.plan.layout.slot_intersections(self.group.rank):
-            yield self._piece(kind, piece, shard[piece.offset:])
+            yield self._piece(kind, piece, shard[piece.offset :])
 
-    def _piece(self, kind: str, piece: SlotPiece, tail: torch.Tensor, replica: int = 0,
-               replicas: int = 1) -> StatePiece:
-        flat = tail[:piece.stop - piece.start]
-        return StatePiece(self._spec(piece), kind, piece.start, piece.stop, flat, replica, replicas)
+    def _piece(
+        self,
+        kind: str,
+        piece: SlotPiece,
+        tail: torch.Tensor,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> StatePiece:
+        flat = tail[: piece.stop - piece.start]
+        return StatePiece(
+            self._spec(piece), kind, piece.start, piece.stop, flat, replica, replicas
+        )
 
     def _spec(self, piece: SlotPiece) -> ParamSpec:
         return self.of.parameters[piece.slot].spec
@@ -122,16 +140,26 @@ class CompressedSet:
         layout = self.of.plan.layout
         mean = flat.new_empty(layout.shard_numel)
         for bucket, own in zip(layout.buckets, layout.shard_pieces(self.group.rank)):
-            to = mean[own.offset:own.offset + own.stop - own.start]
-            reduce_scatter_into_(to, flat[bucket.start:bucket.stop], self.group)
+            to = mean[own.offset : own.offset + own.stop - own.start]
+            reduce_scatter_into_(to, flat[bucket.start : bucket.stop], self.group)
         return mean.div_(self.group.size)
 
 
-def make_set(s: ParameterSet, phases: Phases, groups: DataGroups, resident: ShardOptimizer,
-             device: torch.device) -> CompressedSet:
+def make_set(
+    s: ParameterSet,
+    phases: Phases,
+    groups: DataGroups,
+    resident: ShardOptimizer,
+    device: torch.device,
+) -> CompressedSet:
     """A set with errors of zero. The "exp_avg" of its leaves become views of the whole buffer."""
-    layout, grads = s.plan.layout, s.buckets
-    counted = [p for p in layout.whole_slots() if is_counted(s.parameters[p.slot].spec, groups.tp.rank)]
+    layout = s.plan.layout
+    grads = s.buckets
+    counted = [
+        p
+        for p in layout.whole_slots()
+        if is_counted(s.parameters[p.slot].spec, groups.tp.rank)
+    ]
     buffers = {MOMENTUM: huge_page_zeros(layout.numel, device=device)}
     if phases.sums_locally:
         buffers[SUM] = huge_page_zeros(layout.numel, device=device)
@@ -139,37 +167,54 @@ def make_set(s: ParameterSet, phases: Phases, groups: DataGroups, resident: Shar
         for leaf in s.resident:
             place = slice(leaf.piece.flat, leaf.piece.flat + leaf.piece.padded_numel)
             resident.place_state(leaf, name, flat[place])
-    return CompressedSet(s, CompressedMean(s.plan, s.parameters, groups, device), buffers[MOMENTUM],
-                         buffers.get(SUM), norm_views(grads.flat, counted, grads.start_of))
+    return CompressedSet(
+        s,
+        CompressedMean(s.plan, s.parameters, groups, device),
+        buffers[MOMENTUM],
+        buffers.get(SUM),
+        norm_views(grads.flat, counted, grads.start_of),
+    )
 
 
-def numbers_of(leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int,
-               size: int) -> Iterator[StatePiece]:
+def numbers_of(
+    leaf: Leaf, optimizer: CompressedOptimizer, plan: SetPlan, rank: int, size: int
+) -> Iterator[StatePiece]:
     """Numbers of a logical parameter. Ranks with parts of one have the same: the first part is written."""
     of = leaf.spec
     spec = ParamSpec(of.name, (1,), of.init, tied=of.tied, tied_copy=of.tied_copy)
     if plan.policy.optimizer is not None:
-        rank, size = int(leaf.piece.start > 0), 1
+        rank = int(leaf.piece.start > 0)
+        size = 1
     for name, tensor in optimizer.numbers_of(leaf.tensor):
         yield StatePiece(spec, name, 0, 1, tensor, rank, size)
 
 
 def counts_of_workers(own: Collection[str], workers: int) -> dict[str, int]:
     """Numbers of a checkpoint that has these kinds of each of so many workers."""
-    return {f"workers_of_{kind}": workers * (kind in own) for kind in (WORKER_ERROR, MOMENTUM, SUM)}
+    return {
+        f"workers_of_{kind}": workers * (kind in own)
+        for kind in (WORKER_ERROR, MOMENTUM, SUM)
+    }
 
 
 def own_kinds(numbers: Mapping[str, float], workers: int) -> set[str]:
     """The kinds of which a checkpoint with these numbers has each worker's, if it has so many workers."""
-    return {kind for kind in (WORKER_ERROR, MOMENTUM, SUM)
-            if workers > 1 and numbers.get(f"workers_of_{kind}") == workers}
+    return {
+        kind
+        for kind in (WORKER_ERROR, MOMENTUM, SUM)
+        if workers > 1 and numbers.get(f"workers_of_{kind}") == workers
+    }
 
 
 def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
     """Bytes of a set that are not counted with the leaves: errors of a worker and a server, momentum of other
     ranks' shards, padding between buckets."""
     layout = plan.layout
-    pieces = layout.slot_intersections(shard) if plan.policy.optimizer is not None else layout.whole_slots()
+    pieces = (
+        layout.slot_intersections(shard)
+        if plan.policy.optimizer is not None
+        else layout.whole_slots()
+    )
     buffers = 1 + phases.sums_locally
     whole = layout.numel * (1 + buffers) + layout.shard_numel
     return FP32_BYTES * (whole - buffers * sum(piece.padded_numel for piece in pieces))

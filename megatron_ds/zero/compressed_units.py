@@ -48,31 +48,48 @@ class UnitMap:
 
     def live_rows(self, y: torch.Tensor) -> torch.Tensor:
         """uint8 [rows]: 1 for rows of y [numel] with an element that is not zero."""
-        largest = torch.segment_reduce(y.abs(), "max", lengths=self.row_lengths, unsafe=True)
+        largest = torch.segment_reduce(
+            y.abs(), "max", lengths=self.row_lengths, unsafe=True
+        )
         return ((largest > 0) & ~self.is_padding).to(torch.uint8)
 
     def live_elements(self, rows: torch.Tensor) -> torch.Tensor:
         """bool [numel] from flags of rows."""
-        return torch.repeat_interleave(rows.bool(), self.row_lengths, output_size=self.layout.numel)
+        return torch.repeat_interleave(
+            rows.bool(), self.row_lengths, output_size=self.layout.numel
+        )
 
     def live_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """float64 [slots]: elements of each unit on this rank in rows that are live."""
-        counts = torch.zeros(len(self.layout.slots), dtype=torch.float64, device=rows.device)
+        counts = torch.zeros(
+            len(self.layout.slots), dtype=torch.float64, device=rows.device
+        )
         return counts.index_add_(0, self.row_unit, (self.row_lengths * rows).double())
 
 
-def map_units(layout: Layout, parameters: Sequence[nn.Parameter], device: torch.device) -> UnitMap:
+def map_units(
+    layout: Layout, parameters: Sequence[nn.Parameter], device: torch.device
+) -> UnitMap:
     """parameters: in the order of layout.slots."""
     runs = list(_runs(layout, parameters))
     of = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
-    units, counts = of([run.unit for run in runs]), of([run.rows for run in runs])
-    lengths, padding = of([run.length for run in runs]), of([run.is_padding for run in runs])
+    units = of([run.unit for run in runs])
+    counts = of([run.rows for run in runs])
+    lengths = of([run.length for run in runs])
+    padding = of([run.is_padding for run in runs])
     blocks = torch.zeros(len(layout.slots), dtype=torch.int64, device=device)
     blocks.index_add_(0, units, counts * lengths)
-    row_unit, row_lengths, is_padding = (values.repeat_interleave(counts)
-                                         for values in (units, lengths, padding))
+    row_unit, row_lengths, is_padding = (
+        values.repeat_interleave(counts) for values in (units, lengths, padding)
+    )
     slots = torch.arange(len(layout.slots), device=device)
-    return UnitMap(layout, slots.repeat_interleave(blocks // ALIGN), row_lengths, row_unit, is_padding.bool())
+    return UnitMap(
+        layout,
+        slots.repeat_interleave(blocks // ALIGN),
+        row_lengths,
+        row_unit,
+        is_padding.bool(),
+    )
 
 
 def count_rows(layout: Layout, parameters: Sequence[nn.Parameter]) -> int:
@@ -92,7 +109,9 @@ class _Run:
 
 def _runs(layout: Layout, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
     stops = [slot.start for slot in layout.slots[1:]] + [layout.numel]
-    for i, (slot, stop, p) in enumerate(zip(layout.slots, stops, parameters, strict=True)):
+    for i, (slot, stop, p) in enumerate(
+        zip(layout.slots, stops, parameters, strict=True)
+    ):
         rows = p.shape[0] if has_rows(p.spec) and slot.numel else 1
         yield _Run(i, rows, slot.numel // rows, is_vector(p.spec))
         if stop > slot.stop:
@@ -113,13 +132,18 @@ def to_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[n] in the order of the buffer → [shards, n / shards] in that of shards. values: of every k-th element,
     for a k that divides ALIGN."""
     k = layout.numel // len(values)
-    parts = [values[bucket.start // k:bucket.stop // k].view(layout.shards, -1) for bucket in layout.buckets]
+    parts = [
+        values[bucket.start // k : bucket.stop // k].view(layout.shards, -1)
+        for bucket in layout.buckets
+    ]
     return torch.cat(parts, dim=1)
 
 
 def from_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The inverse of `to_shards`."""
     k = layout.numel // values.numel()
-    sizes = [(bucket.stop - bucket.start) // k // layout.shards for bucket in layout.buckets]
+    sizes = [
+        (bucket.stop - bucket.start) // k // layout.shards for bucket in layout.buckets
+    ]
     parts = values.view(layout.shards, -1).split(sizes, dim=1)
     return torch.cat([part.reshape(-1) for part in parts])

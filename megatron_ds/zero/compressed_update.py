@@ -58,20 +58,32 @@ logger = logging.getLogger(__name__)
 NEW_NUMBER_OF_RANKS = (
     "the checkpoint was written by %d data-parallel ranks with a 1-bit optimizer, and this run has %d: each "
     "rank continues with the mean of their compression errors, and of sums that are not exchanged yet: this "
-    "keeps the sum of the gradients. Later steps are those of the new number of ranks")
+    "keeps the sum of the gradients. Later steps are those of the new number of ranks"
+)
 ONLY_MEANS = (
     "the checkpoint has the mean of the compression errors of all ranks, and not those of each: it keeps the "
-    "sum of the gradients, but later steps have other bits than those of a run that was not interrupted")
+    "sum of the gradients, but later steps have other bits than those of a run that was not interrupted"
+)
 
 
 class CompressedUpdate:
     """phases: of all parameter groups. resident: whose "exp_avg" become views of the whole buffers."""
 
-    def __init__(self, phases: Phases, sets: Sequence[ParameterSet], groups: DataGroups,
-                 resident: ShardOptimizer, exchange: SwitchedExchange, device: torch.device):
-        self._phases, self._resident, self._exchange, self._groups = phases, resident, exchange, groups
+    def __init__(
+        self,
+        phases: Phases,
+        sets: Sequence[ParameterSet],
+        groups: DataGroups,
+        resident: ShardOptimizer,
+        exchange: SwitchedExchange,
+        device: torch.device,
+    ):
+        self._phases = phases
+        self._resident = resident
+        self._exchange = exchange
+        self._groups = groups
         self._sets = [make_set(s, phases, groups, resident, device) for s in sets]
-        self._is_whole = False              # `momentum` of all sets, beyond this rank's shard
+        self._is_whole = False  # `momentum` of all sets, beyond this rank's shard
         self._noise = NoiseShare()
         exchange.measured = matrices_of(sets, groups)
         self.begin()
@@ -84,7 +96,9 @@ class CompressedUpdate:
     @property
     def nbytes(self) -> int:
         """Bytes of state that is not counted with the leaves: errors, and momentum of other ranks' shards."""
-        return sum(state_bytes(s.of.plan, self._phases, s.group.rank) for s in self._sets)
+        return sum(
+            state_bytes(s.of.plan, self._phases, s.group.rank) for s in self._sets
+        )
 
     def begin(self) -> None:
         """A step begins: decide what is exchanged."""
@@ -103,7 +117,11 @@ class CompressedUpdate:
         if self.is_local:
             return None
         none = torch.zeros((), dtype=torch.float64, device=device)
-        return none if self._exchange.squares is None else self._exchange.squares * self._workers
+        return (
+            none
+            if self._exchange.squares is None
+            else self._exchange.squares * self._workers
+        )
 
     def norm_of(self, measured: Sequence[float]) -> float:
         """The norm of the mean gradient, or its estimate. measured: squares, …, those of `full_squares`."""
@@ -143,7 +161,9 @@ class CompressedUpdate:
             yield from messages(s.of.plan, s.of.parameters, self._groups)
 
     # -------------------------------------------------------------------------------- state
-    def own_kinds(self, saving: bool, saved: Mapping[str, float] | None) -> Collection[str]:
+    def own_kinds(
+        self, saving: bool, saved: Mapping[str, float] | None
+    ) -> Collection[str]:
         """The kinds of state of which a checkpoint has each worker's.
 
         saving: one that is written now. saved: one with these `numbers`, which is loaded; None: of neither.
@@ -158,31 +178,52 @@ class CompressedUpdate:
         for s in self._sets:
             yield from s.saved(own) if saving else s.loaded(own)
             for leaf in s.of.resident:
-                yield from numbers_of(leaf, self._resident.optimizer_of(leaf), s.of.plan, s.group.rank,
-                                      s.group.size)
+                yield from numbers_of(
+                    leaf,
+                    self._resident.optimizer_of(leaf),
+                    s.of.plan,
+                    s.group.rank,
+                    s.group.size,
+                )
 
     def pieces_of_worker(self) -> Iterator[StatePiece]:
         """What this worker alone has at a step at which the most differs, to count its bytes."""
         for s in self._sets if self._workers > 1 else ():
-            yield from s.of_worker(s.buffers if self._phases.sums_locally else (WORKER_ERROR,))
+            yield from s.of_worker(
+                s.buffers if self._phases.sums_locally else (WORKER_ERROR,)
+            )
 
     def numbers(self) -> dict[str, float]:
         """Numbers of a checkpoint, equal on all ranks of a stage."""
-        found = {"workers": self._workers, "noise_share": self._noise.value, "noise_count": self._noise.count,
-                 **counts_of_workers(self._differing, self._workers)}
+        found = {
+            "workers": self._workers,
+            "noise_share": self._noise.value,
+            "noise_count": self._noise.count,
+            **counts_of_workers(self._differing, self._workers),
+        }
         for i, optimizer in enumerate(self._optimizers):
-            found |= {f"{name}/{i}": value for name, value in optimizer.numbers().items()}
+            found |= {
+                f"{name}/{i}": value for name, value in optimizer.numbers().items()
+            }
         return found
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """Restore `numbers`, with a line in the log if each worker begins with the mean of all."""
-        self._noise = NoiseShare(numbers.get("noise_share", 0.0), int(numbers.get("noise_count", 0)))
+        self._noise = NoiseShare(
+            numbers.get("noise_share", 0.0), int(numbers.get("noise_count", 0))
+        )
         own = own_kinds(numbers, self._workers)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.differs = MOMENTUM in own
-            optimizer.load_numbers({name.rpartition("/")[0]: value for name, value in numbers.items()
-                                    if name.endswith(f"/{i}")})
-        before, is_first = numbers.get("workers"), self._groups.data.rank == self._groups.model.rank == 0
+            optimizer.load_numbers(
+                {
+                    name.rpartition("/")[0]: value
+                    for name, value in numbers.items()
+                    if name.endswith(f"/{i}")
+                }
+            )
+        before = numbers.get("workers")
+        is_first = self._groups.data.rank == self._groups.model.rank == 0
         if is_first and before not in (None, self._workers):
             logger.warning(NEW_NUMBER_OF_RANKS, before, self._workers)
         elif is_first and WORKER_ERROR in self._differing and not own:
@@ -200,7 +241,7 @@ class CompressedUpdate:
         """The kinds of state that differ between workers now."""
         updates = self._resident.num_updates
         if self._workers == 1 or self._phases.variance_updates(updates) == updates:
-            return ()                               # nothing has been compressed, or never is
+            return ()  # nothing has been compressed, or never is
         differs = any(optimizer.differs for optimizer in self._optimizers)
         return (WORKER_ERROR, MOMENTUM, SUM) if differs else (WORKER_ERROR,)
 
@@ -218,22 +259,30 @@ class CompressedUpdate:
         return self._optimizers[0].param_groups[0]["betas"][0]
 
     def _check_betas(self) -> None:
-        betas = {group["betas"] for optimizer in self._optimizers for group in optimizer.param_groups}
+        betas = {
+            group["betas"]
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        }
         if len(betas) > 1:
             raise ConfigError(
                 f"parameter groups have the betas {' and '.join(map(str, sorted(betas)))}: the momentum of "
-                "all parameters is compressed together, with one decay rate. Give all groups the same betas.")
+                "all parameters is compressed together, with one decay rate. Give all groups the same betas."
+            )
 
     def _starts_anew(self, follows_full: bool) -> bool:
         """Whether the errors so far are of something else. Refreshes of 0/1 Adam leave them."""
         before = self._phases.at(self._resident.num_updates)
         if self._phases.sums_locally:
-            return self._kind in (Exchange.SUM, Exchange.NONE) and before in (Exchange.FULL,
-                                                                             Exchange.GRADIENT)
+            return self._kind in (Exchange.SUM, Exchange.NONE) and before in (
+                Exchange.FULL,
+                Exchange.GRADIENT,
+            )
         return follows_full
 
     def _exchange_set(self, s: CompressedSet, divisor: float) -> None:
-        beta1, factor = self._beta1, s.group.size / divisor
+        beta1 = self._beta1
+        factor = s.group.size / divisor
         if self._kind is Exchange.GRADIENT:
             x = s.gradient.float().mul_(factor)
             s.mean.reduce_(x)
@@ -251,27 +300,43 @@ class CompressedUpdate:
         for s in self._sets:
             if s.of.plan.policy.optimizer is None:
                 continue
-            layout, group = s.of.plan.layout, s.group
+            layout = s.of.plan.layout
+            group = s.group
             for bucket, own in zip(layout.buckets, layout.shard_pieces(group.rank)):
-                all_gather_into_(s.momentum[bucket.start:bucket.stop], s.momentum[own.start:own.stop], group)
+                all_gather_into_(
+                    s.momentum[bucket.start : bucket.stop],
+                    s.momentum[own.start : own.stop],
+                    group,
+                )
 
 
-def matrices_of(sets: Sequence[ParameterSet], groups: DataGroups) -> dict[str, list[torch.Tensor]]:
+def matrices_of(
+    sets: Sequence[ParameterSet], groups: DataGroups
+) -> dict[str, list[torch.Tensor]]:
     """Name of a bucket → its matrices that this rank counts in the norm.
 
     Where tensor parallelism can split some of them, only these: gradients of others may still be partial sums
     when they are reduced, and the noise is to be measured on the same parameters under every layout.
     """
     matrices = [p.spec for s in sets for p in s.parameters if not is_vector(p.spec)]
-    wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {spec.name for spec in matrices}
+    wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {
+        spec.name for spec in matrices
+    }
     found = {}
     for s in sets:
         layout = s.plan.layout
-        counted = {piece.slot: piece for piece in layout.whole_slots()
-                   if s.parameters[piece.slot].spec.name in wanted
-                   and is_counted(s.parameters[piece.slot].spec, groups.tp.rank)}
+        counted = {
+            piece.slot: piece
+            for piece in layout.whole_slots()
+            if s.parameters[piece.slot].spec.name in wanted
+            and is_counted(s.parameters[piece.slot].spec, groups.tp.rank)
+        }
         for bucket in layout.buckets:
-            pieces = [counted[i] for i in range(bucket.first_slot, bucket.last_slot) if i in counted]
+            pieces = [
+                counted[i]
+                for i in range(bucket.first_slot, bucket.last_slot)
+                if i in counted
+            ]
             name = layout.slots[bucket.first_slot].name
             found[name] = norm_views(s.buckets.flat, pieces, s.buckets.start_of)
     return found

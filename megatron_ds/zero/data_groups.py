@@ -98,7 +98,8 @@ class DataGroups:
             raise LayoutError(
                 f"the gradient of {spec.name} is summed over the ranks along {'-'.join(spec.reduced_over)}, "
                 f"but only groups for {given} were given: a sum over other ranks would mix different "
-                "parameters. Give the group in `by_axes`.")
+                "parameters. Give the group in `by_axes`."
+            )
 
     def sharing_memory(self) -> "DataGroups":
         """These groups, in which the ranks of a host map each other's memory, to gather weights and to
@@ -108,4 +109,6 @@ class DataGroups:
         """
         if self.inner is not None:
             return replace(self, inner=share_memory(self.inner))
-        return replace(self, by_axes={**self.by_axes, DATA_AXES: share_memory(self.data)})
+        return replace(
+            self, by_axes={**self.by_axes, DATA_AXES: share_memory(self.data)}
+        )

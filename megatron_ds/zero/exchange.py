@@ -34,9 +34,11 @@ from ..mpu.collectives import all_reduce_, is_read, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
 
-UNDER_WAY = 2       # reductions under way before a buffer is waited for rather than allocated
-PATIENCE = 0.02     # seconds that a late rank has to read a buffer before another one is allocated
-Sent = tuple[str, Group, int, int]      # operation, group, bytes of payload, calls
+UNDER_WAY = (
+    2  # reductions under way before a buffer is waited for rather than allocated
+)
+PATIENCE = 0.02  # seconds that a late rank has to read a buffer before another one is allocated
+Sent = tuple[str, Group, int, int]  # operation, group, bytes of payload, calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class GradientExchange(Protocol):
     def planned_bytes(self, longest: int, ranks: int) -> int:
         """Bytes that it will hold, with buckets of up to `longest` elements and this many ranks."""
 
-    def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
+    def sent(
+        self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool
+    ) -> Iterator[Sent]:
         """The messages that reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
         included."""
 
@@ -104,7 +108,9 @@ class OrderedExchange(GradientExchange):
     """
 
     def __init__(self, device: torch.device):
-        self._beside = side_stream(device, "reductions") if device.type == "cuda" else None
+        self._beside = (
+            side_stream(device, "reductions") if device.type == "cuda" else None
+        )
         self._last: TwoHops | None = None
         self._unsettled: Beside | None = None
 
@@ -118,7 +124,8 @@ class OrderedExchange(GradientExchange):
             return self._start(bucket)
         with self._beside.behind_current():
             begun = Beside(self._start(bucket), self._beside)
-        before, self._unsettled = self._unsettled, begun
+        before = self._unsettled
+        self._unsettled = begun
         if before is not None:
             before.settle()
         return begun
@@ -143,7 +150,8 @@ class OrderedExchange(GradientExchange):
 
     def _two_hops(self, first: Work, second: Callable[[], Work]) -> Work:
         """The second hop follows the first one when that of the next bucket has begun."""
-        before, self._last = self._last, TwoHops(first, second)
+        before = self._last
+        self._last = TwoHops(first, second)
         if before is not None:
             before.go_on()
         return self._last
@@ -157,12 +165,19 @@ class FullPrecisionExchange(OrderedExchange):
     divisor      before the sum, multiplied with after it; None: the number of ranks
     """
 
-    def __init__(self, accumulates: torch.dtype, device: torch.device, sent_dtype: torch.dtype | None = None,
-                 divisor: float | None = 1.0):
+    def __init__(
+        self,
+        accumulates: torch.dtype,
+        device: torch.device,
+        sent_dtype: torch.dtype | None = None,
+        divisor: float | None = 1.0,
+    ):
         super().__init__(device)
         self.dtype = sent_dtype or accumulates
         self._divisor = divisor
-        self._wire = None if self.dtype == accumulates else BufferPool(self.dtype, device)
+        self._wire = (
+            None if self.dtype == accumulates else BufferPool(self.dtype, device)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -173,35 +188,57 @@ class FullPrecisionExchange(OrderedExchange):
         return self._wire is None
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
+        return (
+            (UNDER_WAY + 1) * longest * self.dtype.itemsize
+            if self._wire and ranks > 1
+            else 0
+        )
 
-    def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
+    def sent(
+        self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool
+    ) -> Iterator[Sent]:
         nbytes = numel * self.dtype.itemsize
         if not sharded:
             yield "all_reduce", ranks.data, nbytes, buckets
             return
         yield "reduce_scatter", ranks.inner, nbytes, buckets
-        yield "reduce_scatter", ranks.outer, numel // ranks.inner.size * self.dtype.itemsize, buckets
+        yield (
+            "reduce_scatter",
+            ranks.outer,
+            numel // ranks.inner.size * self.dtype.itemsize,
+            buckets,
+        )
 
     def _retire(self) -> None:
         if self._wire:
             self._wire.retire_all()
 
     def _start(self, bucket: BucketGradient) -> Work:
-        group, whole = bucket.ranks.data, bucket.whole
+        group = bucket.ranks.data
+        whole = bucket.whole
         buffer, sent = self._cast(whole, group)
         if not bucket.is_sharded:
-            return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
+            return self._land(
+                all_reduce_(sent, group, async_op=True), buffer, sent, bucket
+            )
         in_place = buffer is None and not bucket.add
-        shard = bucket.out if in_place else sent[bucket.start:bucket.start + bucket.out.numel()]
-        return self._land(self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket)
+        shard = (
+            bucket.out
+            if in_place
+            else sent[bucket.start : bucket.start + bucket.out.numel()]
+        )
+        return self._land(
+            self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket
+        )
 
-    def _scatter(self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy) -> Work:
+    def _scatter(
+        self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy
+    ) -> Work:
         """Sum over the inner group, then this rank's part over the outer one."""
         if ranks.outer.size == 1:
             return reduce_scatter_into_(shard, sent, ranks.inner, async_op=True)
         numel = sent.numel() // ranks.inner.size
-        part = sent[ranks.inner.rank * numel:(ranks.inner.rank + 1) * numel]
+        part = sent[ranks.inner.rank * numel : (ranks.inner.rank + 1) * numel]
         first = reduce_scatter_into_(part, sent, ranks.inner, async_op=True)
         second = lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True)
         return self._two_hops(first, second)
@@ -209,20 +246,31 @@ class FullPrecisionExchange(OrderedExchange):
     def _divisor_of(self, group: Group) -> float:
         return 1.0 if group.size == 1 else self._divisor or float(group.size)
 
-    def _cast(self, whole: torch.Tensor, group: Group) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _cast(
+        self, whole: torch.Tensor, group: Group
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(the buffer that was borrowed, if any; the bucket as it is sent)"""
         factor = 1 / self._divisor_of(group)
         if self._wire is None or group.size == 1:
             return None, whole if factor == 1 else whole.mul_(factor)
         buffer = self._wire.borrow(whole.numel(), 0)
-        sent = buffer[:whole.numel()]
+        sent = buffer[: whole.numel()]
         # Divided in the wider dtype, then rounded.
-        return buffer, sent.copy_(whole) if factor == 1 else torch.mul(whole, factor, out=sent)
+        return buffer, sent.copy_(whole) if factor == 1 else torch.mul(
+            whole, factor, out=sent
+        )
 
-    def _land(self, work: Work, buffer: torch.Tensor | None, part: torch.Tensor,
-              bucket: BucketGradient) -> Work:
+    def _land(
+        self,
+        work: Work,
+        buffer: torch.Tensor | None,
+        part: torch.Tensor,
+        bucket: BucketGradient,
+    ) -> Work:
         """Copy or add the received sum to the shard. part: the memory in which the sum arrives."""
-        out, add, factor = bucket.out, bucket.add, self._divisor_of(bucket.ranks.data)
+        out = bucket.out
+        add = bucket.add
+        factor = self._divisor_of(bucket.ranks.data)
         if part is out and factor == 1:
             return work
 
@@ -254,7 +302,8 @@ class Beside:
 
     def __init__(self, work: Work, stream: SideStream):
         self._work: Work | None = work
-        self._stream, self._mark = stream, Mark()
+        self._stream = stream
+        self._mark = Mark()
 
     def settle(self) -> None:
         """Queue the rest. Its inputs were ordered when it began."""
@@ -279,13 +328,15 @@ class TwoHops:
     __slots__ = ("_work", "_second")
 
     def __init__(self, first: Work, second: Callable[[], Work]):
-        self._work, self._second = first, second
+        self._work = first
+        self._second = second
 
     def go_on(self) -> None:
         """Wait for the first collective and begin the second. Collective."""
         if self._second is not None:
             self._work.wait()
-            self._work, self._second = self._second(), None
+            self._work = self._second()
+            self._second = None
 
     def wait(self) -> None:
         """Wait for both. Collective."""
@@ -301,15 +352,21 @@ class BufferPool:
     nbytes  bytes of all its buffers: the most that were ever borrowed or read at a time
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, group: Group | None = None):
-        self.dtype, self.device, self.nbytes = dtype, device, 0
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, group: Group | None = None
+    ):
+        self.dtype = dtype
+        self.device = device
+        self.nbytes = 0
         self._group = group if group and group.sums else None
         self._free: list[torch.Tensor] = []
         self._reductions: deque[Work] = deque()
 
     def borrow(self, numel: int, least: int) -> torch.Tensor:
         """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
-        while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
+        while (buffer := self._fitting(numel)) is None and len(
+            self._reductions
+        ) >= UNDER_WAY:
             self._reductions.popleft().wait()
         if buffer is None and self._group is not None:
             buffer = self._fitting(numel, PATIENCE)

@@ -55,7 +55,8 @@ class GatherUnit:
     """
 
     def __init__(self, numel: int, is_free: bool):
-        self.numel, self.is_free = numel, is_free
+        self.numel = numel
+        self.is_free = is_free
         self.claims: set = set()
 
     def fetch(self) -> None:
@@ -78,13 +79,26 @@ class Unit(GatherUnit):
     nbytes   of the flat buffer, when whole
     """
 
-    def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group):
+    def __init__(
+        self,
+        layer: int,
+        first_bucket: int,
+        last_bucket: int,
+        flat: torch.Tensor,
+        group: Group,
+    ):
         super().__init__(flat.numel(), is_free=False)
-        self.layer, self.first_bucket, self.last_bucket = layer, first_bucket, last_bucket
-        self.flat, self.nbytes, self.group = flat, flat.nbytes, group
+        self.layer = layer
+        self.first_bucket = first_bucket
+        self.last_bucket = last_bucket
+        self.flat = flat
+        self.nbytes = flat.nbytes
+        self.group = group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self._works: list[Work] = []
-        self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
+        self._near: list[tuple[torch.Tensor, Work]] | None = (
+            None  # shards on the device, or on their way
+        )
 
     @property
     def gather_bytes(self) -> int:
@@ -105,27 +119,31 @@ class Unit(GatherUnit):
         with stream.behind_current():
             for (whole, _), (shard, work) in zip(self.buckets, self._near):
                 work.wait()
-                self._works.append(all_gather_into_(whole, shard, self.group, async_op=True))
-        self._works.append(stream.mark())       # a group of one copies on that stream
+                self._works.append(
+                    all_gather_into_(whole, shard, self.group, async_op=True)
+                )
+        self._works.append(stream.mark())  # a group of one copies on that stream
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works = []
         if not self.is_free:
-            self._near = None       # gathered, no longer read
+            self._near = None  # gathered, no longer read
 
     def _fetch(self, array: Array) -> tuple[torch.Tensor, Work]:
         if array.is_at(self.flat.device, self.flat.dtype):
             return array.tensor, DONE
         on_cpu = self.flat.device.type == "cpu"
-        make = aligned_empty if on_cpu else partial(torch.empty, device=self.flat.device)
+        make = (
+            aligned_empty if on_cpu else partial(torch.empty, device=self.flat.device)
+        )
         buffer = make(array.padded_numel, dtype=self.flat.dtype)
-        return buffer[:array.tensor.numel()], array.read(buffer)
+        return buffer[: array.tensor.numel()], array.read(buffer)
 
     def free(self) -> None:
         self.wait()
-        for _, work in self._near or ():        # fetched but not gathered
+        for _, work in self._near or ():  # fetched but not gathered
             work.wait()
         self._near = None
         if not self.is_free:
@@ -139,10 +157,20 @@ class MappedUnit(Unit):
     A gather is counted as usual, but copies nothing. Reading `flat` of a free unit is a segmentation fault.
     """
 
-    def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype,
-                 mapping: PageMapping, group: Group):
-        super().__init__(layer, first_bucket, last_bucket, mapping.bytes.view(dtype), group)
-        self._mapping, self._is_there = mapping, False
+    def __init__(
+        self,
+        layer: int,
+        first_bucket: int,
+        last_bucket: int,
+        dtype: torch.dtype,
+        mapping: PageMapping,
+        group: Group,
+    ):
+        super().__init__(
+            layer, first_bucket, last_bucket, mapping.bytes.view(dtype), group
+        )
+        self._mapping = mapping
+        self._is_there = False
 
     def fetch(self) -> None:
         """Does nothing: parts are in the memory of the host."""
@@ -152,7 +180,9 @@ class MappedUnit(Unit):
         if self.is_free:
             self.is_free = False
             for whole, _ in self.buckets:
-                self.group.traffic.add("all_gather", self.group.axes, self.group.size, whole.nbytes)
+                self.group.traffic.add(
+                    "all_gather", self.group.axes, self.group.size, whole.nbytes
+                )
 
     def wait(self) -> None:
         if not self.is_free and not self._is_there:
@@ -161,7 +191,8 @@ class MappedUnit(Unit):
 
     def free(self) -> None:
         self._mapping.drop()
-        self.is_free, self._is_there = True, False
+        self.is_free = True
+        self._is_there = False
 
 
 class SharedParts:
@@ -178,26 +209,45 @@ class SharedParts:
         self._parts, nbytes = _plan_parts(layout.buckets, group.size, dtype.itemsize)
         self._start, own = self._memory.allocate(nbytes)
         mine = [parts[group.rank] for parts in self._parts]
-        self.arrays = [Array(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
+        self.arrays = [
+            Array(own[part.start : part.start + part.nbytes].view(dtype))
+            for part in mine
+        ]
 
     def map(self, first: int, stop: int) -> PageMapping:
         """Buckets [first, stop), one after the other, as in the flat buffer."""
-        return PageMapping(self._memory, [replace(part, start=self._start + part.start)
-                                          for parts in self._parts[first:stop] for part in parts])
+        return PageMapping(
+            self._memory,
+            [
+                replace(part, start=self._start + part.start)
+                for parts in self._parts[first:stop]
+                for part in parts
+            ],
+        )
 
 
-def _plan_parts(buckets: Sequence[Bucket], ranks: int, itemsize: int) -> tuple[list[list[Part]], int]:
+def _plan_parts(
+    buckets: Sequence[Bucket], ranks: int, itemsize: int
+) -> tuple[list[list[Part]], int]:
     """(the part of each rank in each bucket, bytes of memory of a rank)"""
-    planned, end = [], 0
+    planned = []
+    end = 0
     for bucket in buckets:
         nbytes = (bucket.stop - bucket.start) // ranks * itemsize
         starts = [bucket.start * itemsize + rank * nbytes for rank in range(ranks)]
-        planned.append([Part(rank, end + start % PAGE, nbytes) for rank, start in enumerate(starts)])
-        end += (nbytes // PAGE + 2) * PAGE              # a part can extend into one more page on either side
+        planned.append(
+            [
+                Part(rank, end + start % PAGE, nbytes)
+                for rank, start in enumerate(starts)
+            ]
+        )
+        end += (
+            nbytes // PAGE + 2
+        ) * PAGE  # a part can extend into one more page on either side
     return planned, end
 
 
-KEPT = "kept"       # the claim of a stage that keeps all its layers gathered
+KEPT = "kept"  # the claim of a stage that keeps all its layers gathered
 
 
 class LayerGathering:
@@ -211,10 +261,19 @@ class LayerGathering:
     path         names of the layers in the order in which a step used them, for modules of an unknown order
     """
 
-    def __init__(self, needs: Sequence[Sequence[GatherUnit]], in_backward: Sequence[Sequence[GatherUnit]],
-                 prefetch: int | None, close: Callable[[int], None] = lambda layer: None, stage: int = 0):
-        self.needs, self.in_backward, self.prefetch = needs, in_backward, prefetch
-        self.close, self.stage = close, stage
+    def __init__(
+        self,
+        needs: Sequence[Sequence[GatherUnit]],
+        in_backward: Sequence[Sequence[GatherUnit]],
+        prefetch: int | None,
+        close: Callable[[int], None] = lambda layer: None,
+        stage: int = 0,
+    ):
+        self.needs = needs
+        self.in_backward = in_backward
+        self.prefetch = prefetch
+        self.close = close
+        self.stage = stage
         self._keeps_all = False
         self.path: list[str] = []
 
@@ -274,14 +333,22 @@ class LayerGathering:
             unit.claims.add((self.stage, layer))
             unit.start()
 
-    def _claim_ahead(self, layer: int, backward: bool, needs: Sequence[Sequence[GatherUnit]]) -> None:
+    def _claim_ahead(
+        self, layer: int, backward: bool, needs: Sequence[Sequence[GatherUnit]]
+    ) -> None:
         ahead = range(layer - 1, -1, -1) if backward else range(layer + 1, len(needs))
         under_way = 0
         for i in ahead:
             numel = sum(unit.numel for unit in needs[i])
-            full = under_way > 0 if self.prefetch is None else under_way + numel > self.prefetch
+            full = (
+                under_way > 0
+                if self.prefetch is None
+                else under_way + numel > self.prefetch
+            )
             if full:
-                for unit in needs[i]:       # not gathered yet, but offloaded shards are fetched
+                for unit in needs[
+                    i
+                ]:  # not gathered yet, but offloaded shards are fetched
                     unit.fetch()
                 return
             under_way += numel
@@ -294,20 +361,36 @@ class LayerGathering:
                 unit.free()
 
 
-def units_by_parameter(sets: Iterable[tuple[SetPlan, Sequence[nn.Parameter], Sequence[GatherUnit]]]
-                       ) -> dict[nn.Parameter, GatherUnit]:
+def units_by_parameter(
+    sets: Iterable[tuple[SetPlan, Sequence[nn.Parameter], Sequence[GatherUnit]]],
+) -> dict[nn.Parameter, GatherUnit]:
     """The unit with which each parameter is gathered.
 
     sets: (plan, its parameters by slot, its units in order)
     """
-    return {p: units[i] for plan, parameters, units in sets for p, slot in zip(parameters, plan.layout.slots)
-            for i, (_, first, stop) in enumerate(plan.units) if first <= slot.bucket < stop}
+    return {
+        p: units[i]
+        for plan, parameters, units in sets
+        for p, slot in zip(parameters, plan.layout.slots)
+        for i, (_, first, stop) in enumerate(plan.units)
+        if first <= slot.bucket < stop
+    }
 
 
-def gathering_over(use: ParameterUse, stage: int, units: Mapping[nn.Parameter, GatherUnit],
-                   prefetch: int | None,
-                   close: Callable[[int], None] = lambda layer: None) -> LayerGathering:
+def gathering_over(
+    use: ParameterUse,
+    stage: int,
+    units: Mapping[nn.Parameter, GatherUnit],
+    prefetch: int | None,
+    close: Callable[[int], None] = lambda layer: None,
+) -> LayerGathering:
     """The gathering of a stage over the units of a run, or over units that only count, for a plan."""
-    needs = [list(dict.fromkeys(units[p] for p in layer if p in units)) for layer in use.layers[stage]]
-    in_backward = [[] if (stage, i) in use.not_read_in_backward else wanted for i, wanted in enumerate(needs)]
+    needs = [
+        list(dict.fromkeys(units[p] for p in layer if p in units))
+        for layer in use.layers[stage]
+    ]
+    in_backward = [
+        [] if (stage, i) in use.not_read_in_backward else wanted
+        for i, wanted in enumerate(needs)
+    ]
     return LayerGathering(needs, in_backward, prefetch, close, stage)

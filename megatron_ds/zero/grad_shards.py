@@ -39,9 +39,22 @@ class GradShards(GradientStore):
     have arrived, or, without `reduction.overlap`, when it is closed or the cycle ends.
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, pool: BufferPool):
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        layout: Layout,
+        reduction: Reduction,
+        *,
+        pool: BufferPool,
+    ):
         flat = torch.zeros(layout.shard_numel, dtype=pool.dtype, device=pool.device)
-        super().__init__(holders, layout, reduction, flat, layout.slot_intersections(reduction.ranks.shard))
+        super().__init__(
+            holders,
+            layout,
+            reduction,
+            flat,
+            layout.slot_intersections(reduction.ranks.shard),
+        )
         self._pool = pool
         # Buffers of the pool have one length if buckets are cut by size; if buckets are units, each has its
         # own length.
@@ -51,13 +64,15 @@ class GradShards(GradientStore):
         self.begin()
 
     def begin(self) -> None:
-        self._wait()                                    # of a step that failed
+        self._wait()  # of a step that failed
         for b, buffer in enumerate(self._buffers):
             if buffer is not None:
                 self._pool.give_back(buffer)
                 self._buffers[b] = None
         self._is_new = [True] * len(self.holders)
-        self._is_empty = [True] * len(self._buffers)    # shards that nothing was added to yet
+        self._is_empty = [True] * len(
+            self._buffers
+        )  # shards that nothing was added to yet
         self.received = [False] * len(self.holders)
         self._is_armed = self._is_finished = False
         self._restart_counting()
@@ -88,33 +103,39 @@ class GradShards(GradientStore):
                 "gradients arrived after their bucket had been reduced for the last time, for one of "
                 f"{', '.join(names)}: "
                 "one of them received more contributions in one backward than were announced. Give the true "
-                "number in `ParameterUse.counts`.")
+                "number in `ParameterUse.counts`."
+            )
 
     def start_of(self, piece: SlotPiece) -> int:
         return piece.offset
 
     def _view(self, i: int) -> torch.Tensor:
-        progress(self.ranks.inner)              # so that other ranks can use their buffers again
+        progress(self.ranks.inner)  # so that other ranks can use their buffers again
         slot = self.layout.slots[i]
         bucket = self.layout.buckets[slot.bucket]
         buffer = self._buffer(slot.bucket)
-        flat = buffer[slot.start - bucket.start:slot.stop - bucket.start]
+        flat = buffer[slot.start - bucket.start : slot.stop - bucket.start]
         return flat.view(self.holders[i].parameter.shape)
 
     def _buffer(self, b: int) -> torch.Tensor:
         """The whole buffer of a bucket, borrowed if it has none."""
         if self._buffers[b] is None:
             bucket = self.layout.buckets[b]
-            self._buffers[b] = self._pool.borrow(bucket.stop - bucket.start, self._least)
+            self._buffers[b] = self._pool.borrow(
+                bucket.stop - bucket.start, self._least
+            )
         return self._buffers[b]
 
     def _launch(self, b: int) -> None:
-        bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
+        bucket = self.layout.buckets[b]
+        piece = self._shard_pieces[b]
         buffer, self._buffers[b] = self._buffer(b), None
-        whole = buffer[:bucket.stop - bucket.start]
+        whole = buffer[: bucket.stop - bucket.start]
         self._clear_rest(b, whole)
-        self._is_new[bucket.first_slot:bucket.last_slot] = [True] * (bucket.last_slot - bucket.first_slot)
-        mine = self.flat[piece.offset:piece.offset + piece.stop - piece.start]
+        self._is_new[bucket.first_slot : bucket.last_slot] = [True] * (
+            bucket.last_slot - bucket.first_slot
+        )
+        mine = self.flat[piece.offset : piece.offset + piece.stop - piece.start]
         add, self._is_empty[b] = not self._is_empty[b], False
         work = self._reduce(b, whole, mine, add)
         self._pool.reducing(Then(work, partial(self._pool.give_back, buffer)))

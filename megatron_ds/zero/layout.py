@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from ..errors import LayoutError
 
-ALIGN = 64      # elements: 256 bytes of fp32, four AVX-512 vectors, a coalesced row of a GPU warp
+ALIGN = 64  # elements: 256 bytes of fp32, four AVX-512 vectors, a coalesced row of a GPU warp
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,14 @@ class Layout:
         """Elements of one shard, padding included."""
         return self.numel // self.shards
 
-    def shard_pieces(self, shard: int, shards: int | None = None) -> tuple[ShardPiece, ...]:
+    def shard_pieces(
+        self, shard: int, shards: int | None = None
+    ) -> tuple[ShardPiece, ...]:
         """The piece of each bucket in this shard. shards: parts of each bucket, a divisor of the layout's
         number; None for that number."""
         shards = shards or self.shards
-        pieces, offset = [], 0
+        pieces = []
+        offset = 0
         for bucket in self.buckets:
             size = (bucket.stop - bucket.start) // shards
             start = bucket.start + shard * size
@@ -117,18 +120,30 @@ class Layout:
             offset += size
         return tuple(pieces)
 
-    def slot_intersections(self, shard: int, shards: int | None = None) -> tuple[SlotPiece, ...]:
+    def slot_intersections(
+        self, shard: int, shards: int | None = None
+    ) -> tuple[SlotPiece, ...]:
         """The pieces of slots in this shard, in buffer order. shards: see `shard_pieces`."""
         result = []
         for piece in self.shard_pieces(shard, shards):
             bucket = self.buckets[piece.bucket]
             for i in range(bucket.first_slot, bucket.last_slot):
                 slot = self.slots[i]
-                start, stop = max(slot.start, piece.start), min(slot.stop, piece.stop)
+                start = max(slot.start, piece.start)
+                stop = min(slot.stop, piece.stop)
                 if start < stop:
                     padded = min(slot.padded_stop, piece.stop) - start
                     offset = piece.offset + start - piece.start
-                    result.append(SlotPiece(i, start - slot.start, stop - slot.start, start, offset, padded))
+                    result.append(
+                        SlotPiece(
+                            i,
+                            start - slot.start,
+                            stop - slot.start,
+                            start,
+                            offset,
+                            padded,
+                        )
+                    )
         return tuple(result)
 
     def spans(self, slot: int) -> tuple[tuple[int, int], ...]:
@@ -137,17 +152,29 @@ class Layout:
         bucket = self.buckets[s.bucket]
         size = (bucket.stop - bucket.start) // self.shards
         starts = (bucket.start - s.start + shard * size for shard in range(self.shards))
-        return tuple((max(start, 0), min(start + size, s.numel)) if start < s.numel and start + size > 0
-                     else (0, 0) for start in starts)
+        return tuple(
+            (max(start, 0), min(start + size, s.numel))
+            if start < s.numel and start + size > 0
+            else (0, 0)
+            for start in starts
+        )
 
     def whole_slots(self) -> tuple[SlotPiece, ...]:
         """The pieces of a rank that owns everything; `offset` is then the place in the flat buffer."""
-        return tuple(SlotPiece(i, 0, s.numel, s.start, s.start, s.padded_stop - s.start)
-                     for i, s in enumerate(self.slots) if s.numel)
+        return tuple(
+            SlotPiece(i, 0, s.numel, s.start, s.start, s.padded_stop - s.start)
+            for i, s in enumerate(self.slots)
+            if s.numel
+        )
 
 
-def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int, align: int = ALIGN,
-                units: Sequence[int] | None = None) -> Layout:
+def plan_layout(
+    items: Sequence[tuple[str, int]],
+    bucket_elements: int,
+    shards: int,
+    align: int = ALIGN,
+    units: Sequence[int] | None = None,
+) -> Layout:
     """Lay out parameters, given as (name, number of elements) in forward order.
 
     bucket_elements: a bucket is closed before it would grow beyond this; a larger parameter gets a bucket of
@@ -165,9 +192,16 @@ def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: 
         return stop
 
     unit = None
-    for (name, numel), its_unit in zip(reversed(items), reversed(units or [0] * len(items))):
+    for (name, numel), its_unit in zip(
+        reversed(items), reversed(units or [0] * len(items))
+    ):
         padded = _round_up(numel, align)
-        if first < len(slots) and its_unit != unit or at > start and at - start + padded > bucket_elements:
+        if (
+            first < len(slots)
+            and its_unit != unit
+            or at > start
+            and at - start + padded > bucket_elements
+        ):
             start = at = close()
             first = len(slots)
         unit = its_unit
@@ -178,8 +212,13 @@ def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: 
     return Layout(tuple(slots), tuple(buckets), shards)
 
 
-def plan_whole_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int,
-                      align: int = ALIGN, alone: bool = False) -> Layout:
+def plan_whole_layout(
+    items: Sequence[tuple[str, int]],
+    bucket_elements: int,
+    shards: int,
+    align: int = ALIGN,
+    alone: bool = False,
+) -> Layout:
     """The same, so that one rank owns each parameter whole.
 
     Buckets are runs in reverse forward order of up to `bucket_elements`, or of up to `shards` times the
@@ -193,48 +232,69 @@ def plan_whole_layout(items: Sequence[tuple[str, int]], bucket_elements: int, sh
     most = max(bucket_elements, shards * max(padded.values(), default=0))
     runs: list[list[str]] = []
     for name, _ in reversed(items):
-        if alone or not runs or sum(padded[other] for other in runs[-1]) + padded[name] > most:
+        if (
+            alone
+            or not runs
+            or sum(padded[other] for other in runs[-1]) + padded[name] > most
+        ):
             runs.append([])
         runs[-1].append(name)
     # Each run is shared out over the ranks; all parts get the length of the longest.
     slots: list[Slot] = []
     buckets: list[Bucket] = []
-    start, numel_of = 0, dict(items)
+    start = 0
+    numel_of = dict(items)
     for names in runs:
         parts = _balance(names, padded, shards)
-        size, first = max(sum(padded[name] for name in part) for part in parts), len(slots)
+        size = max(sum(padded[name] for name in part) for part in parts)
+        first = len(slots)
         for rank, part in enumerate(parts):
             at = start + rank * size
             for name in part:
-                slots.append(Slot(name, at, numel_of[name], len(buckets), at + padded[name]))
+                slots.append(
+                    Slot(name, at, numel_of[name], len(buckets), at + padded[name])
+                )
                 at += padded[name]
-        buckets.append(Bucket(len(buckets), start, start + shards * size, first, len(slots)))
+        buckets.append(
+            Bucket(len(buckets), start, start + shards * size, first, len(slots))
+        )
         start += shards * size
     return Layout(tuple(slots), tuple(buckets), shards)
 
 
-def _balance(names: Sequence[str], sizes: Mapping[str, int], shards: int) -> list[list[str]]:
+def _balance(
+    names: Sequence[str], sizes: Mapping[str, int], shards: int
+) -> list[list[str]]:
     """The names of each shard, in their given order."""
-    load, shard_of = [0] * shards, {}
+    load = [0] * shards
+    shard_of = {}
     for name in sorted(names, key=lambda name: -sizes[name]):
         shard = load.index(min(load))
         load[shard] += sizes[name]
         shard_of[name] = shard
-    return [[name for name in names if shard_of[name] == shard] for shard in range(shards)]
+    return [
+        [name for name in names if shard_of[name] == shard] for shard in range(shards)
+    ]
 
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _check(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int, align: int) -> None:
+def _check(
+    items: Sequence[tuple[str, int]], bucket_elements: int, shards: int, align: int
+) -> None:
     if min(bucket_elements, shards, align) < 1:
-        raise LayoutError(f"a layout needs positive sizes, got bucket_elements={bucket_elements}, "
-                          f"shards={shards}, align={align}.")
+        raise LayoutError(
+            f"a layout needs positive sizes, got bucket_elements={bucket_elements}, "
+            f"shards={shards}, align={align}."
+        )
     seen: set[str] = set()
     for name, numel in items:
         if numel < 0 or name in seen:
             problem = "given twice" if name in seen else f"{numel} elements"
-            raise LayoutError(f"{name}: {problem}; each parameter needs one slot with a unique name and at "
-                              "least one element.")
+            raise LayoutError(
+                f"{name}: {problem}; each parameter needs one slot with a unique name and at "
+                "least one element."
+            )
         seen.add(name)

@@ -18,7 +18,7 @@ from ..optim import MakeOptimizer, ParamGroup, group_of
 from .data_groups import Axes, DataGroups, shard_of
 from .set_plan import SetPlan
 
-ROUND = 32 * 1024**2        # 128 MiB in fp32, and about three times that at work
+ROUND = 32 * 1024**2  # 128 MiB in fp32, and about three times that at work
 Span = tuple[int, int]
 
 
@@ -41,8 +41,12 @@ class MatrixEntry:
         return self.spec.matrices.cost(self.spec.shape)
 
 
-def matrix_entries(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter],
-                   groups: Sequence[ParamGroup], optimizer: MakeOptimizer) -> list[MatrixEntry]:
+def matrix_entries(
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    groups: Sequence[ParamGroup],
+    optimizer: MakeOptimizer,
+) -> list[MatrixEntry]:
     """The parameters that an optimizer updates. parameters: to which the indices in the plans refer.
 
     Raises ConfigError for one that is not the weight of a hidden linear layer.
@@ -64,7 +68,9 @@ def _spans(plan: SetPlan, slot: int) -> tuple[Span, ...]:
     if plan.policy.optimizer is None or shards == 1:
         return ()
     of_shards = plan.layout.spans(slot)
-    return tuple(of_shards[shard_of(rank, shards, plan.inner)] for rank in range(shards))
+    return tuple(
+        of_shards[shard_of(rank, shards, plan.inner)] for rank in range(shards)
+    )
 
 
 def _of_these_experts(p: nn.Parameter, group: ParamGroup) -> ParamSpec:
@@ -74,10 +80,15 @@ def _of_these_experts(p: nn.Parameter, group: ParamGroup) -> ParamSpec:
         raise ConfigError(
             f"parameter group {group.name!r} has {spec.name} of shape {list(spec.shape)}, which is not the "
             "weight of a hidden linear layer, but its optimizer makes matrices orthogonal. Give it an "
-            "optimizer that treats elements one by one, such as adam.")
+            "optimizer that treats elements one by one, such as adam."
+        )
     if (split := spec.split_over("ep")) is not None:
-        shape = tuple(p.shape[dim] if dim == split.dim else n for dim, n in enumerate(spec.shape))
-        spec = replace(spec, shape=shape, splits=tuple(s for s in spec.splits if s.axis != "ep"))
+        shape = tuple(
+            p.shape[dim] if dim == split.dim else n for dim, n in enumerate(spec.shape)
+        )
+        spec = replace(
+            spec, shape=shape, splits=tuple(s for s in spec.splits if s.axis != "ep")
+        )
     return spec
 
 
@@ -85,8 +96,9 @@ Owned = tuple[MatrixEntry, int | None, int | None]
 """An entry, its data-parallel owner, its tensor-parallel owner; None: each rank computes it."""
 
 
-def plan_rounds(entries: Sequence[MatrixEntry], groups: DataGroups,
-                elements: int = ROUND) -> Iterator[list[Owned]]:
+def plan_rounds(
+    entries: Sequence[MatrixEntry], groups: DataGroups, elements: int = ROUND
+) -> Iterator[list[Owned]]:
     """The entries of each round with their owners. Equal on all ranks that have these entries.
 
     elements: of the matrices of one rank in a round, about
@@ -107,7 +119,8 @@ class Loads:
     """What each rank computes so far, by the axes of its data-parallel group."""
 
     def __init__(self, groups: DataGroups):
-        self._tp, self._sizes = groups.tp.size, {axes: group.size for axes, group in groups.by_axes.items()}
+        self._tp = groups.tp.size
+        self._sizes = {axes: group.size for axes, group in groups.by_axes.items()}
         self._heaps: dict[tuple[Axes, bool, bool], list[tuple[int, int, int, int]]] = {}
 
     def assign(self, entries: Sequence[MatrixEntry]) -> list[Owned]:
@@ -117,11 +130,15 @@ class Loads:
         """
         owners = {}
         for entry in sorted(entries, key=lambda e: -e.cost):
-            over_data, over_tp = bool(entry.spans), entry.spec.is_split_over("tp") and self._tp > 1
+            over_data = bool(entry.spans)
+            over_tp = entry.spec.is_split_over("tp") and self._tp > 1
             key = entry.axes, over_data, over_tp
             if key not in self._heaps:
-                ds, ts = self._sizes[entry.axes] if over_data else 1, self._tp if over_tp else 1
-                self._heaps[key] = [(0, i, i % ds, (i % ds + i // ds) % ts) for i in range(ds * ts)]
+                ds = self._sizes[entry.axes] if over_data else 1
+                ts = self._tp if over_tp else 1
+                self._heaps[key] = [
+                    (0, i, i % ds, (i % ds + i // ds) % ts) for i in range(ds * ts)
+                ]
             load, order, d, t = heapq.heappop(self._heaps[key])
             heapq.heappush(self._heaps[key], (load + entry.cost, order, d, t))
             owners[entry.spec.name] = d if over_data else None, t if over_tp else None

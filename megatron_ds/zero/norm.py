@@ -41,7 +41,9 @@ from .layout import SlotPiece
 
 ROW = 1024
 ROWS_AT_A_TIME = 4096
-DATA_BYTES, MODEL_BYTES = 3 * 8, 2 * 8      # what `sum_over_ranks` sends over the data and the model group
+# what `sum_over_ranks` sends over the data and the model group
+DATA_BYTES = 3 * 8
+MODEL_BYTES = 2 * 8
 
 
 def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
@@ -49,8 +51,11 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
     return not spec.tied_copy and (spec.is_split_over("tp") or tp_rank == 0)
 
 
-def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece],
-               start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
+def norm_views(
+    flat: torch.Tensor,
+    pieces: Iterable[SlotPiece],
+    start_of: Callable[[SlotPiece], int],
+) -> list[torch.Tensor]:
     """The gradients of the pieces as few 2-D views: neighbours are joined, runs cut into rows and a rest.
 
     flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the
@@ -76,13 +81,17 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     """Sum of squares of all elements, a float64 scalar."""
     if not views:
         return torch.zeros((), dtype=torch.float64, device=device)
-    rows = torch.empty(sum(len(view) for view in views), dtype=torch.float32, device=device)
+    rows = torch.empty(
+        sum(len(view) for view in views), dtype=torch.float32, device=device
+    )
     at = 0
     for view in views:
         # On the CPU torch makes a wide copy of 16-bit gradients: of a small part at a time.
         is_copied = view.dtype != torch.float32 and view.device.type == "cpu"
         for part in view.split(ROWS_AT_A_TIME) if is_copied else [view]:
-            torch.linalg.vector_norm(part, dim=1, dtype=torch.float32, out=rows[at:at + len(part)])
+            torch.linalg.vector_norm(
+                part, dim=1, dtype=torch.float32, out=rows[at : at + len(part)]
+            )
             at += len(part)
     return rows.double().square().sum()
 
@@ -95,21 +104,27 @@ def count_zeros(views: list[torch.Tensor], device: torch.device) -> torch.Tensor
     return zeros
 
 
-def sum_over_ranks(squares: torch.Tensor, number: float, groups: DataGroups,
-                   zeros: torch.Tensor | None = None) -> torch.Tensor:
+def sum_over_ranks(
+    squares: torch.Tensor,
+    number: float,
+    groups: DataGroups,
+    zeros: torch.Tensor | None = None,
+) -> torch.Tensor:
     """float64 [2] on the device: the sum of `squares` over all ranks, and 0 if data-parallel ranks have the
     same `number`, below 2^16; NaN if one of them is infinite. With `zeros` [3]: their sum, too.
 
     Collective over the data and the model group; the host does not wait.
     """
     f = number
-    local = column([squares, f, f * f, *([] if zeros is None else [zeros])], squares.device)
+    local = column(
+        [squares, f, f * f, *([] if zeros is None else [zeros])], squares.device
+    )
     all_reduce_(local, groups.data)
     # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
     local[1] = groups.data.size * local[2] - local[1].square()
     if zeros is not None:
         local[2] = local[3]
-    local = local[:2 if zeros is None else 3]
+    local = local[: 2 if zeros is None else 3]
     all_reduce_(local, groups.model)
     return local
 
@@ -136,40 +151,63 @@ class ParameterNorms:
     entries: parameters whose optimizers ask for norms, in the same order on all ranks of the same stages
     """
 
-    def __init__(self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device):
-        self._groups, self._device = groups, device
-        self.lists = 0          # of the last call
+    def __init__(
+        self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device
+    ):
+        self._groups = groups
+        self._device = device
+        self.lists = 0  # of the last call
         self._position = {entry.spec.name: i for i, entry in enumerate(entries)}
         self._indices: dict[tuple[str, ...], torch.Tensor] = {}
-        tied = sorted((entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied)
+        tied = sorted(
+            (entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied
+        )
         self._tied = self._tensor([i for _, i in tied], torch.int64)
-        self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
-        self._counts_here = self._tensor([groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
+        self._is_first_holder = self._tensor(
+            [not entries[i].spec.tied_copy for _, i in tied]
+        )
+        self._counts_here = self._tensor(
+            [groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries]
+        )
         # Over data-parallel ranks: parts in shards, and experts, which the first of the ranks that hold the
         # same ones counts.
         is_first = groups.rank_by_axes.get(EXPERT_DATA_AXES, 0) == 0
         over_data = [e.is_split or e.axes == EXPERT_DATA_AXES for e in entries]
         self._sums_over_data = any(over_data)
         self._over_data = self._tensor(over_data, torch.bool)
-        self._part_here = self._tensor([of_data and (e.is_split or is_first)
-                                        for of_data, e in zip(over_data, entries)])
+        self._part_here = self._tensor(
+            [
+                of_data and (e.is_split or is_first)
+                for of_data, e in zip(over_data, entries)
+            ]
+        )
 
-    def __call__(self, lists: Sequence[Sequence[torch.Tensor]],
-                 parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self,
+        lists: Sequence[Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
         """Norms, fp32 [len(lists), len(parameters)], of the logical parameters with the parts `parameters`.
 
         lists: of tensors, one for each of `parameters`: the parts themselves, their updates, ...
         """
         return self.of(self.reduced(self.squares(lists, parameters)), parameters)
 
-    def squares(self, lists: Sequence[Sequence[torch.Tensor]],
-                parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def squares(
+        self,
+        lists: Sequence[Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
         """float64 [len(lists), entries]: sums of squares of these parts, to add to those of other parts."""
         self.lists = len(lists)
-        squares = torch.zeros(len(lists), len(self._position), dtype=torch.float64, device=self._device)
+        squares = torch.zeros(
+            len(lists), len(self._position), dtype=torch.float64, device=self._device
+        )
         if parameters:
             values = [tensor for tensors in lists for tensor in tensors]
-            norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(len(lists), -1)
+            norms = torch.stack(torch._foreach_norm(values, 2, torch.float64)).view(
+                len(lists), -1
+            )
             squares.index_add_(1, self._index(parameters), norms.square())
         return squares
 
@@ -177,11 +215,15 @@ class ParameterNorms:
         """Norms of all entries, fp32, from the squares of all parts that this rank has. Collective."""
         return self._sum(squares).sqrt().float()
 
-    def of(self, norms: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def of(
+        self, norms: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """The columns of `reduced` of the logical parameters with the parts `parameters`."""
         return norms[:, self._index(parameters)]
 
-    def largest(self, values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def largest(
+        self, values: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Maxima, fp32 [len(parameters)], over all parts of the logical parameters.
 
         values: fp32 [len(parameters)], not negative, of the parts `parameters`. Collective, as a call.
@@ -212,8 +254,12 @@ class ParameterNorms:
 
     def _index(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         names = tuple(p.spec.name for p in parameters)
-        if names not in self._indices:      # copied to the device once, for the same come in every step
-            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
+        if (
+            names not in self._indices
+        ):  # copied to the device once, for the same come in every step
+            self._indices[names] = self._tensor(
+                [self._position[name] for name in names], torch.int64
+            )
         return self._indices[names]
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -272,9 +318,13 @@ class ScalerState:
         """The state after one more step. Raises ConfigError if the scale would fall below the minimum."""
         if not rule.dynamic:
             return self
-        scale, lives, last_overflow = self.scale, self.lives, self.last_overflow
+        scale = self.scale
+        lives = self.lives
+        last_overflow = self.last_overflow
         if not overflow:
-            stable = self.iteration - last_overflow - 1     # steps without overflow before this one
+            stable = (
+                self.iteration - last_overflow - 1
+            )  # steps without overflow before this one
             grows = stable > 0 and stable % rule.window == 0
             scale *= FACTOR if grows else 1.0
             lives = rule.hysteresis if grows or rule.consecutive else lives
@@ -285,15 +335,22 @@ class ScalerState:
             raise ConfigError(
                 f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss "
                 f"scale is at its minimum of {rule.minimum:g}: a lower scale would not help because the loss "
-                "itself diverges. Lower the learning rate, train in bf16, or lower --min-loss-scale.")
-        return ScalerState(max(scale / FACTOR, rule.minimum), lives, self.iteration, self.iteration + 1)
+                "itself diverges. Lower the learning rate, train in bf16, or lower --min-loss-scale."
+            )
+        return ScalerState(
+            max(scale / FACTOR, rule.minimum), lives, self.iteration, self.iteration + 1
+        )
 
 
 class LossScaler:
-    """Holds the state. check_overflow False: a gradient that is not finite is applied anyway (never in fp16).
-    """
+    """Holds the state. check_overflow False: a gradient that is not finite is applied anyway (never in fp16)."""
 
-    def __init__(self, scale: float = 1.0, rule: ScalerRule | None = None, check_overflow: bool = True):
+    def __init__(
+        self,
+        scale: float = 1.0,
+        rule: ScalerRule | None = None,
+        check_overflow: bool = True,
+    ):
         self.rule = rule or ScalerRule()
         self.check_overflow = check_overflow or self.rule.dynamic
         self.state = ScalerState(float(scale), self.rule.hysteresis)
@@ -312,21 +369,33 @@ class LossScaler:
         s = self.state
         if not self.rule.dynamic:
             return {}
-        return {"loss_scale": s.scale, "loss_scale_lives": s.lives,
-                "loss_scale_last_overflow": s.last_overflow, "loss_scale_iteration": s.iteration}
+        return {
+            "loss_scale": s.scale,
+            "loss_scale_lives": s.lives,
+            "loss_scale_last_overflow": s.last_overflow,
+            "loss_scale_iteration": s.iteration,
+        }
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
         """Restore what `numbers` returned; without numbers the state stays as configured."""
         if self.rule.dynamic and "loss_scale" in numbers:
-            self.state = ScalerState(float(numbers["loss_scale"]), int(numbers["loss_scale_lives"]),
-                                     int(numbers["loss_scale_last_overflow"]),
-                                     int(numbers["loss_scale_iteration"]))
+            self.state = ScalerState(
+                float(numbers["loss_scale"]),
+                int(numbers["loss_scale_lives"]),
+                int(numbers["loss_scale_last_overflow"]),
+                int(numbers["loss_scale_iteration"]),
+            )
 
 
 def make_scaler(settings: OptimizerConfig) -> LossScaler:
     """Dynamic for fp16 without a fixed `loss_scale`, else fixed."""
     if not settings.fp16 or settings.loss_scale:
         return LossScaler(settings.loss_scale if settings.fp16 else 1.0)
-    rule = ScalerRule(True, settings.loss_scale_window, settings.hysteresis, settings.min_loss_scale,
-                      settings.consecutive_hysteresis)
+    rule = ScalerRule(
+        True,
+        settings.loss_scale_window,
+        settings.hysteresis,
+        settings.min_loss_scale,
+        settings.consecutive_hysteresis,
+    )
     return LossScaler(settings.initial_loss_scale, rule)

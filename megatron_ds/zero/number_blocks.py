@@ -36,8 +36,10 @@ class Encoded:
 
     def like(self, times: int = 1) -> "Encoded":
         """Memory for `times` as many numbers."""
-        return Encoded(self.codes.new_empty(times * len(self.codes)),
-                       self.scales.new_empty(times * len(self.scales)))
+        return Encoded(
+            self.codes.new_empty(times * len(self.codes)),
+            self.scales.new_empty(times * len(self.scales)),
+        )
 
     def copy_(self, other: "Encoded") -> None:
         """Take over codes and scales."""
@@ -66,7 +68,15 @@ class Blocks:
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> torch.Tensor:
         """Write the numbers into `out`, flat, and return it. One launch on a GPU."""
-        return dequantize(encoded.scales, encoded.codes, len(out), self.bits, self.length, out.dtype, out)
+        return dequantize(
+            encoded.scales,
+            encoded.codes,
+            len(out),
+            self.bits,
+            self.length,
+            out.dtype,
+            out,
+        )
 
     def part(self, encoded: Encoded, start: int, stop: int) -> Encoded:
         """Numbers [start, stop), whole blocks: a view."""
@@ -88,4 +98,6 @@ def exchange_into(out: Encoded, mine: Encoded, group: Group) -> Work:
 
 
 def _both(collective: Callable[..., Work], out: Encoded, mine: Encoded) -> Work:
-    return AllOf([collective(out.codes, mine.codes), collective(out.scales, mine.scales)])
+    return AllOf(
+        [collective(out.codes, mine.codes), collective(out.scales, mine.scales)]
+    )

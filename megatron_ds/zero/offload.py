@@ -29,9 +29,13 @@ from .shard_optimizer import Leaf, Rates, ShardOptimizer, make_leaf
 from .tiers import Array, Buffers, Tier
 
 HOST = torch.device("cpu")
-MASTER, GRAD, LOW = "master", "grad", "low"
-IN_FLIGHT = 3                 # sub-groups in buffers at a time: one being read, one updated, one written
-PAGE_ELEMENTS = 2048          # of 16 bits in a page of 4096 bytes
+MASTER = "master"
+GRAD = "grad"
+LOW = "low"
+IN_FLIGHT = (
+    3  # sub-groups in buffers at a time: one being read, one updated, one written
+)
+PAGE_ELEMENTS = 2048  # of 16 bits in a page of 4096 bytes
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class SubGroupPlan:
         return sum(piece.padded_numel for piece in self.pieces)
 
 
-def plan_sub_groups(layout: Layout, pieces: Sequence[SlotPiece], elements: int,
-                    ratio: float) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
+def plan_sub_groups(
+    layout: Layout, pieces: Sequence[SlotPiece], elements: int, ratio: float
+) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
     """(sub-groups, pieces that stay on the device): the first `ratio` of all elements are offloaded.
 
     pieces: of this rank, in buffer order; cut where a sub-group ends. elements: of a sub-group, about.
@@ -58,8 +63,12 @@ def plan_sub_groups(layout: Layout, pieces: Sequence[SlotPiece], elements: int,
     left = round(sum(piece.padded_numel for piece in pieces) * ratio)
     groups: list[SubGroupPlan] = []
     stay: list[SlotPiece] = []
-    for bucket, in_bucket in groupby(pieces, lambda piece: layout.slots[piece.slot].bucket):
-        away, rest = _cut(list(in_bucket), -(-max(left, 0) // PAGE_ELEMENTS) * PAGE_ELEMENTS)
+    for bucket, in_bucket in groupby(
+        pieces, lambda piece: layout.slots[piece.slot].bucket
+    ):
+        away, rest = _cut(
+            list(in_bucket), -(-max(left, 0) // PAGE_ELEMENTS) * PAGE_ELEMENTS
+        )
         stay += rest
         begin = 0
         while away:
@@ -78,9 +87,14 @@ def _cut(pieces: list[SlotPiece], room: int) -> tuple[list[SlotPiece], list[Slot
         if piece.padded_numel > room:
             middle = piece.start + room
             first = replace(piece, stop=middle, padded_numel=room)
-            rest = replace(piece, start=middle, flat=piece.flat + room, offset=piece.offset + room,
-                           padded_numel=piece.padded_numel - room)
-            return [*pieces[:k], first], [rest, *pieces[k + 1:]]
+            rest = replace(
+                piece,
+                start=middle,
+                flat=piece.flat + room,
+                offset=piece.offset + room,
+                padded_numel=piece.padded_numel - room,
+            )
+            return [*pieces[:k], first], [rest, *pieces[k + 1 :]]
         room -= piece.padded_numel
     return pieces, []
 
@@ -100,8 +114,15 @@ class SubGroup:
     and the optimizer's own state under its own names
     """
 
-    def __init__(self, plan: SubGroupPlan, specs: Sequence[ParamSpec], arrays: Mapping[str, Array],
-                 tier: Tier, param_groups: Sequence[ParamGroup], buffers: Buffers):
+    def __init__(
+        self,
+        plan: SubGroupPlan,
+        specs: Sequence[ParamSpec],
+        arrays: Mapping[str, Array],
+        tier: Tier,
+        param_groups: Sequence[ParamGroup],
+        buffers: Buffers,
+    ):
         self.arrays = dict(arrays)
         self.leaves: list[Leaf] = []
         self._state_names: list[str] = []
@@ -111,7 +132,9 @@ class SubGroup:
         at = 0
         for piece in plan.pieces:
             stop = at + piece.padded_numel
-            self.leaves.append(make_leaf(specs[piece.slot], piece, staged.tensors[MASTER][at:stop]))
+            self.leaves.append(
+                make_leaf(specs[piece.slot], piece, staged.tensors[MASTER][at:stop])
+            )
             self._spans.append((at, stop))
             at = stop
         self._point_to(staged.tensors)
@@ -121,7 +144,8 @@ class SubGroup:
 
     def stage(self, buffers: Buffers, without: Sequence[str] = ()) -> Staged:
         """Begin to copy to the host the state that is not there. without: arrays that are not needed."""
-        tensors, works = {}, []
+        tensors = {}
+        works = []
         for name, array in self.arrays.items():
             if name in without:
                 continue
@@ -130,28 +154,37 @@ class SubGroup:
                 tensors[name] = array.tensor
                 continue
             buffer = buffers.get(name, array.padded_numel, dtype)
-            tensors[name] = buffer[:array.tensor.numel()]
+            tensors[name] = buffer[: array.tensor.numel()]
             if name != LOW:
                 works.append(array.read(buffer))
         return Staged(tensors, AllOf(works))
 
-    def update(self, staged: Staged, lr: Rates, weight_decay: float, divisor: float) -> None:
+    def update(
+        self, staged: Staged, lr: Rates, weight_decay: float, divisor: float
+    ) -> None:
         """Update the sub-group on the host. See `ShardOptimizer.step`."""
         staged.work.wait()
         self._point_to(staged.tensors)
         self.optimizer.step(lr, weight_decay, divisor)
-        if LOW in staged.tensors and not all(self.optimizer.writes_low(leaf) for leaf in self.leaves):
+        if LOW in staged.tensors and not all(
+            self.optimizer.writes_low(leaf) for leaf in self.leaves
+        ):
             staged.tensors[LOW].copy_(staged.tensors[MASTER])
 
-    def begin(self, staged: Staged, numbers: tuple[Rates, float, float],
-              norms: ParameterNorms) -> dict[MakeOptimizer, torch.Tensor]:
+    def begin(
+        self, staged: Staged, numbers: tuple[Rates, float, float], norms: ParameterNorms
+    ) -> dict[MakeOptimizer, torch.Tensor]:
         """The first half of an update. See `ShardOptimizer.begin`."""
         staged.work.wait()
         self._point_to(staged.tensors)
         return self.optimizer.begin(*numbers, norms)
 
-    def finish(self, staged: Staged, reduced: Mapping[MakeOptimizer, torch.Tensor],
-               norms: ParameterNorms) -> None:
+    def finish(
+        self,
+        staged: Staged,
+        reduced: Mapping[MakeOptimizer, torch.Tensor],
+        norms: ParameterNorms,
+    ) -> None:
         """The second half. See `ShardOptimizer.finish`."""
         staged.work.wait()
         self._point_to(staged.tensors)
@@ -159,12 +192,19 @@ class SubGroup:
         if LOW in staged.tensors:
             staged.tensors[LOW].copy_(staged.tensors[MASTER])
 
-    def write(self, staged: Staged, buffers: Buffers, without: Sequence[str] = ()) -> Work:
+    def write(
+        self, staged: Staged, buffers: Buffers, without: Sequence[str] = ()
+    ) -> Work:
         """Begin to write what the update changed to its tiers. without: arrays that it did not change."""
         self.rest()
-        return AllOf([array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
-                      for name, array in self.arrays.items()
-                      if name not in (GRAD, *without) and staged.tensors[name] is not array.tensor])
+        return AllOf(
+            [
+                array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
+                for name, array in self.arrays.items()
+                if name not in (GRAD, *without)
+                and staged.tensors[name] is not array.tensor
+            ]
+        )
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -173,12 +213,17 @@ class SubGroup:
 
     def rest(self) -> None:
         """Between updates the leaves are the tensors of the tiers."""
-        self._point_to({name: array.tensor for name, array in self.arrays.items() if name != GRAD})
+        self._point_to(
+            {name: array.tensor for name, array in self.arrays.items() if name != GRAD}
+        )
 
     def state_bytes(self) -> tuple[int, int]:
         """(bytes of masters, bytes of the optimizer's own state), in addition to the model's weights."""
-        own = sum(array.tensor.nbytes for name, array in self.arrays.items()
-                  if name not in (MASTER, GRAD, LOW))
+        own = sum(
+            array.tensor.nbytes
+            for name, array in self.arrays.items()
+            if name not in (MASTER, GRAD, LOW)
+        )
         return (self.arrays[MASTER].tensor.nbytes if LOW in self.arrays else 0), own
 
     def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -194,11 +239,18 @@ class SubGroup:
 
     def _move_state(self, tier: Tier) -> None:
         """The optimizer's new state moves to its tier."""
-        self._state_names = list(dict.fromkeys(name for leaf in self.leaves
-                                               for name, _ in self.optimizer.state_of(leaf)))
+        self._state_names = list(
+            dict.fromkeys(
+                name
+                for leaf in self.leaves
+                for name, _ in self.optimizer.state_of(leaf)
+            )
+        )
         numel = self.arrays[MASTER].tensor.numel()
         made = tier.arrays([numel] * len(self._state_names), torch.float32)
-        self.arrays |= zip(self._state_names, made)         # zeros, as the state is before the first update
+        self.arrays |= zip(
+            self._state_names, made
+        )  # zeros, as the state is before the first update
 
 
 class OffloadedUpdate:
@@ -223,20 +275,26 @@ class OffloadedUpdate:
         for group, staged in self._in_turn():
             group.update(staged, lr, weight_decay, divisor)
 
-    def begin(self, numbers: tuple[Rates, float, float],
-              norms: ParameterNorms) -> Iterator[dict[MakeOptimizer, torch.Tensor]]:
+    def begin(
+        self, numbers: tuple[Rates, float, float], norms: ParameterNorms
+    ) -> Iterator[dict[MakeOptimizer, torch.Tensor]]:
         """The first half of an update; the squares of each sub-group. norms: on the host."""
         for group, staged in self._in_turn(unread=(LOW,), unwritten=(LOW,)):
             yield group.begin(staged, numbers, norms)
 
-    def finish(self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms) -> None:
+    def finish(
+        self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms
+    ) -> None:
         """The second half: moments are read again, and weights are written. reduced, norms: on the host."""
-        states = tuple(dict.fromkeys(name for group in self.groups for name in group.state_names))
+        states = tuple(
+            dict.fromkeys(name for group in self.groups for name in group.state_names)
+        )
         for group, staged in self._in_turn(unread=(GRAD,), unwritten=states):
             group.finish(staged, reduced, norms)
 
-    def _in_turn(self, unread: Sequence[str] = (),
-                 unwritten: Sequence[str] = ()) -> Iterator[tuple[SubGroup, Staged]]:
+    def _in_turn(
+        self, unread: Sequence[str] = (), unwritten: Sequence[str] = ()
+    ) -> Iterator[tuple[SubGroup, Staged]]:
         """The sub-groups, each to be updated before the next is asked for."""
         writing: list[Work] = [DONE] * IN_FLIGHT
 
@@ -246,9 +304,12 @@ class OffloadedUpdate:
 
         ahead = stage(0) if self.groups else None
         for k, group in enumerate(self.groups):
-            staged, ahead = ahead, stage(k + 1) if k + 1 < len(self.groups) else None
+            staged = ahead
+            ahead = stage(k + 1) if k + 1 < len(self.groups) else None
             yield group, staged
-            writing[k % IN_FLIGHT] = group.write(staged, self._buffers[k % IN_FLIGHT], unwritten)
+            writing[k % IN_FLIGHT] = group.write(
+                staged, self._buffers[k % IN_FLIGHT], unwritten
+            )
         for work in writing:
             work.wait()
 
@@ -260,17 +321,31 @@ class UpdateInHalves:
     norms, host_norms: of the same parameters, on the device and on the host
     """
 
-    def __init__(self, resident: ShardOptimizer, offloaded: OffloadedUpdate, norms: ParameterNorms,
-                 host_norms: ParameterNorms):
-        self._resident, self._offloaded = resident, offloaded
-        self._norms, self._host_norms = norms, host_norms
+    def __init__(
+        self,
+        resident: ShardOptimizer,
+        offloaded: OffloadedUpdate,
+        norms: ParameterNorms,
+        host_norms: ParameterNorms,
+    ):
+        self._resident = resident
+        self._offloaded = offloaded
+        self._norms = norms
+        self._host_norms = host_norms
 
     def step(self, *numbers: Any) -> None:
         """See `ShardOptimizer.step`. Collective."""
-        squares = self._resident.begin(*numbers, self._norms)       # it has all optimizers that need norms
+        squares = self._resident.begin(
+            *numbers, self._norms
+        )  # it has all optimizers that need norms
         for found in self._offloaded.begin(numbers, self._host_norms):
             for maker, of_maker in found.items():
                 squares[maker] += of_maker.to(squares[maker].device)
-        reduced = {maker: self._norms.reduced(total) for maker, total in squares.items()}
+        reduced = {
+            maker: self._norms.reduced(total) for maker, total in squares.items()
+        }
         self._resident.finish(reduced, self._norms)
-        self._offloaded.finish({maker: norms.to(HOST) for maker, norms in reduced.items()}, self._host_norms)
+        self._offloaded.finish(
+            {maker: norms.to(HOST) for maker, norms in reduced.items()},
+            self._host_norms,
+        )

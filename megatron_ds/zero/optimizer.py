@@ -45,7 +45,9 @@ from .tiers import DEVICE, open_tiers
 from .unused import PathCheck
 from .whole_matrices import whole_matrices
 
-CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
+CLIP_EPSILON = (
+    1e-6  # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
+)
 
 
 @dataclass(frozen=True)
@@ -74,42 +76,85 @@ class ZeroOptimizer:
     an optimizer needs whole tensors that this layout splits.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], settings: ZeroSettings, groups: DataGroups,
-                 use: ParameterUse | None = None, device: torch.device | None = None,
-                 draw: Draw | None = None):
-        parameters, use = list(dict.fromkeys(parameters)), use or ParameterUse()
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        settings: ZeroSettings,
+        groups: DataGroups,
+        use: ParameterUse | None = None,
+        device: torch.device | None = None,
+        draw: Draw | None = None,
+    ):
+        parameters = list(dict.fromkeys(parameters))
+        use = use or ParameterUse()
         self._use = use
-        self.settings, self.groups, self.scaler = settings, groups, settings.make_scaler()
-        self.device = device or (parameters[0].device if parameters else torch.device("cpu"))
+        self.settings = settings
+        self.groups = groups
+        self.scaler = settings.make_scaler()
+        self.device = device or (
+            parameters[0].device if parameters else torch.device("cpu")
+        )
         self.exchange = settings.make_exchange(self.device)
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
-        readers = groups.ranks_of(DATA_AXES).inner if reads_in_place(self.exchange) else None
+        readers = (
+            groups.ranks_of(DATA_AXES).inner if reads_in_place(self.exchange) else None
+        )
         self._pool = BufferPool(settings.grad_dtype, self.device, readers)
-        maker = SetMaker(settings, groups, use, draw, self._pool, self.exchange, self._tiers, self.offloaded)
+        maker = SetMaker(
+            settings,
+            groups,
+            use,
+            draw,
+            self._pool,
+            self.exchange,
+            self._tiers,
+            self.offloaded,
+        )
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]
-        self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)
-                           for stage in use.layers}
+        self._gathering = {
+            stage: make_gathering(use, stage, self.sets, settings.prefetch)
+            for stage in use.layers
+        }
         self._tied = TiedGradients(self.sets, groups)
         paths = [gathering.path for gathering in self._gathering.values()]
         self._check = PathCheck(settings.unused, groups.data, groups.model, paths)
         leaves = [leaf for s in self.trained for leaf in s.resident]
-        norms = None                # of parameters, for optimizers that ask for them
+        norms = None  # of parameters, for optimizers that ask for them
         if any(group.needs_norms for group in settings.param_groups):
             entries = norm_entries(plans, parameters, settings, groups)
             norms = ParameterNorms(entries, groups, self.device)
-        matrices = whole_matrices(plans, parameters, settings.param_groups, groups, self.device)
+        matrices = whole_matrices(
+            plans, parameters, settings.param_groups, groups, self.device
+        )
         self.resident = ShardOptimizer(settings.param_groups, leaves, norms, matrices)
         self._in_halves = None
         if norms is not None and settings.offload.optimizer != DEVICE:
-            self._in_halves = UpdateInHalves(self.resident, self.offloaded, norms,
-                                             ParameterNorms(entries, groups, HOST))
+            self._in_halves = UpdateInHalves(
+                self.resident,
+                self.offloaded,
+                norms,
+                ParameterNorms(entries, groups, HOST),
+            )
         # What ranks exchange in place of gradients; None: nothing.
-        self.compressed = None if settings.phases is None else CompressedUpdate(
-            settings.phases, self.trained, groups, self.resident, self.exchange, self.device)
-        self._of_offloaded = {id(leaf.tensor): group.optimizer
-                              for group in self.offloaded.groups for leaf in group.leaves}
+        self.compressed = (
+            None
+            if settings.phases is None
+            else CompressedUpdate(
+                settings.phases,
+                self.trained,
+                groups,
+                self.resident,
+                self.exchange,
+                self.device,
+            )
+        )
+        self._of_offloaded = {
+            id(leaf.tensor): group.optimizer
+            for group in self.offloaded.groups
+            for leaf in group.leaves
+        }
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:
@@ -193,7 +238,9 @@ class ZeroOptimizer:
         """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
         self._tied.reduce(stage_index)
 
-    def step(self, lr: Rates, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
+    def step(
+        self, lr: Rates, weight_decay: float = 0.0, grad_divisor: float = 1.0
+    ) -> StepResult:
         """`measure` and `update`; between them the host waits for the device. Collective over the world."""
         return self.update(self.measure().tolist(), lr, weight_decay, grad_divisor)
 
@@ -204,7 +251,7 @@ class ZeroOptimizer:
         weights until the update is complete. Collective over the world; the host does not wait for it.
         """
         self.reduce_tied()
-        self.wait_for_weights()         # of layers that had no forward
+        self.wait_for_weights()  # of layers that had no forward
         for s in self.trained:
             s.buckets.finish()
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -216,14 +263,28 @@ class ZeroOptimizer:
         else:
             for s in self.trained:
                 squares += squared_norm(s.norm_views, self.device)
-        counted = sum((count_zeros(s.norm_views, self.device) - s.padding for s in self.trained),
-                      torch.zeros_like(squares)) if zeros else local
+        counted = (
+            sum(
+                (
+                    count_zeros(s.norm_views, self.device) - s.padding
+                    for s in self.trained
+                ),
+                torch.zeros_like(squares),
+            )
+            if zeros
+            else local
+        )
         number = self._check.number(self._received())
         return sum_over_ranks(squares, number, self.groups, counted)
 
     @torch.no_grad()
-    def update(self, measured: Sequence[float], lr: Rates, weight_decay: float = 0.0,
-               grad_divisor: float = 1.0) -> StepResult:
+    def update(
+        self,
+        measured: Sequence[float],
+        lr: Rates,
+        weight_decay: float = 0.0,
+        grad_divisor: float = 1.0,
+    ) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
@@ -238,7 +299,9 @@ class ZeroOptimizer:
             self._check.report(self._received())
         scale = self.loss_scale
         divisor = scale * grad_divisor
-        norm = (self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)) / divisor
+        norm = (
+            self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)
+        ) / divisor
         skipped = self._check_overflow(norm)
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)
@@ -247,13 +310,20 @@ class ZeroOptimizer:
 
     def set_beta1(self, beta1: float) -> None:
         """Adam's beta1 in the following updates, where a schedule changes it."""
-        for optimizer in (self.resident, *(group.optimizer for group in self.offloaded.groups)):
+        for optimizer in (
+            self.resident,
+            *(group.optimizer for group in self.offloaded.groups),
+        ):
             optimizer.set_beta1(beta1)
 
     def _received(self) -> dict[str, bool]:
         """Whether each parameter received a gradient. Not of experts: one that no token chose has none."""
-        return {h.parameter.spec.name: got for s in self.trained if s.plan.reduced_over == DATA_AXES
-                for h, got in zip(s.buckets.holders, s.buckets.received)}
+        return {
+            h.parameter.spec.name: got
+            for s in self.trained
+            if s.plan.reduced_over == DATA_AXES
+            for h, got in zip(s.buckets.holders, s.buckets.received)
+        }
 
     def _check_overflow(self, norm: float) -> bool:
         """Adapt the loss scale; whether the update is skipped because gradients are not finite."""
@@ -261,7 +331,9 @@ class ZeroOptimizer:
         self.scaler.update(overflow)
         return overflow and self.scaler.check_overflow
 
-    def _clip_and_update(self, lr: Rates, weight_decay: float, divisor: float, norm: float) -> None:
+    def _clip_and_update(
+        self, lr: Rates, weight_decay: float, divisor: float, norm: float
+    ) -> None:
         """One divisor unscales and clips: the optimizers apply it while they read the gradients."""
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
@@ -275,11 +347,18 @@ class ZeroOptimizer:
             self.offloaded.step(*numbers)
         if self.compressed:
             self.compressed.after_update()
-        round_masters(leaf for s in self.trained for leaf in s.resident if not self.resident.writes_low(leaf))
+        round_masters(
+            leaf
+            for s in self.trained
+            for leaf in s.resident
+            if not self.resident.writes_low(leaf)
+        )
         self._tiers.settle()
 
     # -------------------------------------------------------------------------------- state
-    def pieces(self, saving: bool = False, saved: Mapping[str, float] | None = None) -> Iterator[StatePiece]:
+    def pieces(
+        self, saving: bool = False, saved: Mapping[str, float] | None = None
+    ) -> Iterator[StatePiece]:
         """All state of this rank, in a fixed order.
 
         saving: what a checkpoint has that is written now, with means over ranks of state that differs on
@@ -292,11 +371,22 @@ class ZeroOptimizer:
             group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
-                state = () if s.buckets is None else self._optimizer_of(leaf).state_of(leaf)
+                state = (
+                    () if s.buckets is None else self._optimizer_of(leaf).state_of(leaf)
+                )
                 for kind, tensor in [("weight", leaf.tensor.detach()), *state]:
                     if kind not in own:
-                        flat, piece = leaf.unpadded(tensor), leaf.piece
-                        yield StatePiece(leaf.spec, kind, piece.start, piece.stop, flat, replica, replicas)
+                        flat = leaf.unpadded(tensor)
+                        piece = leaf.piece
+                        yield StatePiece(
+                            leaf.spec,
+                            kind,
+                            piece.start,
+                            piece.stop,
+                            flat,
+                            replica,
+                            replicas,
+                        )
         if self.compressed:
             yield from self.compressed.own_pieces(own, saving)
 
@@ -307,11 +397,18 @@ class ZeroOptimizer:
     def extra_state(self) -> dict[str, float]:
         """Numbers that belong to the state, equal on all ranks."""
         compressed = self.compressed.numbers() if self.compressed else {}
-        return {"num_updates": self.resident.num_updates, **self.scaler.numbers(), **compressed}
+        return {
+            "num_updates": self.resident.num_updates,
+            **self.scaler.numbers(),
+            **compressed,
+        }
 
     def load_extra_state(self, numbers: Mapping[str, float]) -> None:
         """Restore what `extra_state` returned."""
-        for optimizer in (self.resident, *(group.optimizer for group in self.offloaded.groups)):
+        for optimizer in (
+            self.resident,
+            *(group.optimizer for group in self.offloaded.groups),
+        ):
             optimizer.set_num_updates(int(numbers["num_updates"]))
         if self.compressed:
             self.compressed.load_numbers(numbers)
@@ -341,42 +438,75 @@ class ZeroOptimizer:
             parameters=sum(s.store.nbytes for s in self.sets),
             gradients=sum(s.buckets.flat.nbytes for s in self.trained),
             masters=sum(s.master_bytes() for s in self.sets),
-            optimizer=sum(tensor.nbytes for s in self.trained for leaf in s.leaves
-                          for _, tensor in self._optimizer_of(leaf).state_of(leaf)))
+            optimizer=sum(
+                tensor.nbytes
+                for s in self.trained
+                for leaf in s.leaves
+                for _, tensor in self._optimizer_of(leaf).state_of(leaf)
+            ),
+        )
 
     def memory_by_place(self) -> dict[str, int]:
         """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""
-        places, offload = Counter(), self.settings.offload
+        places = Counter()
+        offload = self.settings.offload
         for s in self.trained:
             for group in s.sub_groups:
                 places[offload.optimizer] += sum(group.state_bytes())
         if offload.parameters != DEVICE:
-            places[offload.parameters] += sum(s.store.shard_bytes for s in self.sets if s.plan.units)
+            places[offload.parameters] += sum(
+                s.store.shard_bytes for s in self.sets if s.plan.units
+            )
         places[DEVICE] = self.memory().total - places.total()
-        return dict(+places)        # of several bytes: + drops places without any
+        return dict(+places)  # of several bytes: + drops places without any
 
     @property
     def working_bytes(self) -> int:
         """Bytes of buffers in which gradients fill up and are sent, and offloaded state is updated."""
         compressed = self.compressed.nbytes if self.compressed else 0
-        return self._pool.nbytes + self.exchange.nbytes + self.offloaded.working_bytes + compressed
+        return (
+            self._pool.nbytes
+            + self.exchange.nbytes
+            + self.offloaded.working_bytes
+            + compressed
+        )
 
-    def traffic(self, microbatches: int, reduce_each: bool, keeps_gathered: bool,
-                moments: Iterable[tuple[str, int]] | None = None) -> Counter:
+    def traffic(
+        self,
+        microbatches: int,
+        reduce_each: bool,
+        keeps_gathered: bool,
+        moments: Iterable[tuple[str, int]] | None = None,
+    ) -> Counter:
         """Payload bytes of a step by (operation, group's axes), over the data-parallel ranks, as planned.
 
         moments: see `count_gathers`; needed if stages share parameters, because their order matters then
         """
-        gathers, _ = count_gathers(self._gathering,
-                                   moments or in_turn(self._gathering, microbatches, keeps_gathered))
+        gathers, _ = count_gathers(
+            self._gathering,
+            moments or in_turn(self._gathering, microbatches, keeps_gathered),
+        )
         itemsize = self.sets[0].parameters[0].dtype.itemsize if self.sets else 0
-        sent = predict_traffic([s.plan for s in self.sets], [s.store.ranks for s in self.sets],
-                               [[gathers[unit] for unit in s.store.units] for s in self.sets], self.exchange,
-                               microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize)
-        for operation, group, nbytes, calls in self.compressed.sent() if self.compressed else ():
+        sent = predict_traffic(
+            [s.plan for s in self.sets],
+            [s.store.ranks for s in self.sets],
+            [[gathers[unit] for unit in s.store.units] for s in self.sets],
+            self.exchange,
+            microbatches=microbatches,
+            reduce_each=reduce_each,
+            parameter_bytes=itemsize,
+        )
+        for operation, group, nbytes, calls in (
+            self.compressed.sent() if self.compressed else ()
+        ):
             if group.size > 1:
                 sent.add(operation, group.axes, group.size, nbytes, calls)
-        return Counter({(operation, axes): count for (operation, axes, _), count in sent.bytes.items()})
+        return Counter(
+            {
+                (operation, axes): count
+                for (operation, axes, _), count in sent.bytes.items()
+            }
+        )
 
     def _optimizer_of(self, leaf: Leaf) -> ShardOptimizer:
         return self._of_offloaded.get(id(leaf.tensor), self.resident)
@@ -389,12 +519,18 @@ class ZeroOptimizer:
 
     def _synchronize(self) -> None:
         """Ranks that map each other's weights wait for each other. (Before an update the norm does so.)"""
-        groups = {id(s.store.ranks.inner): s.store.ranks.inner for s in self.sets if s.store.is_shared}
+        groups = {
+            id(s.store.ranks.inner): s.store.ranks.inner
+            for s in self.sets
+            if s.store.is_shared
+        }
         for group in groups.values():
             barrier(group)
 
 
 def round_masters(leaves: Iterable[Leaf]) -> None:
     """Masters → the weights with which a 16-bit model computes."""
-    if pairs := [(leaf.tensor.low, leaf.tensor) for leaf in leaves if leaf.tensor.low is not None]:
+    if pairs := [
+        (leaf.tensor.low, leaf.tensor) for leaf in leaves if leaf.tensor.low is not None
+    ]:
         torch._foreach_copy_(*map(list, zip(*pairs)))

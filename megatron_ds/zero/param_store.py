@@ -38,8 +38,12 @@ class ParameterStore:
     units: Sequence[Unit] = ()
 
     def __init__(self, layout: Layout, ranks: Hierarchy, sharded: bool):
-        self.layout, self.ranks, self.sharded = layout, ranks, sharded
-        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
+        self.layout = layout
+        self.ranks = ranks
+        self.sharded = sharded
+        self.pieces = (
+            layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
+        )
 
     @property
     def nbytes(self) -> int:
@@ -72,14 +76,23 @@ class WholeParameters(ParameterStore):
 
     waits_later = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy, sharded: bool,
-                 device: torch.device | None = None, draw: Draw | None = None):
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        ranks: Hierarchy,
+        sharded: bool,
+        device: torch.device | None = None,
+        draw: Draw | None = None,
+    ):
         super().__init__(layout, ranks, sharded)
         first = parameters[0]
-        self._under_way: dict[int, Work] = {}               # gathers by bucket
-        self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device or first.device)
+        self._under_way: dict[int, Work] = {}  # gathers by bucket
+        self.flat = huge_page_zeros(
+            layout.numel, dtype=first.dtype, device=device or first.device
+        )
         for slot, p in zip(layout.slots, parameters):
-            view = self.flat[slot.start:slot.stop]
+            view = self.flat[slot.start : slot.stop]
             fill(view, p, 0, draw)
             become(p, view.view(p.shape))
 
@@ -88,24 +101,35 @@ class WholeParameters(ParameterStore):
         return self.flat.nbytes
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        return self.flat[piece.flat:piece.flat + piece.padded_numel]
+        return self.flat[piece.flat : piece.flat + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        return Array(self.flat[first.flat:first.flat + numel])
+        return Array(self.flat[first.flat : first.flat + numel])
 
     def refresh(self) -> None:
         """Make the updates of all ranks visible. Collective if sharded."""
         if not self.sharded:
             return
-        layout, ranks = self.layout, self.ranks
+        layout = self.layout
+        ranks = self.ranks
         shards = layout.shard_pieces(ranks.shard)
         parts = layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
-        for wholes, mine, group in ((parts, shards, ranks.outer), (layout.buckets, parts, ranks.inner)):
+        for wholes, mine, group in (
+            (parts, shards, ranks.outer),
+            (layout.buckets, parts, ranks.inner),
+        ):
             self.wait()
-            for bucket in reversed(range(len(mine))):       # the first layers have the last ones
-                whole, own = wholes[bucket], mine[bucket]
+            for bucket in reversed(
+                range(len(mine))
+            ):  # the first layers have the last ones
+                whole = wholes[bucket]
+                own = mine[bucket]
                 self._under_way[bucket] = all_gather_into_(
-                    self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group, async_op=True)
+                    self.flat[whole.start : whole.stop],
+                    self.flat[own.start : own.stop],
+                    group,
+                    async_op=True,
+                )
         if not self.waits_later:
             self.wait()
 
@@ -126,9 +150,16 @@ class ShardedParameters(ParameterStore):
     tier        of the parts, unless ranks share their memory
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
-                 unit_plans: Sequence[tuple[int, int, int]], device: torch.device, tier: Tier,
-                 draw: Draw | None):
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        ranks: Hierarchy,
+        unit_plans: Sequence[tuple[int, int, int]],
+        device: torch.device,
+        tier: Tier,
+        draw: Draw | None,
+    ):
         super().__init__(layout, ranks, sharded=True)
         self._device = device
         here = ranks.inner.rank, ranks.inner.size
@@ -136,12 +167,22 @@ class ShardedParameters(ParameterStore):
         dtype = parameters[0].dtype
         shares = ranks.inner.memory and tier.is_plain
         self._shared = SharedParts(layout, ranks.inner, dtype) if shares else None
-        self._arrays = (self._shared.arrays if self._shared                         # one for each bucket
-                        else tier.arrays([part.stop - part.start for part in self._parts], dtype))
+        self._arrays = (
+            self._shared.arrays
+            if self._shared  # one for each bucket
+            else tier.arrays([part.stop - part.start for part in self._parts], dtype)
+        )
         for piece in layout.slot_intersections(*here):
-            fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
+            fill(
+                self.values_of(piece)[: piece.stop - piece.start],
+                parameters[piece.slot],
+                piece.start,
+                draw,
+            )
         tier.settle()
-        self.units = [self._make_unit(*unit_plan, parameters) for unit_plan in unit_plans]
+        self.units = [
+            self._make_unit(*unit_plan, parameters) for unit_plan in unit_plans
+        ]
 
     @property
     def shard_bytes(self) -> int:
@@ -154,13 +195,15 @@ class ShardedParameters(ParameterStore):
 
     @property
     def nbytes(self) -> int:
-        return self.shard_bytes + sum(unit.nbytes for unit in self.units if not unit.is_free)
+        return self.shard_bytes + sum(
+            unit.nbytes for unit in self.units if not unit.is_free
+        )
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The weights of a piece in this rank's part."""
         bucket = self.layout.slots[piece.slot].bucket
         start = piece.flat - self._parts[bucket].start
-        return self._arrays[bucket].tensor[start:start + piece.padded_numel]
+        return self._arrays[bucket].tensor[start : start + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
         bucket = self.layout.slots[first.slot].bucket
@@ -174,31 +217,48 @@ class ShardedParameters(ParameterStore):
             unit.free()
         if self.ranks.outer.size > 1:
             shards = self.layout.shard_pieces(self.ranks.shard)
-            works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)]
+            works = [
+                self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)
+            ]
             for work in works:
                 work.wait()
 
     def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
         """An offloaded array is copied to the device for it."""
-        start, stop = shard.start - part.start, shard.stop - part.start
+        start = shard.start - part.start
+        stop = shard.stop - part.start
         if array.is_at(self._device, array.tensor.dtype):
-            return all_gather_into_(array.tensor, array.tensor[start:stop], self.ranks.outer, async_op=True)
-        near = torch.empty(part.stop - part.start, dtype=array.tensor.dtype, device=self._device)
+            return all_gather_into_(
+                array.tensor, array.tensor[start:stop], self.ranks.outer, async_op=True
+            )
+        near = torch.empty(
+            part.stop - part.start, dtype=array.tensor.dtype, device=self._device
+        )
         array.part(start, stop).read(near[start:stop]).wait()
         all_gather_into_(near, near[start:stop], self.ranks.outer)
         array.write(near).wait()
         return DONE
 
-    def _make_unit(self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]) -> Unit:
-        buckets, group = self.layout.buckets[first:stop], self.ranks.inner
-        start, dtype = buckets[0].start, parameters[0].dtype
+    def _make_unit(
+        self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
+    ) -> Unit:
+        buckets = self.layout.buckets[first:stop]
+        group = self.ranks.inner
+        start = buckets[0].start
+        dtype = parameters[0].dtype
         if self._shared:
-            unit = MappedUnit(layer, first, stop - 1, dtype, self._shared.map(first, stop), group)
+            unit = MappedUnit(
+                layer, first, stop - 1, dtype, self._shared.map(first, stop), group
+            )
         else:
-            flat = torch.empty(buckets[-1].stop - start, dtype=dtype, device=self._device)
+            flat = torch.empty(
+                buckets[-1].stop - start, dtype=dtype, device=self._device
+            )
             unit = Unit(layer, first, stop - 1, flat, group)
-        unit.buckets = [(unit.flat[bucket.start - start:bucket.stop - start], array)
-                        for bucket, array in zip(buckets, self._arrays[first:stop])]
+        unit.buckets = [
+            (unit.flat[bucket.start - start : bucket.stop - start], array)
+            for bucket, array in zip(buckets, self._arrays[first:stop])
+        ]
         show_unit(unit, self.layout, parameters)
         return unit
 
@@ -208,21 +268,26 @@ def show_unit(unit: Unit, layout: Layout, parameters: Sequence[nn.Parameter]) ->
 
     parameters: of the whole set, by slot
     """
-    buckets = layout.buckets[unit.first_bucket:unit.last_bucket + 1]
+    buckets = layout.buckets[unit.first_bucket : unit.last_bucket + 1]
     start = buckets[0].start
     for i in range(buckets[0].first_slot, buckets[-1].last_slot):
-        slot, p = layout.slots[i], parameters[i]
-        become(p, unit.flat[slot.start - start:slot.stop - start].view(p.shape))
-    unit.free()             # only now: views cannot be made of a storage of no bytes
+        slot = layout.slots[i]
+        p = parameters[i]
+        become(p, unit.flat[slot.start - start : slot.stop - start].view(p.shape))
+    unit.free()  # only now: views cannot be made of a storage of no bytes
 
 
 @torch.no_grad()
-def fill(out: torch.Tensor, parameter: nn.Parameter, start: int, draw: Draw | None) -> None:
+def fill(
+    out: torch.Tensor, parameter: nn.Parameter, start: int, draw: Draw | None
+) -> None:
     """Elements [start, start + len(out)) of the flattened parameter; drawn if it is on the meta device."""
     if not parameter.is_meta:
-        out.copy_(parameter.detach().reshape(-1)[start:start + out.numel()])
+        out.copy_(parameter.detach().reshape(-1)[start : start + out.numel()])
     else:
-        assert draw is not None, f"{parameter.spec.name} is on the meta device and there is no `draw`"
+        assert draw is not None, (
+            f"{parameter.spec.name} is on the meta device and there is no `draw`"
+        )
         draw(parameter.spec, start, out)
 
 

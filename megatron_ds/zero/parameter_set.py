@@ -21,7 +21,15 @@ from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
-from .offload import GRAD, LOW, MASTER, OffloadedUpdate, SubGroup, SubGroupPlan, plan_sub_groups
+from .offload import (
+    GRAD,
+    LOW,
+    MASTER,
+    OffloadedUpdate,
+    SubGroup,
+    SubGroupPlan,
+    plan_sub_groups,
+)
 from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameters
 from .quantized_parameters import QuantizedParameters
 from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
@@ -86,48 +94,100 @@ class SetMaker:
 
     def make(self, plan: SetPlan, everything: Sequence[nn.Parameter]) -> ParameterSet:
         """Make the set of a plan. everything: the parameters to which the indices in the plan refer."""
-        parameters, ranks = [everything[i] for i in plan.members], self.groups.ranks_of(plan.reduced_over)
+        parameters = [everything[i] for i in plan.members]
+        ranks = self.groups.ranks_of(plan.reduced_over)
         store = self._store(plan, parameters)
         if plan.frozen:
-            masters, resident = self._resident(store, None, plan, parameters, store.pieces)
-            return ParameterSet(plan, parameters, store, None, masters, resident, [], [])
+            masters, resident = self._resident(
+                store, None, plan, parameters, store.pieces
+            )
+            return ParameterSet(
+                plan, parameters, store, None, masters, resident, [], []
+            )
         # Masters: the first part of them in an offload tier, the rest on the device.
         buckets = self._buckets(plan, parameters)
         ratio = self.settings.offload.ratio if self.tiers.optimizer else 0.0
-        away, stay = plan_sub_groups(plan.layout, store.pieces, self.settings.offload.sub_group_elements,
-                                     ratio)
+        away, stay = plan_sub_groups(
+            plan.layout, store.pieces, self.settings.offload.sub_group_elements, ratio
+        )
         masters, resident = self._resident(store, buckets, plan, parameters, stay)
-        sub_groups = [self._sub_group(group_plan, store, buckets, parameters) for group_plan in away]
+        sub_groups = [
+            self._sub_group(group_plan, store, buckets, parameters)
+            for group_plan in away
+        ]
         # What this rank adds to the norm of the gradient.
-        counted = [p for p in plan.layout.slot_intersections(ranks.shard)
-                   if is_counted(parameters[p.slot].spec, self.groups.tp.rank)]
+        counted = [
+            p
+            for p in plan.layout.slot_intersections(ranks.shard)
+            if is_counted(parameters[p.slot].spec, self.groups.tp.rank)
+        ]
         views = norm_views(buckets.flat, counted, buckets.start_of)
         padding = sum(p.padded_numel - (p.stop - p.start) for p in counted)
-        return ParameterSet(plan, parameters, store, buckets, masters, resident, sub_groups, views, padding)
+        return ParameterSet(
+            plan,
+            parameters,
+            store,
+            buckets,
+            masters,
+            resident,
+            sub_groups,
+            views,
+            padding,
+        )
 
     def _store(self, plan: SetPlan, parameters: list[nn.Parameter]) -> ParameterStore:
         ranks = self.groups.ranks_of(plan.reduced_over)
         if not plan.units:
             sharded = plan.policy.optimizer is not None
-            return WholeParameters(parameters, plan.layout, ranks, sharded, self.device, self.draw)
+            return WholeParameters(
+                parameters, plan.layout, ranks, sharded, self.device, self.draw
+            )
         if plan.blocks is not None:
-            return QuantizedParameters(parameters, plan.layout, ranks, plan.units, self.device, plan.blocks,
-                                       self.draw)
+            return QuantizedParameters(
+                parameters,
+                plan.layout,
+                ranks,
+                plan.units,
+                self.device,
+                plan.blocks,
+                self.draw,
+            )
         tier = self.tiers.parameters or MemoryTier(self.device)
-        return ShardedParameters(parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw)
+        return ShardedParameters(
+            parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw
+        )
 
-    def _buckets(self, plan: SetPlan, parameters: Sequence[nn.Parameter]) -> GradientStore:
+    def _buckets(
+        self, plan: SetPlan, parameters: Sequence[nn.Parameter]
+    ) -> GradientStore:
         whole = plan.policy.gradient is None
-        places, counts = self.use.places(), self.use.counts
+        places = self.use.places()
+        counts = self.use.counts
         # A tied parameter's whole gradient is complete after its stages have summed it: one more
         # contribution.
-        holders = [Holder(p, counts.get(p, 1) + (whole and is_tied(p, self.groups)),
-                          places.get(p, (None, 0))[0]) for p in parameters]
-        reduction = Reduction(self.groups.ranks_of(plan.reduced_over), self.groups.tp, self.exchange,
-                              self._overlaps(plan))
+        holders = [
+            Holder(
+                p,
+                counts.get(p, 1) + (whole and is_tied(p, self.groups)),
+                places.get(p, (None, 0))[0],
+            )
+            for p in parameters
+        ]
+        reduction = Reduction(
+            self.groups.ranks_of(plan.reduced_over),
+            self.groups.tp,
+            self.exchange,
+            self._overlaps(plan),
+        )
         if whole:
-            return GradBuckets(holders, plan.layout, reduction, sharded=plan.policy.optimizer is not None,
-                               stays_whole=self.settings.phases is not None, dtype=self.pool.dtype)
+            return GradBuckets(
+                holders,
+                plan.layout,
+                reduction,
+                sharded=plan.policy.optimizer is not None,
+                stays_whole=self.settings.phases is not None,
+                dtype=self.pool.dtype,
+            )
         return GradShards(holders, plan.layout, reduction, pool=self.pool)
 
     def _overlaps(self, plan: SetPlan) -> bool:
@@ -143,13 +203,22 @@ class SetMaker:
         off = policy.gradient if plan.policy.gradient is None else policy.parameter
         return self.settings.overlap and off is None and plan.reduced_over == DATA_AXES
 
-    def _resident(self, store: ParameterStore, buckets: GradientStore | None, plan: SetPlan,
-                  parameters: Sequence[nn.Parameter],
-                  pieces: Sequence[SlotPiece]) -> tuple[torch.Tensor | None, list[Leaf]]:
+    def _resident(
+        self,
+        store: ParameterStore,
+        buckets: GradientStore | None,
+        plan: SetPlan,
+        parameters: Sequence[nn.Parameter],
+        pieces: Sequence[SlotPiece],
+    ) -> tuple[torch.Tensor | None, list[Leaf]]:
         values = [store.values_of(piece) for piece in pieces]
-        lows, masters = [None] * len(pieces), None
+        lows = [None] * len(pieces)
+        masters = None
         if values and (values[0].dtype != torch.float32 or self.settings.keeps_masters):
-            lows, masters = values, huge_page_zeros(sum(v.numel() for v in values), device=self.device)
+            lows = values
+            masters = huge_page_zeros(
+                sum(v.numel() for v in values), device=self.device
+            )
             values = list(masters.split([v.numel() for v in lows]))
             for master, low in zip(values, lows):
                 master.copy_(low)
@@ -157,28 +226,50 @@ class SetMaker:
         for piece, value, low in zip(pieces, values, lows):
             p = parameters[piece.slot]
             grad = None if buckets is None else buckets.grad_of(piece)
-            leaves.append(make_leaf(p.spec, piece, value, grad, low, tuple(p.shape) if plan.whole else None))
+            leaves.append(
+                make_leaf(
+                    p.spec,
+                    piece,
+                    value,
+                    grad,
+                    low,
+                    tuple(p.shape) if plan.whole else None,
+                )
+            )
         return masters, leaves
 
-    def _sub_group(self, plan: SubGroupPlan, store: ParameterStore, buckets: GradientStore,
-                   parameters: Sequence[nn.Parameter]) -> SubGroup:
-        first, numel, tier = plan.pieces[0], plan.numel, self.tiers.optimizer
-        weights, start = store.array_of(first, numel), buckets.start_of(first)
-        arrays = {MASTER: weights, GRAD: Array(buckets.flat[start:start + numel])}
+    def _sub_group(
+        self,
+        plan: SubGroupPlan,
+        store: ParameterStore,
+        buckets: GradientStore,
+        parameters: Sequence[nn.Parameter],
+    ) -> SubGroup:
+        first = plan.pieces[0]
+        numel = plan.numel
+        tier = self.tiers.optimizer
+        weights = store.array_of(first, numel)
+        start = buckets.start_of(first)
+        arrays = {MASTER: weights, GRAD: Array(buckets.flat[start : start + numel])}
         if weights.tensor.dtype != torch.float32:
             [arrays[MASTER]] = tier.arrays([numel], torch.float32)
             arrays[LOW] = weights
-            buffer = self.update.buffers.get(MASTER, arrays[MASTER].padded_numel, torch.float32)
+            buffer = self.update.buffers.get(
+                MASTER, arrays[MASTER].padded_numel, torch.float32
+            )
             buffer[:numel].copy_(weights.tensor)
             arrays[MASTER].write(buffer).wait()
         specs = [p.spec for p in parameters]
-        group = SubGroup(plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers)
+        group = SubGroup(
+            plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers
+        )
         self.update.groups.append(group)
         return group
 
 
-def make_gathering(use: ParameterUse, stage: int, sets: Sequence[ParameterSet],
-                   prefetch: int | None) -> LayerGathering:
+def make_gathering(
+    use: ParameterUse, stage: int, sets: Sequence[ParameterSet], prefetch: int | None
+) -> LayerGathering:
     """The gathering of a stage, which also reduces gradients when a layer is left in backward."""
     gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
     units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
@@ -197,8 +288,13 @@ class TiedGradients:
     """The sum, once a step, of gradients of parameters that several pipeline stages hold."""
 
     def __init__(self, sets: Iterable[ParameterSet], groups: DataGroups):
-        tied = [(s, i, h) for s in sets if s.buckets is not None for i, h in enumerate(s.buckets.holders)
-                if is_tied(h.parameter, groups)]
+        tied = [
+            (s, i, h)
+            for s in sets
+            if s.buckets is not None
+            for i, h in enumerate(s.buckets.holders)
+            if is_tied(h.parameter, groups)
+        ]
         # In the order of their keys, which is the same on all stages that hold them.
         self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
         self._group: Group = groups.tied
@@ -210,7 +306,8 @@ class TiedGradients:
 
     def reduce(self, stage: int | None = None) -> None:
         """Sum those of a stage (None: all) that are not summed yet, after all backwards. Collective."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for s, i, holder in waiting:
             p = holder.parameter
             if stage is not None and holder.stage not in (None, stage):
@@ -218,7 +315,14 @@ class TiedGradients:
             elif s.plan.policy.gradient is None:
                 all_reduce_(p.take_main_grad().view(-1), self._group)
                 p.grad_ready()
-            else:       # each in a bucket of its own, so that all holders have the same shards
+            else:  # each in a bucket of its own, so that all holders have the same shards
                 s.buckets.finish()
-                piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[s.plan.layout.slots[i].bucket]
-                all_reduce_(s.buckets.flat[piece.offset:piece.offset + piece.stop - piece.start], self._group)
+                piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[
+                    s.plan.layout.slots[i].bucket
+                ]
+                all_reduce_(
+                    s.buckets.flat[
+                        piece.offset : piece.offset + piece.stop - piece.start
+                    ],
+                    self._group,
+                )

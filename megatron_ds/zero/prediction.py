@@ -60,8 +60,12 @@ class ZeroMemory:
         return self.parameters + self.gradients + self.masters + self.optimizer
 
     def __add__(self, other: "ZeroMemory") -> "ZeroMemory":
-        return ZeroMemory(self.parameters + other.parameters, self.gradients + other.gradients,
-                          self.masters + other.masters, self.optimizer + other.optimizer)
+        return ZeroMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.masters + other.masters,
+            self.optimizer + other.optimizer,
+        )
 
 
 @dataclass(frozen=True)
@@ -79,34 +83,57 @@ class ElementBytes:
     @property
     def master(self) -> int:
         """Bytes of the fp32 copy of a weight; 0 for fp32 weights that are updated themselves."""
-        return 0 if self.parameter == FP32_BYTES and not self.keeps_masters else FP32_BYTES
+        return (
+            0 if self.parameter == FP32_BYTES and not self.keeps_masters else FP32_BYTES
+        )
 
 
 def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory:
     """What the rank that owns `shard` keeps of one set."""
-    held = lambda axis: plan.layout.numel // {None: 1, "dp": plan.layout.shards, "inner": plan.inner}[axis]
+    held = lambda axis: (
+        plan.layout.numel
+        // {None: 1, "dp": plan.layout.shards, "inner": plan.inner}[axis]
+    )
     masters = states = 0
     for piece in _updated(plan, shard):
         masters += piece.padded_numel * sizes.master
         if not plan.frozen:
             # Of a whole tensor the optimizer sees no padding.
             numel = piece.stop - piece.start if plan.whole else piece.padded_numel
-            states += numel * FP32_BYTES * sizes.state_tensors(plan.layout.slots[piece.slot].name)
+            states += (
+                numel
+                * FP32_BYTES
+                * sizes.state_tensors(plan.layout.slots[piece.slot].name)
+            )
     parameters = held(plan.policy.parameter) * sizes.parameter
     if plan.blocks is not None:
-        parameters = held("dp") * sizes.parameter + plan.blocks.nbytes(held(plan.policy.parameter))
-    return ZeroMemory(parameters=parameters,
-                      gradients=0 if plan.frozen else held(plan.policy.gradient) * sizes.gradient,
-                      masters=masters, optimizer=states)
+        parameters = held("dp") * sizes.parameter + plan.blocks.nbytes(
+            held(plan.policy.parameter)
+        )
+    return ZeroMemory(
+        parameters=parameters,
+        gradients=0 if plan.frozen else held(plan.policy.gradient) * sizes.gradient,
+        masters=masters,
+        optimizer=states,
+    )
 
 
-def predict_sets(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes) -> ZeroMemory:
+def predict_sets(
+    plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes
+) -> ZeroMemory:
     """The sum over all sets of a rank. ranks: its position along the axes over which gradients are summed."""
-    return sum((predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans), ZeroMemory())
+    return sum(
+        (predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans),
+        ZeroMemory(),
+    )
 
 
-def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes,
-                   offload: OffloadSettings) -> dict[str, int]:
+def predict_places(
+    plans: Sequence[SetPlan],
+    ranks: Mapping[Axes, int],
+    sizes: ElementBytes,
+    offload: OffloadSettings,
+) -> dict[str, int]:
     """The bytes of `predict_sets` by place: "device", "cpu", "nvme"."""
     places: Counter = Counter()
     for plan in plans:
@@ -115,19 +142,27 @@ def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: E
         shards = plan.layout.numel // plan.inner * sizes.parameter if plan.units else 0
         away = 0
         if offload.optimizer != DEVICE and not plan.frozen:
-            groups, _ = plan_sub_groups(plan.layout, _updated(plan, shard), offload.sub_group_elements,
-                                        offload.ratio)
+            groups, _ = plan_sub_groups(
+                plan.layout,
+                _updated(plan, shard),
+                offload.sub_group_elements,
+                offload.ratio,
+            )
             for piece in (piece for group in groups for piece in group.pieces):
                 states = sizes.state_tensors(plan.layout.slots[piece.slot].name)
                 away += piece.padded_numel * (sizes.master + FP32_BYTES * states)
         places[offload.optimizer] += away
         places[offload.parameters] += shards
         places[DEVICE] += total - shards - away
-    return dict(+places)        # of several bytes: + drops places without any
+    return dict(+places)  # of several bytes: + drops places without any
 
 
 def _updated(plan: SetPlan, shard: int) -> Sequence:
-    return plan.layout.slot_intersections(shard) if plan.policy.optimizer else plan.layout.whole_slots()
+    return (
+        plan.layout.slot_intersections(shard)
+        if plan.policy.optimizer
+        else plan.layout.whole_slots()
+    )
 
 
 def _shard(plan: SetPlan, ranks: Mapping[Axes, int]) -> int:
@@ -148,7 +183,8 @@ class CountedUnit(GatherUnit):
 
     def __init__(self, numel: int, whole: Meter | None = None):
         super().__init__(numel, is_free=True)
-        self.gathers, self._whole = 0, whole or Meter()
+        self.gathers = 0
+        self._whole = whole or Meter()
 
     def start(self) -> None:
         if self.is_free:
@@ -163,10 +199,14 @@ class CountedUnit(GatherUnit):
             self._whole.now -= self.numel
 
 
-KEEP, RELEASE = "keep_gathered", "release_gathered"      # a stage is gathered for all of a step
+# a stage is gathered for all of a step
+KEEP = "keep_gathered"
+RELEASE = "release_gathered"
 
 
-def in_turn(stages: Iterable[int], microbatches: int, keeps_gathered: bool) -> Iterator[tuple[str, int]]:
+def in_turn(
+    stages: Iterable[int], microbatches: int, keeps_gathered: bool
+) -> Iterator[tuple[str, int]]:
     """The moments of a step in which all micro-batches pass one stage, then the next.
 
     How often a unit of a single stage is gathered is the same in every order that a schedule may have.
@@ -178,18 +218,24 @@ def in_turn(stages: Iterable[int], microbatches: int, keeps_gathered: bool) -> I
         yield from [(RELEASE, stage)] * keeps_gathered
 
 
-def count_gathers(gatherings: Mapping[int, LayerGathering],
-                  moments: Iterable[tuple[str, int]]) -> tuple[dict[GatherUnit, int], int]:
+def count_gathers(
+    gatherings: Mapping[int, LayerGathering], moments: Iterable[tuple[str, int]]
+) -> tuple[dict[GatherUnit, int], int]:
     """(how often each unit is gathered in a step, the most elements that are whole at a time).
 
     gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the program's order.
     """
     whole = Meter()
-    counted = {unit: CountedUnit(unit.numel, whole)
-               for gathering in gatherings.values() for unit in gathering.units}
+    counted = {
+        unit: CountedUnit(unit.numel, whole)
+        for gathering in gatherings.values()
+        for unit in gathering.units
+    }
     of = lambda lists: [[counted[unit] for unit in units] for units in lists]
-    plans = {stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage)
-             for stage, g in gatherings.items()}
+    plans = {
+        stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage)
+        for stage, g in gatherings.items()
+    }
     for moment, stage in moments:
         if (gathering := plans.get(stage)) is None:
             continue
@@ -203,9 +249,16 @@ def count_gathers(gatherings: Mapping[int, LayerGathering],
     return {unit: count.gathers for unit, count in counted.items()}, whole.most
 
 
-def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gathers: Sequence[Sequence[int]],
-                    exchange: GradientExchange, *, microbatches: int, reduce_each: bool,
-                    parameter_bytes: int) -> Traffic:
+def predict_traffic(
+    plans: Sequence[SetPlan],
+    ranks: Sequence[Hierarchy],
+    gathers: Sequence[Sequence[int]],
+    exchange: GradientExchange,
+    *,
+    microbatches: int,
+    reduce_each: bool,
+    parameter_bytes: int,
+) -> Traffic:
     """What a step sends over the data-parallel ranks; nothing over groups of one.
 
     ranks: of each plan
@@ -219,16 +272,27 @@ def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gather
             sent.add(operation, group.axes, group.size, nbytes, calls)
 
     for plan, where, counts in zip(plans, ranks, gathers):
-        layout, buckets = plan.layout, len(plan.layout.buckets)
+        layout = plan.layout
+        buckets = len(plan.layout.buckets)
         sharded = plan.policy.optimizer is not None
-        cycles = microbatches if plan.policy.gradient and reduce_each and plan.stage != SHARED else 1
+        cycles = (
+            microbatches
+            if plan.policy.gradient and reduce_each and plan.stage != SHARED
+            else 1
+        )
         if not plan.frozen:
-            for op, group, nbytes, calls in exchange.sent(layout.numel, buckets, where, sharded=sharded):
+            for op, group, nbytes, calls in exchange.sent(
+                layout.numel, buckets, where, sharded=sharded
+            ):
                 add(op, group, cycles * nbytes, cycles * calls)
         if not sharded:
             continue
         # Each collective of a gather sends so many bytes of a number of elements.
-        sends = plan.blocks.parts if plan.blocks else lambda numel: (numel * parameter_bytes,)
+        sends = (
+            plan.blocks.parts
+            if plan.blocks
+            else lambda numel: (numel * parameter_bytes,)
+        )
         for nbytes in sends(layout.numel // where.inner.size):
             add("all_gather", where.outer, nbytes, buckets)
         if not plan.units:

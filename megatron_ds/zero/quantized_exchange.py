@@ -40,7 +40,8 @@ class QuantizedExchange(OrderedExchange):
 
     def __init__(self, last: Blocks, first: Blocks, device: torch.device):
         super().__init__(device)
-        self._last_format, self._first_format = last, first
+        self._last_format = last
+        self._first_format = first
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +51,18 @@ class QuantizedExchange(OrderedExchange):
         """What is sent and received of buckets that are under way, and the decoded pieces of one, at most."""
         if ranks == 1:
             return 0
-        encoded = max(self._first_format.nbytes(longest), self._last_format.nbytes(longest))
+        encoded = max(
+            self._first_format.nbytes(longest), self._last_format.nbytes(longest)
+        )
         return 2 * (UNDER_WAY + 1) * encoded + longest * FP32_BYTES
 
-    def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        for group, blocks, count in ((ranks.inner, self._inner_format(ranks), numel),
-                                     (ranks.outer, self._last_format, numel // ranks.inner.size)):
+    def sent(
+        self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool
+    ) -> Iterator[Sent]:
+        for group, blocks, count in (
+            (ranks.inner, self._inner_format(ranks), numel),
+            (ranks.outer, self._last_format, numel // ranks.inner.size),
+        ):
             for nbytes in blocks.parts(count):
                 yield "all_to_all", group, nbytes, buckets
 
@@ -80,9 +87,14 @@ class Hop:
     __slots__ = ("_blocks", "_group", "_own", "_sent", "_received", "_work")
 
     def __init__(self, x: torch.Tensor, group: Group, blocks: Blocks):
-        self._blocks, self._group, self._own, self._work = blocks, group, x, None
+        self._blocks = blocks
+        self._group = group
+        self._own = x
+        self._work = None
         if group.size > 1:
-            self._own, self._sent = None, blocks.encode(x)        # kept until it has been sent
+            # kept until it has been sent
+            self._own = None
+            self._sent = blocks.encode(x)
             self._received = self._sent.like()
             self._work = exchange_into(self._received, self._sent, group)
 
@@ -95,7 +107,8 @@ class Hop:
         """The sum of the received pieces: fp32, or `x` itself in a group of one. After `wait`."""
         if self._own is not None:
             return self._own
-        encoded, ranks = self._received, self._group.size
+        encoded = self._received
+        ranks = self._group.size
         numel = len(encoded.scales) * self._blocks.length
         pieces = torch.empty(numel, dtype=torch.float32, device=encoded.scales.device)
         return self._blocks.decode(encoded, pieces).view(ranks, -1).sum(0)

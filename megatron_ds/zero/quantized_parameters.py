@@ -31,8 +31,15 @@ from .tiers import Array
 class QuantizedUnit(Unit):
     """A unit whose parts are encoded. parts: this rank's part of each bucket."""
 
-    def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group,
-                 blocks: Blocks):
+    def __init__(
+        self,
+        layer: int,
+        first_bucket: int,
+        last_bucket: int,
+        flat: torch.Tensor,
+        group: Group,
+        blocks: Blocks,
+    ):
         super().__init__(layer, first_bucket, last_bucket, flat, group)
         self._blocks = blocks
         self.parts: list[tuple[torch.Tensor, Encoded]] = []
@@ -53,13 +60,16 @@ class QuantizedUnit(Unit):
         with stream.behind_current():
             works = [self._gather(whole, part) for whole, part in self.parts]
             if self.flat.is_cuda:
-                AllOf(works).wait()         # that stream waits, and decodes
+                AllOf(works).wait()  # that stream waits, and decodes
                 works = [stream.mark()]
         self._works = works
 
     def _gather(self, whole: torch.Tensor, part: Encoded) -> Then:
         received = part.like(self.group.size)
-        return Then(gather_into(received, part, self.group), partial(self._blocks.decode, received, whole))
+        return Then(
+            gather_into(received, part, self.group),
+            partial(self._blocks.decode, received, whole),
+        )
 
 
 class QuantizedParameters(ParameterStore):
@@ -69,32 +79,48 @@ class QuantizedParameters(ParameterStore):
     blocks      the format; a multiple of its length divides every shard
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
-                 unit_plans: Sequence[tuple[int, int, int]], device: torch.device, blocks: Blocks,
-                 draw: Draw | None):
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        ranks: Hierarchy,
+        unit_plans: Sequence[tuple[int, int, int]],
+        device: torch.device,
+        blocks: Blocks,
+        draw: Draw | None,
+    ):
         super().__init__(layout, ranks, sharded=True)
-        self._blocks, self._device, dtype = blocks, device, parameters[0].dtype
+        self._blocks = blocks
+        self._device = device
+        dtype = parameters[0].dtype
         self._flat = huge_page_zeros(layout.shard_numel, dtype=dtype, device=device)
         self._shards = layout.shard_pieces(ranks.shard)
         self._pieces = layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
         by_bucket: list[list[SlotPiece]] = [[] for _ in layout.buckets]
         for piece in layout.slot_intersections(ranks.inner.rank, ranks.inner.size):
             by_bucket[layout.slots[piece.slot].bucket].append(piece)
-        self._parts = [self._first_part(part, shard, pieces, parameters, draw)
-                       for part, shard, pieces in zip(self._pieces, self._shards, by_bucket)]
-        self.units = [self._make_unit(*unit_plan, parameters) for unit_plan in unit_plans]
+        self._parts = [
+            self._first_part(part, shard, pieces, parameters, draw)
+            for part, shard, pieces in zip(self._pieces, self._shards, by_bucket)
+        ]
+        self.units = [
+            self._make_unit(*unit_plan, parameters) for unit_plan in unit_plans
+        ]
 
     @property
     def nbytes(self) -> int:
-        return (self._flat.nbytes + sum(part.nbytes for part in self._parts)
-                + sum(unit.nbytes for unit in self.units if not unit.is_free))
+        return (
+            self._flat.nbytes
+            + sum(part.nbytes for part in self._parts)
+            + sum(unit.nbytes for unit in self.units if not unit.is_free)
+        )
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The weights of a piece of this rank's shard, before they are encoded."""
-        return self._flat[piece.offset:piece.offset + piece.padded_numel]
+        return self._flat[piece.offset : piece.offset + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        return Array(self._flat[first.offset:first.offset + numel])
+        return Array(self._flat[first.offset : first.offset + numel])
 
     def refresh(self) -> None:
         """Encode this rank's shards, and gather those of the outer group. Collective over it."""
@@ -103,30 +129,55 @@ class QuantizedParameters(ParameterStore):
             unit.free()
         works = []
         for encoded, part, shard in zip(self._parts, self._pieces, self._shards):
-            numel, start = shard.stop - shard.start, shard.start - part.start
+            numel = shard.stop - shard.start
+            start = shard.start - part.start
             mine = self._blocks.part(encoded, start, start + numel)
-            mine.copy_(self._blocks.encode(self._flat[shard.offset:shard.offset + numel]))
+            mine.copy_(
+                self._blocks.encode(self._flat[shard.offset : shard.offset + numel])
+            )
             works.append(gather_into(encoded, mine, self.ranks.outer))
         for work in works:
             work.wait()
 
-    def _first_part(self, part: ShardPiece, shard: ShardPiece, pieces: Sequence[SlotPiece],
-                    parameters: Sequence[nn.Parameter], draw: Draw | None) -> Encoded:
+    def _first_part(
+        self,
+        part: ShardPiece,
+        shard: ShardPiece,
+        pieces: Sequence[SlotPiece],
+        parameters: Sequence[nn.Parameter],
+        draw: Draw | None,
+    ) -> Encoded:
         """The part of a bucket, from initial values: those of other ranks' shards are drawn here too."""
-        near = torch.zeros(part.stop - part.start, dtype=self._flat.dtype, device=self._device)
+        near = torch.zeros(
+            part.stop - part.start, dtype=self._flat.dtype, device=self._device
+        )
         for piece in pieces:
             at = piece.flat - part.start
-            fill(near[at:at + piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
-        at, numel = shard.start - part.start, shard.stop - shard.start
-        self._flat[shard.offset:shard.offset + numel].copy_(near[at:at + numel])
+            fill(
+                near[at : at + piece.stop - piece.start],
+                parameters[piece.slot],
+                piece.start,
+                draw,
+            )
+        at = shard.start - part.start
+        numel = shard.stop - shard.start
+        self._flat[shard.offset : shard.offset + numel].copy_(near[at : at + numel])
         return self._blocks.encode(near)
 
-    def _make_unit(self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]) -> Unit:
+    def _make_unit(
+        self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
+    ) -> Unit:
         buckets: Sequence[Bucket] = self.layout.buckets[first:stop]
         start = buckets[0].start
-        flat = torch.empty(buckets[-1].stop - start, dtype=self._flat.dtype, device=self._device)
-        unit = QuantizedUnit(layer, first, stop - 1, flat, self.ranks.inner, self._blocks)
-        unit.parts = [(flat[bucket.start - start:bucket.stop - start], part)
-                      for bucket, part in zip(buckets, self._parts[first:stop])]
+        flat = torch.empty(
+            buckets[-1].stop - start, dtype=self._flat.dtype, device=self._device
+        )
+        unit = QuantizedUnit(
+            layer, first, stop - 1, flat, self.ranks.inner, self._blocks
+        )
+        unit.parts = [
+            (flat[bucket.start - start : bucket.stop - start], part)
+            for bucket, part in zip(buckets, self._parts[first:stop])
+        ]
         show_unit(unit, self.layout, parameters)
         return unit

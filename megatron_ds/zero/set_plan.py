@@ -33,8 +33,10 @@ from .number_blocks import Blocks
 from .settings import ShardPolicy, ZeroSettings
 from .tiers import DEVICE
 
-SHARED = -1              # the stage of a parameter that several stages of this rank use
-ALWAYS_WHOLE = 1000      # by default the smallest parameters stay whole: one in this many elements
+SHARED = -1  # the stage of a parameter that several stages of this rank use
+ALWAYS_WHOLE = (
+    1000  # by default the smallest parameters stay whole: one in this many elements
+)
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,22 @@ class ParameterUse:
     stage_of: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
     @classmethod
-    def of_stages(cls, stages: Mapping[int, Sequence[nn.Module]],
-                  counts: Mapping[nn.Parameter, int] | None = None) -> "ParameterUse":
+    def of_stages(
+        cls,
+        stages: Mapping[int, Sequence[nn.Module]],
+        counts: Mapping[nn.Parameter, int] | None = None,
+    ) -> "ParameterUse":
         """The use of parameters in these stages. stages: layers of each stage, in forward order."""
-        layers = {stage: [list(module.parameters()) for module in modules]
-                  for stage, modules in stages.items()}
-        unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
-                           if not getattr(module, "weights_read_in_backward", True))
+        layers = {
+            stage: [list(module.parameters()) for module in modules]
+            for stage, modules in stages.items()
+        }
+        unread = frozenset(
+            (stage, i)
+            for stage, modules in stages.items()
+            for i, module in enumerate(modules)
+            if not getattr(module, "weights_read_in_backward", True)
+        )
         return cls(layers, unread, counts or {})
 
     def places(self) -> dict[nn.Parameter, tuple[int, int]]:
@@ -73,8 +84,10 @@ class ParameterUse:
             for i, layer in enumerate(layers):
                 for p in layer:
                     found[p].setdefault(stage, i)
-        in_layers = {p: next(iter(places.items())) if len(places) == 1 else (SHARED, 0)
-                     for p, places in found.items()}
+        in_layers = {
+            p: next(iter(places.items())) if len(places) == 1 else (SHARED, 0)
+            for p, places in found.items()
+        }
         return {p: (stage, 0) for p, stage in self.stage_of.items()} | in_layers
 
 
@@ -117,16 +130,24 @@ class SetPlan:
     blocks: Blocks | None = None
 
 
-def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, groups: DataGroups,
-                    use: ParameterUse) -> tuple[SetPlan, ...]:
+def plan_parameters(
+    parameters: Sequence[nn.Parameter],
+    settings: ZeroSettings,
+    groups: DataGroups,
+    use: ParameterUse,
+) -> tuple[SetPlan, ...]:
     """The sets of `parameters`, which are given in forward order, each once.
 
     Raises ConfigError if an optimizer needs whole tensors and tensor parallelism splits a parameter.
     """
-    places, facts = use.places(), []
+    places = use.places()
+    facts = []
     for p in parameters:
         groups.check(p.spec)
-        whole = p.requires_grad and group_of(p.spec, settings.param_groups).needs_whole_tensors
+        whole = (
+            p.requires_grad
+            and group_of(p.spec, settings.param_groups).needs_whole_tensors
+        )
         if whole and p.spec.is_split_over("tp") and groups.tp.size > 1:
             # A matrix that tensor parallelism splits would have to be gathered for each update, with its
             # momentum, by ranks that hold whole optimizer state of it.
@@ -135,19 +156,46 @@ def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, 
                 f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is "
                 f"split over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is "
                 "not the update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into "
-                "a group whose optimizer treats elements one by one.")
-        facts.append(Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over, is_tied(p, groups),
-                          not p.requires_grad, *places.get(p, (None, 0)), whole))
+                "a group whose optimizer treats elements one by one."
+            )
+        facts.append(
+            Fact(
+                p.spec.name,
+                p.numel(),
+                str(p.dtype),
+                p.spec.reduced_over,
+                is_tied(p, groups),
+                not p.requires_grad,
+                *places.get(p, (None, 0)),
+                whole,
+            )
+        )
     sizes = {axes: group.size for axes, group in groups.by_axes.items()}
-    return plan_sets(facts, settings, sizes, groups.inner.size if groups.inner else None)
+    return plan_sets(
+        facts, settings, sizes, groups.inner.size if groups.inner else None
+    )
 
 
-def norm_entries(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter], settings: ZeroSettings,
-                 groups: DataGroups) -> list[NormEntry]:
+def norm_entries(
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    settings: ZeroSettings,
+    groups: DataGroups,
+) -> list[NormEntry]:
     """The parameters whose optimizers ask for norms. parameters: to which the indices in the plans refer."""
-    trained = [(plan, parameters[i]) for plan in plans if not plan.frozen for i in plan.members]
-    return [NormEntry(p.spec, plan.reduced_over, plan.policy.optimizer is not None, is_tied(p, groups))
-            for plan, p in trained if group_of(p.spec, settings.param_groups).needs_norms]
+    trained = [
+        (plan, parameters[i]) for plan in plans if not plan.frozen for i in plan.members
+    ]
+    return [
+        NormEntry(
+            p.spec,
+            plan.reduced_over,
+            plan.policy.optimizer is not None,
+            is_tied(p, groups),
+        )
+        for plan, p in trained
+        if group_of(p.spec, settings.param_groups).needs_norms
+    ]
 
 
 def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
@@ -155,28 +203,58 @@ def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
     return p.spec.tied is not None and groups.tied.size > 1
 
 
-def plan_sets(facts: Sequence[Fact], settings: ZeroSettings, shards: Mapping[Axes, int],
-              inner_shards: int | None = None) -> tuple[SetPlan, ...]:
+def plan_sets(
+    facts: Sequence[Fact],
+    settings: ZeroSettings,
+    shards: Mapping[Axes, int],
+    inner_shards: int | None = None,
+) -> tuple[SetPlan, ...]:
     """Divide the parameters into sets.
 
     facts         of all parameters, in forward order
     shards        number of ranks along the axes over which gradients are summed
     inner_shards  data-parallel ranks of an inner group, for the policy that has inner groups
     """
-    alone = settings.offload.parameters != DEVICE       # one rank gathers too, from an offload tier
-    threshold = (smallest([fact.numel for fact in facts]) if settings.persistence is None
-                 else settings.persistence)
+    alone = (
+        settings.offload.parameters != DEVICE
+    )  # one rank gathers too, from an offload tier
+    threshold = (
+        smallest([fact.numel for fact in facts])
+        if settings.persistence is None
+        else settings.persistence
+    )
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
-        split = settings.policy.gradient is not None and (shards[fact.reduced_over] > 1 or alone)
-        gathered = split and settings.policy.parameter is not None and fact.numel >= threshold
-        key = (fact.reduced_over, fact.frozen, gathered, split and fact.tied, fact.dtype,
-               fact.stage if split else None, fact.whole)
+        split = settings.policy.gradient is not None and (
+            shards[fact.reduced_over] > 1 or alone
+        )
+        gathered = (
+            split and settings.policy.parameter is not None and fact.numel >= threshold
+        )
+        key = (
+            fact.reduced_over,
+            fact.frozen,
+            gathered,
+            split and fact.tied,
+            fact.dtype,
+            fact.stage if split else None,
+            fact.whole,
+        )
         groups.setdefault(key, []).append(i)
     bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
-    return tuple(_plan_set(facts, groups[key], key, settings, shards[key[0]], inner_shards, bucket_elements)
-                 for key in order)
+    return tuple(
+        _plan_set(
+            facts,
+            groups[key],
+            key,
+            settings,
+            shards[key[0]],
+            inner_shards,
+            bucket_elements,
+        )
+        for key in order
+    )
 
 
 def smallest(sizes: Sequence[int]) -> int:
@@ -189,11 +267,21 @@ def smallest(sizes: Sequence[int]) -> int:
     return 0
 
 
-def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, settings: ZeroSettings, shards: int,
-              inner_shards: int | None, bucket_elements: int) -> SetPlan:
+def _plan_set(
+    facts: Sequence[Fact],
+    members: list[int],
+    key: tuple,
+    settings: ZeroSettings,
+    shards: int,
+    inner_shards: int | None,
+    bucket_elements: int,
+) -> SetPlan:
     axes, frozen, gathered, tied, _, stage, whole = key
-    policy, align = settings.policy, settings.align
-    inner = inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
+    policy = settings.policy
+    align = settings.align
+    inner = (
+        inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
+    )
     if not gathered:
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
@@ -201,7 +289,9 @@ def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, settings: Z
     # The order of the buffer. Whole gradients: tied and shared parameters are complete last. Buckets start in
     # order: put them into the last one.
     is_late = lambda i: facts[i].tied or facts[i].stage == SHARED
-    forward = members if policy.gradient else sorted(members, key=lambda i: not is_late(i))
+    forward = (
+        members if policy.gradient else sorted(members, key=lambda i: not is_late(i))
+    )
     if gathered:
         forward = sorted(forward, key=lambda i: facts[i].layer)
     items = [(facts[i].name, facts[i].numel) for i in forward]
@@ -210,16 +300,31 @@ def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, settings: Z
         layout = plan_whole_layout(items, bucket_elements, shards, align, alone=tied)
     else:
         units = [facts[i].layer for i in forward] if gathered else None
-        layout = plan_layout(items, 1 if tied else bucket_elements, shards, align, units=units)
+        layout = plan_layout(
+            items, 1 if tied else bucket_elements, shards, align, units=units
+        )
     index_of = {facts[i].name: i for i in forward}
     in_buffer = tuple(index_of[slot.name] for slot in layout.slots)
     units = _units(layout, [facts[i].layer for i in in_buffer]) if gathered else ()
-    return SetPlan(in_buffer, layout, policy, axes, frozen, tied, whole, stage, inner, units,
-                   settings.weight_blocks if gathered else None)
+    return SetPlan(
+        in_buffer,
+        layout,
+        policy,
+        axes,
+        frozen,
+        tied,
+        whole,
+        stage,
+        inner,
+        units,
+        settings.weight_blocks if gathered else None,
+    )
 
 
 def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     found: dict[int, list[int]] = {}
     for bucket in layout.buckets:
         found.setdefault(layers[bucket.first_slot], []).append(bucket.index)
-    return tuple((layer, buckets[0], buckets[-1] + 1) for layer, buckets in found.items())
+    return tuple(
+        (layer, buckets[0], buckets[-1] + 1) for layer, buckets in found.items()
+    )

@@ -25,10 +25,16 @@ from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
 from .unused import Rule
 
-Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
-WEIGHT_BITS, GRADIENT_BITS = 8, 4      # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
-FIRST_HOP_BITS = 8                     # of gradients inside an inner group, before they leave it
-LARGEST_BUCKET, SMALLEST_BUCKET = 40_000_000, 1_000_000     # elements, unless the configuration gives a size
+Axis = Literal[
+    "dp", "inner"
+]  # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
+# of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
+WEIGHT_BITS = 8
+GRADIENT_BITS = 4
+FIRST_HOP_BITS = 8  # of gradients inside an inner group, before they leave it
+# elements, unless the configuration gives a size
+LARGEST_BUCKET = 40_000_000
+SMALLEST_BUCKET = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ STAGES = {
     2: ShardPolicy("dp", "dp", None),
     3: ShardPolicy("dp", "dp", "dp"),
 }
-HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # stage 3 whose gathers stay inside a node
+HIERARCHICAL = ShardPolicy(
+    "dp", "dp", "inner"
+)  # stage 3 whose gathers stay inside a node
 
 
 @dataclass(frozen=True)
@@ -94,50 +102,71 @@ class ZeroSettings:
     unused: Rule = "same"
 
     @classmethod
-    def from_config(cls, config: RunConfig,
-                    param_groups: tuple[ParamGroup, ...] | None = None) -> "ZeroSettings":
+    def from_config(
+        cls, config: RunConfig, param_groups: tuple[ParamGroup, ...] | None = None
+    ) -> "ZeroSettings":
         """The settings of a configuration. Raises ConfigError for combinations that are not supported.
 
         param_groups: used instead of those of `--optimizer`
         """
-        o, zero = config.optimizer, config.zero
+        o = config.optimizer
+        zero = config.zero
         has_inner = zero.stage == 3 and zero.zero_hpz_partition_size > 1
         return cls(
             param_groups=param_groups_of(o) if param_groups is None else param_groups,
             policy=HIERARCHICAL if has_inner else STAGES[zero.stage],
-            bucket_elements=zero.reduce_bucket_size, gather_elements=zero.allgather_bucket_size,
+            bucket_elements=zero.reduce_bucket_size,
+            gather_elements=zero.allgather_bucket_size,
             overlap=zero.overlap_comm is not False,
-            grad_dtype=_dtype(o.gradient_dtype), sent_dtype=_dtype(zero.sent_dtype),
+            grad_dtype=_dtype(o.gradient_dtype),
+            sent_dtype=_dtype(zero.sent_dtype),
             sent_divisor=zero.sent_divisor,
-            weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block
-                                 ) if zero.zero_quantized_weights else None,
-            gradient_blocks=Blocks(GRADIENT_BITS, zero.zero_quantization_block
-                                   ) if zero.zero_quantized_gradients else None,
-            clip_grad=o.clip_grad, make_scaler=partial(make_scaler, o),
-            persistence=zero.param_persistence_threshold, prefetch=zero.prefetch_bucket_size,
-            offload=OffloadSettings.from_config(zero))
+            weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block)
+            if zero.zero_quantized_weights
+            else None,
+            gradient_blocks=Blocks(GRADIENT_BITS, zero.zero_quantization_block)
+            if zero.zero_quantized_gradients
+            else None,
+            clip_grad=o.clip_grad,
+            make_scaler=partial(make_scaler, o),
+            persistence=zero.param_persistence_threshold,
+            prefetch=zero.prefetch_bucket_size,
+            offload=OffloadSettings.from_config(zero),
+        )
 
     def __post_init__(self):
         self._check_phases()
-        if self.weight_blocks and (self.policy.parameter is None or self.offload.parameters != "device"):
-            raise ConfigError("quantized weights are those that ZeRO stage 3 splits and gathers from the "
-                              "device. Use --zero-stage 3 without --offload-param, or leave "
-                              "--zero-quantized-weights out.")
+        if self.weight_blocks and (
+            self.policy.parameter is None or self.offload.parameters != "device"
+        ):
+            raise ConfigError(
+                "quantized weights are those that ZeRO stage 3 splits and gathers from the "
+                "device. Use --zero-stage 3 without --offload-param, or leave "
+                "--zero-quantized-weights out."
+            )
         if self.gradient_blocks and self.policy.gradient is None:
-            raise ConfigError("quantized gradients are exchanged as shards, which ZeRO stages 2 and 3 make. "
-                              "Use --zero-stage 2 or 3, or leave --zero-quantized-gradients out.")
+            raise ConfigError(
+                "quantized gradients are exchanged as shards, which ZeRO stages 2 and 3 make. "
+                "Use --zero-stage 2 or 3, or leave --zero-quantized-gradients out."
+            )
         for group in self.param_groups:
             if group.needs_whole_tensors and self.policy.parameter is not None:
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
                     "splits every parameter over all ranks and gathers it for its layer only. Use "
-                    "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
-            needs_all = group.needs_whole_tensors or group.is_collective and not group.steps_in_halves
+                    "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam."
+                )
+            needs_all = (
+                group.needs_whole_tensors
+                or group.is_collective
+                and not group.steps_in_halves
+            )
             if needs_all and self.offload.optimizer != "device":
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, "
                     "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
-                    "none, or an optimizer that treats elements one by one, such as adam.")
+                    "none, or an optimizer that treats elements one by one, such as adam."
+                )
 
     @property
     def phases(self) -> Phases | None:
@@ -150,36 +179,46 @@ class ZeroSettings:
         return self.phases is not None and self.phases.sums_locally
 
     def _check_phases(self) -> None:
-        phases, name = self.phases, self.param_groups[0].name if self.param_groups else ""
+        phases = self.phases
+        name = self.param_groups[0].name if self.param_groups else ""
         if phases is None:
             return
-        if other := next((group for group in self.param_groups if group.phases != phases), None):
+        if other := next(
+            (group for group in self.param_groups if group.phases != phases), None
+        ):
             raise ConfigError(
                 f"parameter groups {name!r} and {other.name!r} have optimizers that exchange different "
                 "things in place of gradients, at different steps. Use one 1-bit optimizer for all "
-                "parameters.")
+                "parameters."
+            )
         if self.policy.gradient is not None or self.offload.optimizer != DEVICE:
             raise ConfigError(
                 "a 1-bit optimizer adds the whole gradient of each rank to what it compresses, but ZeRO "
                 "stages 2 and 3 and offloading keep parts of it. Use --zero-stage 0 or 1 without "
-                "--offload-optimizer, or another optimizer, such as adam.")
+                "--offload-optimizer, or another optimizer, such as adam."
+            )
         if phases.sums_locally and self.policy.optimizer is not None:
             raise ConfigError(
                 "zero_one_adam makes steps of its own on each rank between exchanges, for which every rank "
                 "needs all of the optimizer state, but ZeRO splits it. Use --zero-stage 0, or onebit_adam "
-                "with --zero-stage 1.")
+                "with --zero-stage 1."
+            )
 
     @property
     def align(self) -> int:
         """Elements of which slots and shards have a multiple: so that blocks cross no border."""
-        return math.lcm(ALIGN, *(b.length for b in (self.weight_blocks, self.gradient_blocks) if b))
+        return math.lcm(
+            ALIGN, *(b.length for b in (self.weight_blocks, self.gradient_blocks) if b)
+        )
 
     def elements_of_bucket(self, num_parameters: int) -> int:
         """The size of a bucket: small enough that most of the reduction is hidden behind backward.
 
         A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
         """
-        reduced = self.bucket_elements or min(max(num_parameters // 8, SMALLEST_BUCKET), LARGEST_BUCKET)
+        reduced = self.bucket_elements or min(
+            max(num_parameters // 8, SMALLEST_BUCKET), LARGEST_BUCKET
+        )
         return min(reduced, self.gather_elements or reduced)
 
     def make_exchange(self, device: torch.device) -> GradientExchange:

@@ -60,20 +60,31 @@ class Leaf:
 
     def unpadded(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the form of `tensor` as a flat view without padding."""
-        return tensor.view(-1)[:self.piece.stop - self.piece.start]
+        return tensor.view(-1)[: self.piece.stop - self.piece.start]
 
 
-def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor | None = None,
-              low: torch.Tensor | None = None, shape: tuple[int, ...] | None = None) -> Leaf:
+def make_leaf(
+    spec: ParamSpec,
+    piece: SlotPiece,
+    master: torch.Tensor,
+    grad: torch.Tensor | None = None,
+    low: torch.Tensor | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Leaf:
     """master, grad, low: flat, padding included. shape: for an optimizer that needs the parameter whole.
 
     grad: a view of the gradient buffer.
     """
     tensor = nn.Parameter(_shaped(master, piece, shape))
-    tensor.spec, tensor.piece = spec, piece
+    tensor.spec = spec
+    tensor.piece = piece
     tensor.low = None if low is None else _shaped(low, piece, shape)
     if grad is not None:
-        setattr(tensor, "grad" if grad.dtype == master.dtype else "low_grad", _shaped(grad, piece, shape))
+        setattr(
+            tensor,
+            "grad" if grad.dtype == master.dtype else "low_grad",
+            _shaped(grad, piece, shape),
+        )
     return Leaf(spec, piece, tensor, shape)
 
 
@@ -81,8 +92,12 @@ def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: tor
 def _wide_grads(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, parameters of an optimizer that does not read `low_grad` have an fp32 copy of it as `grad`."""
     reads_low = getattr(optimizer, "reads_low_grad", False)
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]
-               if hasattr(tensor, "low_grad") and not reads_low]
+    tensors = [
+        tensor
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+        if hasattr(tensor, "low_grad") and not reads_low
+    ]
     for tensor in tensors:
         tensor.grad = tensor.low_grad.float()
     try:
@@ -92,8 +107,10 @@ def _wide_grads(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             tensor.grad = None
 
 
-def _shaped(flat: torch.Tensor, piece: SlotPiece, shape: tuple[int, ...] | None) -> torch.Tensor:
-    return flat if shape is None else flat[:piece.stop - piece.start].view(shape)
+def _shaped(
+    flat: torch.Tensor, piece: SlotPiece, shape: tuple[int, ...] | None
+) -> torch.Tensor:
+    return flat if shape is None else flat[: piece.stop - piece.start].view(shape)
 
 
 class ShardOptimizer:
@@ -105,10 +122,16 @@ class ShardOptimizer:
     norms, matrices: what collective optimizers are given, the matrices by optimizer
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
-                 norms: ParameterNorms | None = None,
-                 matrices: Mapping[MakeOptimizer, WholeMatrices] | None = None):
-        self.num_updates, self._norms, self._matrices = 0, norms, matrices or {}
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        leaves: Sequence[Leaf],
+        norms: ParameterNorms | None = None,
+        matrices: Mapping[MakeOptimizer, WholeMatrices] | None = None,
+    ):
+        self.num_updates = 0
+        self._norms = norms
+        self._matrices = matrices or {}
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for leaf in leaves:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
@@ -116,8 +139,11 @@ class ShardOptimizer:
         self._of: dict[int, torch.optim.Optimizer] = {}
         self._maker_of: dict[int, MakeOptimizer] = {}
         for i, group in enumerate(groups):
-            same = [(g, tensors) for g, tensors in zip(groups, members)
-                    if g.optimizer == group.optimizer and (tensors or group.is_collective)]
+            same = [
+                (g, tensors)
+                for g, tensors in zip(groups, members)
+                if g.optimizer == group.optimizer and (tensors or group.is_collective)
+            ]
             is_first = all(g.optimizer != group.optimizer for g in groups[:i])
             if same and is_first:
                 self._make(same)
@@ -145,8 +171,9 @@ class ShardOptimizer:
             with self._prepared(optimizer, lr, weight_decay, divisor):
                 optimizer.step()
 
-    def begin(self, lr: Rates, weight_decay: float, divisor: float,
-              norms: ParameterNorms) -> dict[MakeOptimizer, torch.Tensor]:
+    def begin(
+        self, lr: Rates, weight_decay: float, divisor: float, norms: ParameterNorms
+    ) -> dict[MakeOptimizer, torch.Tensor]:
         """The first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
         optimizers make their step. → for each optimizer the squares of the norms (`ParameterNorms.squares`).
         """
@@ -162,16 +189,24 @@ class ShardOptimizer:
                 squares[maker] = norms.squares(*optimizer.measured())
         return squares
 
-    def finish(self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms) -> None:
+    def finish(
+        self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms
+    ) -> None:
         """The second half. reduced: the norms of all parts (`ParameterNorms.reduced`), for each optimizer."""
         for optimizer in self._optimizers:
             if (maker := self._maker_of[id(optimizer)]) in reduced:
-                parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+                parameters = [
+                    tensor
+                    for group in optimizer.param_groups
+                    for tensor in group["params"]
+                ]
                 optimizer.finish(norms.of(reduced[maker], parameters))
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        for group in (
+            group for optimizer in self._optimizers for group in optimizer.param_groups
+        ):
             if "betas" in group:
                 group["betas"] = (beta1, *group["betas"][1:])
 
@@ -186,7 +221,11 @@ class ShardOptimizer:
     def state_of(self, leaf: Leaf) -> Iterator[tuple[str, torch.Tensor]]:
         """The optimizer's tensors with as many elements as the leaf: (name, tensor)."""
         for name, value in self._of[id(leaf.tensor)].state[leaf.tensor].items():
-            if torch.is_tensor(value) and value.numel() == leaf.tensor.numel() and name != "step":
+            if (
+                torch.is_tensor(value)
+                and value.numel() == leaf.tensor.numel()
+                and name != "step"
+            ):
                 yield name, value
 
     def place_state(self, leaf: Leaf, name: str, tensor: torch.Tensor) -> None:
@@ -199,7 +238,11 @@ class ShardOptimizer:
         for optimizer in self._optimizers:
             if hasattr(optimizer, "num_updates"):
                 optimizer.num_updates = count
-        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
+        for state in (
+            state
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+        ):
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(count)
             elif "step" in state:
@@ -211,15 +254,31 @@ class ShardOptimizer:
         if first.needs_matrices:
             options["for_each"] = self._matrices[first.optimizer]
         optimizer = first.optimizer(
-            [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor, "rate": group.rate}
-             for group, tensors in groups], **options)
+            [
+                {
+                    "params": tensors,
+                    "decay": group.decay,
+                    "lr_factor": group.lr_factor,
+                    "rate": group.rate,
+                }
+                for group, tensors in groups
+            ],
+            **options,
+        )
         self._optimizers.append(optimizer)
         self._maker_of[id(optimizer)] = first.optimizer
-        self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
+        self._of |= {
+            id(tensor): optimizer for _, tensors in groups for tensor in tensors
+        }
 
     @contextmanager
-    def _prepared(self, optimizer: torch.optim.Optimizer, lr: Rates, weight_decay: float,
-                  divisor: float) -> Iterator[None]:
+    def _prepared(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr: Rates,
+        weight_decay: float,
+        divisor: float,
+    ) -> Iterator[None]:
         """Inside, an optimizer has the numbers of a step, and gradients that it can read."""
         if self.num_updates == 1 and hasattr(optimizer, "restart"):
             optimizer.restart()
@@ -233,10 +292,14 @@ class ShardOptimizer:
 
     @staticmethod
     def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        tensors = [
+            tensor for group in optimizer.param_groups for tensor in group["params"]
+        ]
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = None if divisor == 1.0 else divisor
             if divisor != 1.0 and not getattr(optimizer, "takes_numbers", False):
-                optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=tensors[0].device)
+                optimizer.grad_scale = torch.full(
+                    (), divisor, dtype=torch.float32, device=tensors[0].device
+                )
         elif divisor != 1.0 and tensors:
             torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)

@@ -48,9 +48,18 @@ class OffloadSettings:
     def from_config(cls, zero: ZeroConfig) -> "OffloadSettings":
         """Read the settings from the section `zero` of the configuration."""
         place = lambda where: DEVICE if where == "none" else where
-        return cls(place(zero.offload_optimizer), place(zero.offload_param), zero.offload_optimizer_ratio,
-                   zero.sub_group_size, zero.offload_nvme_path, zero.param_nvme_path, zero.nvme_io,
-                   zero.nvme_block_size, zero.nvme_queue_depth, zero.nvme_threads)
+        return cls(
+            place(zero.offload_optimizer),
+            place(zero.offload_param),
+            zero.offload_optimizer_ratio,
+            zero.sub_group_size,
+            zero.offload_nvme_path,
+            zero.param_nvme_path,
+            zero.nvme_io,
+            zero.nvme_block_size,
+            zero.nvme_queue_depth,
+            zero.nvme_threads,
+        )
 
 
 class Tier(Protocol):
@@ -85,17 +94,26 @@ class Tiers:
 def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
     """Open a scratch file in each folder. Raises ConfigError if that fails."""
 
-    @cache      # the same place is opened once
+    @cache  # the same place is opened once
     def tier(place: str, folder: str | None) -> Tier | None:
         if place == DEVICE:
             return None
         if place == "cpu":
             return MemoryTier(torch.device("cpu"), page_locked=device.type == "cuda")
-        return DiskTier(folder, make_io(settings.io, block_bytes=settings.io_block_bytes,
-                                        queue_depth=settings.io_queue_depth, threads=settings.io_threads))
+        return DiskTier(
+            folder,
+            make_io(
+                settings.io,
+                block_bytes=settings.io_block_bytes,
+                queue_depth=settings.io_queue_depth,
+                threads=settings.io_threads,
+            ),
+        )
 
-    return Tiers(tier(settings.optimizer, settings.optimizer_folder),
-                 tier(settings.parameters, settings.parameters_folder))
+    return Tiers(
+        tier(settings.optimizer, settings.optimizer_folder),
+        tier(settings.parameters, settings.parameters_folder),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -134,13 +152,17 @@ class MemoryTier(Tier):
     """Memory of `device`. page_locked: host memory from which copies to a GPU overlap with kernels."""
 
     def __init__(self, device: torch.device, page_locked: bool = False):
-        self.device, self._page_locked = device, page_locked
+        self.device = device
+        self._page_locked = page_locked
         self.is_plain = device.type == "cpu" and not page_locked
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
         numel = sum(sizes)
-        zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._page_locked
-                 else huge_page_zeros(numel, dtype=dtype, device=self.device))
+        zeros = (
+            torch.zeros(numel, dtype=dtype, pin_memory=True)
+            if self._page_locked
+            else huge_page_zeros(numel, dtype=dtype, device=self.device)
+        )
         return [Array(part) for part in zeros.split(list(sizes))]
 
 
@@ -166,7 +188,11 @@ class Buffers:
 
 def _host_memory(numel: int, dtype: torch.dtype, page_locked: bool) -> torch.Tensor:
     """Memory with undefined contents, at the start of a page."""
-    return torch.empty(numel, dtype=dtype, pin_memory=True) if page_locked else aligned_empty(numel, dtype)
+    return (
+        torch.empty(numel, dtype=dtype, pin_memory=True)
+        if page_locked
+        else aligned_empty(numel, dtype)
+    )
 
 
 def _copy(out: torch.Tensor, values: torch.Tensor) -> Mark:
@@ -174,8 +200,11 @@ def _copy(out: torch.Tensor, values: torch.Tensor) -> Mark:
     if out.is_cuda == values.is_cuda:
         out.copy_(values, non_blocking=True)
         return Mark()
-    stream = (side_stream(out.device, "to device") if out.is_cuda else
-              side_stream(values.device, "to host"))
+    stream = (
+        side_stream(out.device, "to device")
+        if out.is_cuda
+        else side_stream(values.device, "to host")
+    )
     with stream.behind_current():
         out.copy_(values, non_blocking=True)
     return stream.mark()
@@ -207,8 +236,13 @@ class OnDisk(Array):
         """Read directly into host memory of the same dtype; otherwise through a buffer in host memory."""
         if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
             return self.region.read_into(out)
-        buffer = _host_memory(self.padded_numel, self.tensor.dtype, page_locked=out.is_cuda)
-        return Then(self.region.read_into(buffer), lambda: _copy(out, buffer[:out.numel()]).wait())
+        buffer = _host_memory(
+            self.padded_numel, self.tensor.dtype, page_locked=out.is_cuda
+        )
+        return Then(
+            self.region.read_into(buffer),
+            lambda: _copy(out, buffer[: out.numel()]).wait(),
+        )
 
     def write(self, values: torch.Tensor) -> Work:
         return self.region.write_from(values)

@@ -29,9 +29,14 @@ logger = logging.getLogger(__name__)
 class PathCheck:
     """The check of one rank. data, model: its groups. paths: the layers that stages used, if noted."""
 
-    def __init__(self, rule: Rule, data: Group, model: Group, paths: Sequence[Sequence[str]]):
-        self.rule, self._data, self._model = rule, data, model
-        self._paths, self._has_warned = paths, False
+    def __init__(
+        self, rule: Rule, data: Group, model: Group, paths: Sequence[Sequence[str]]
+    ):
+        self.rule = rule
+        self._data = data
+        self._model = model
+        self._paths = paths
+        self._has_warned = False
 
     def number(self, received: Mapping[str, bool]) -> float:
         """A fingerprint below 2^16, equal on all ranks if their paths are; infinite where a parameter
@@ -53,15 +58,26 @@ class PathCheck:
         if self._has_warned:
             return
         of_ranks = all_gather_object(dict(received), self._data)
-        without = {name: [rank for rank, theirs in zip(self._data.ranks, of_ranks) if not theirs[name]]
-                   for name in reversed(received)}      # as in forward: buckets are in the order of backward
-        chosen = _refused(without) if self.rule == "refused" else _different(without, self._data)
+        without = {
+            name: [
+                rank
+                for rank, theirs in zip(self._data.ranks, of_ranks)
+                if not theirs[name]
+            ]
+            for name in reversed(received)
+        }  # as in forward: buckets are in the order of backward
+        chosen = (
+            _refused(without)
+            if self.rule == "refused"
+            else _different(without, self._data)
+        )
         found = self._first(chosen)
         if self.rule == "refused" and found:
             raise CallError(
-                f"{found}. \"ignore_unused_parameters\" is false, which makes unused parameters an error. "
+                f'{found}. "ignore_unused_parameters" is false, which makes unused parameters an error. '
                 "Use them in the loss, freeze them with requires_grad_(False), or set it to true: gradients "
-                "are then zero where a parameter is not used.")
+                "are then zero where a parameter is not used."
+            )
         if path := self._path():
             self._report_layers(path)
         found = found or "the parameters with a gradient differ"
@@ -69,27 +85,38 @@ class PathCheck:
             raise MegatronDSError(
                 f"data-parallel ranks took different paths through the model: {found}. The sum of their "
                 "gradients would be incomplete. Every rank must use the same parameters in each step, if "
-                "necessary with a factor of zero.")
+                "necessary with a factor of zero."
+            )
         self._has_warned = True
         if self._data.rank == self._model.rank == 0:
-            logger.warning("%s: the gradient of a parameter is zero on ranks that do not use it, in this and "
-                           "in later updates", found)
+            logger.warning(
+                "%s: the gradient of a parameter is zero on ranks that do not use it, in this and "
+                "in later updates",
+                found,
+            )
 
     def _path(self) -> list[str]:
         return [layer for path in self._paths for layer in path]
 
     def _report_layers(self, path: Sequence[str]) -> None:
-        found = self._first(_first_difference(all_gather_object(list(path), self._data), self._data.ranks))
+        found = self._first(
+            _first_difference(
+                all_gather_object(list(path), self._data), self._data.ranks
+            )
+        )
         raise CommunicationError(
             f"data-parallel ranks used different layers, or in another order: {found or 'on other ranks'}. "
-            "What they gathered belongs to other layers, so nothing was updated.")
+            "What they gathered belongs to other layers, so nothing was updated."
+        )
 
     def _first(self, text: str | None) -> str | None:
         """The text of the first model-parallel rank that has one."""
         return next(filter(None, all_gather_object(text, self._model)), None)
 
 
-def _first_difference(paths: Sequence[Sequence[str]], ranks: Sequence[int]) -> str | None:
+def _first_difference(
+    paths: Sequence[Sequence[str]], ranks: Sequence[int]
+) -> str | None:
     for at in range(max(map(len, paths))):
         here = [path[at] if at < len(path) else "no layer" for path in paths]
         other = next((i for i, layer in enumerate(here) if layer != here[0]), None)
@@ -109,12 +136,16 @@ def _different(without: Mapping[str, list[int]], data: Group) -> str | None:
 
 def _refused(without: Mapping[str, list[int]]) -> str | None:
     """The parameters that a rank has not used."""
-    missing = [f"{name} on rank(s) {_list(ranks)}" for name, ranks in without.items() if ranks]
+    missing = [
+        f"{name} on rank(s) {_list(ranks)}" for name, ranks in without.items() if ranks
+    ]
     if not missing:
         return None
     more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-    return (f"{len(missing)} of {len(without)} parameters received no gradient in this update: "
-            f"{', '.join(missing[:MOST_NAMED])}{more}")
+    return (
+        f"{len(missing)} of {len(without)} parameters received no gradient in this update: "
+        f"{', '.join(missing[:MOST_NAMED])}{more}"
+    )
 
 
 def _list(ranks: Iterable[int]) -> str:

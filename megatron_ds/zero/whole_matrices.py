@@ -46,7 +46,9 @@ class Hop:
     lengths: Mapping[str, Sequence[int]]
     device: torch.device
 
-    def there(self, segments: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    def there(
+        self, segments: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[torch.Tensor]]:
         """Flat segments of all names → the segments of all ranks, of the names that this rank owns.
 
         A rank without elements of a name has no segment. Collective.
@@ -54,26 +56,50 @@ class Hop:
         if self.group.size == 1 or not self.owners:
             return {name: [segments[name]] for name in self.owners}
         out = self._empty(self._inward())
-        here = [segments[name] for name in self._by_owner() if self.lengths[name][self.group.rank]]
+        here = [
+            segments[name]
+            for name in self._by_owner()
+            if self.lengths[name][self.group.rank]
+        ]
         self._exchange(out, here, self._inward(), self._outward())
         mine = self._mine()
-        pieces = iter(out.split([self.lengths[name][rank] for rank in self._ranks for name in mine]))
+        pieces = iter(
+            out.split(
+                [self.lengths[name][rank] for rank in self._ranks for name in mine]
+            )
+        )
         of_ranks = [[next(pieces) for _ in mine] for _ in self._ranks]
         return {name: list(of_name) for name, of_name in zip(mine, zip(*of_ranks))}
 
-    def back(self, segments: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def back(
+        self, segments: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
         """The inverse of `there`. Collective."""
         if self.group.size == 1 or not self.owners:
             return {name: segments[name][0] for name in self.owners}
-        out, mine, names = self._empty(self._outward()), self._mine(), self._by_owner()
-        self._exchange(out, [segments[name][rank] for rank in self._ranks for name in mine],
-                       self._outward(), self._inward())
-        return dict(zip(names, out.split([self.lengths[name][self.group.rank] for name in names])))
+        out = self._empty(self._outward())
+        mine = self._mine()
+        names = self._by_owner()
+        self._exchange(
+            out,
+            [segments[name][rank] for rank in self._ranks for name in mine],
+            self._outward(),
+            self._inward(),
+        )
+        return dict(
+            zip(
+                names,
+                out.split([self.lengths[name][self.group.rank] for name in names]),
+            )
+        )
 
     def sent(self) -> tuple[int, int]:
         """Bytes that this rank sends to others there, and back."""
         here = self.group.rank
-        return tuple(FP32_BYTES * (sum(sizes) - sizes[here]) for sizes in (self._outward(), self._inward()))
+        return tuple(
+            FP32_BYTES * (sum(sizes) - sizes[here])
+            for sizes in (self._outward(), self._inward())
+        )
 
     @property
     def _ranks(self) -> range:
@@ -83,7 +109,9 @@ class Hop:
         return [name for name, owner in self.owners.items() if owner == self.group.rank]
 
     def _by_owner(self) -> list[str]:
-        return sorted(self.owners, key=self.owners.__getitem__)         # stable: names of one owner in order
+        return sorted(
+            self.owners, key=self.owners.__getitem__
+        )  # stable: names of one owner in order
 
     def _outward(self) -> list[int]:
         sizes = [0] * self.group.size
@@ -98,9 +126,18 @@ class Hop:
     def _empty(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(sizes), device=self.device)
 
-    def _exchange(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], received: Sequence[int],
-                  sent: Sequence[int]) -> None:
-        whole = torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else out.new_empty(0)
+    def _exchange(
+        self,
+        out: torch.Tensor,
+        pieces: Sequence[torch.Tensor],
+        received: Sequence[int],
+        sent: Sequence[int],
+    ) -> None:
+        whole = (
+            torch.cat([piece.reshape(-1) for piece in pieces])
+            if pieces
+            else out.new_empty(0)
+        )
         all_to_all_(out, whole, self.group, (sent, received))
 
 
@@ -110,13 +147,25 @@ class WholeMatrices:
     entries: in the same order on all ranks along "tp" and on all data-parallel ranks
     """
 
-    def __init__(self, entries: Sequence[MatrixEntry], groups: DataGroups, device: torch.device,
-                 round_elements: int = ROUND):
-        self._rounds = [Round(owned, groups, device)
-                        for owned in plan_rounds(entries, groups, round_elements)]
+    def __init__(
+        self,
+        entries: Sequence[MatrixEntry],
+        groups: DataGroups,
+        device: torch.device,
+        round_elements: int = ROUND,
+    ):
+        self._rounds = [
+            Round(owned, groups, device)
+            for owned in plan_rounds(entries, groups, round_elements)
+        ]
 
-    def __call__(self, change: Change, unit: str, parts: Sequence[torch.Tensor],
-                 parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(
+        self,
+        change: Change,
+        unit: str,
+        parts: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
         """The parts of `parameters` after `change` of batches [n, o, i] of their matrices. Collective.
 
         parts: of an update, in the form of the parameters, padding included; they may be overwritten
@@ -124,7 +173,12 @@ class WholeMatrices:
         """
         found = {p.spec.name: part for p, part in zip(parameters, parts)}
         for round_ in self._rounds:
-            round_.run(change, unit, found, {p.spec.name: p.piece.stop - p.piece.start for p in parameters})
+            round_.run(
+                change,
+                unit,
+                found,
+                {p.spec.name: p.piece.stop - p.piece.start for p in parameters},
+            )
         return [found[p.spec.name] for p in parameters]
 
     def sent(self) -> Iterator[tuple[Group, int]]:
@@ -135,36 +189,70 @@ class WholeMatrices:
                     yield from ((hop.group, count) for count in hop.sent())
 
 
-def whole_matrices(plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter],
-                   param_groups: Sequence[ParamGroup], groups: DataGroups,
-                   device: torch.device) -> dict[MakeOptimizer, WholeMatrices]:
+def whole_matrices(
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    param_groups: Sequence[ParamGroup],
+    groups: DataGroups,
+    device: torch.device,
+) -> dict[MakeOptimizer, WholeMatrices]:
     """For each optimizer that changes whole matrices, those of the parameters that it updates.
 
     parameters: to which the indices in the plans refer. Raises ConfigError, see `matrix_entries`.
     """
-    wanting = dict.fromkeys(group.optimizer for group in param_groups if group.needs_matrices)
-    entries = {optimizer: matrix_entries(plans, parameters, param_groups, optimizer) for optimizer in wanting}
-    return {optimizer: WholeMatrices(found, groups, device) for optimizer, found in entries.items()}
+    wanting = dict.fromkeys(
+        group.optimizer for group in param_groups if group.needs_matrices
+    )
+    entries = {
+        optimizer: matrix_entries(plans, parameters, param_groups, optimizer)
+        for optimizer in wanting
+    }
+    return {
+        optimizer: WholeMatrices(found, groups, device)
+        for optimizer, found in entries.items()
+    }
 
 
 class Round:
     """Parameters whose matrices are whole at the same time, and the hops of their parts."""
 
-    def __init__(self, owned: Sequence[Owned], groups: DataGroups, device: torch.device):
-        self._tp, sizes = groups.tp, {"tp": groups.tp.size}
+    def __init__(
+        self, owned: Sequence[Owned], groups: DataGroups, device: torch.device
+    ):
+        self._tp = groups.tp
+        sizes = {"tp": groups.tp.size}
         self._specs = {entry.spec.name: entry.spec for entry, _, _ in owned}
-        self._shapes = {name: spec.local_shape(sizes) for name, spec in self._specs.items()}
+        self._shapes = {
+            name: spec.local_shape(sizes) for name, spec in self._specs.items()
+        }
         numel = lambda name: torch.Size(self._shapes[name]).numel()
         # Over data-parallel ranks, a hop for each set of axes; their ranks hold spans in any order.
-        self._data, self._spans = [], {e.spec.name: e.spans for e, owner, _ in owned if owner is not None}
+        self._data = []
+        self._spans = {
+            e.spec.name: e.spans for e, owner, _ in owned if owner is not None
+        }
         for axes, group in groups.by_axes.items():
-            of_axes = [(e, owner) for e, owner, _ in owned if e.axes == axes and owner is not None]
-            self._data.append(Hop(group, {e.spec.name: owner for e, owner in of_axes},
-                                  {e.spec.name: [b - a for a, b in e.spans] for e, _ in of_axes}, device))
+            of_axes = [
+                (e, owner)
+                for e, owner, _ in owned
+                if e.axes == axes and owner is not None
+            ]
+            self._data.append(
+                Hop(
+                    group,
+                    {e.spec.name: owner for e, owner in of_axes},
+                    {e.spec.name: [b - a for a, b in e.spans] for e, _ in of_axes},
+                    device,
+                )
+            )
         # Over tensor-parallel ranks, those whose slices this rank or all data-parallel ranks have.
         here = lambda e, owner: owner is None or owner == groups.by_axes[e.axes].rank
         self._here = [e.spec.name for e, owner, _ in owned if here(e, owner)]
-        owners = {e.spec.name: tp for e, owner, tp in owned if here(e, owner) and tp is not None}
+        owners = {
+            e.spec.name: tp
+            for e, owner, tp in owned
+            if here(e, owner) and tp is not None
+        }
         lengths = {name: [numel(name)] * groups.tp.size for name in owners}
         self._slices = Hop(groups.tp, owners, lengths, device)
 
@@ -173,27 +261,59 @@ class Round:
         """All hops, in the order in which they begin."""
         return [*self._data, self._slices]
 
-    def run(self, change: Change, unit: str, parts: dict[str, torch.Tensor],
-            numels: Mapping[str, int]) -> None:
+    def run(
+        self,
+        change: Change,
+        unit: str,
+        parts: dict[str, torch.Tensor],
+        numels: Mapping[str, int],
+    ) -> None:
         """Replace the parts of this round's parameters in `parts`. numels: of the parts without padding."""
-        flat = {name: part.reshape(-1)[:numels[name]] for name, part in parts.items() if name in self._specs}
+        flat = {
+            name: part.reshape(-1)[: numels[name]]
+            for name, part in parts.items()
+            if name in self._specs
+        }
         # To the owners.
         local = {name: flat[name] for name in self._here if name not in self._spans}
         for hop in self._data:
-            local |= {name: self._joined(name, pieces) for name, pieces in hop.there(flat).items()}
-        wholes = {name: local[name].view(self._shapes[name]) for name in self._here
-                  if name not in self._slices.owners}
+            local |= {
+                name: self._joined(name, pieces)
+                for name, pieces in hop.there(flat).items()
+            }
+        wholes = {
+            name: local[name].view(self._shapes[name])
+            for name in self._here
+            if name not in self._slices.owners
+        }
         slices = self._slices.there(local)
-        wholes |= {name: self._assembled(name, of_ranks) for name, of_ranks in slices.items()}
-        change_matrices(change, unit, [(whole, self._specs[name].matrices) for name, whole in wholes.items()])
+        wholes |= {
+            name: self._assembled(name, of_ranks) for name, of_ranks in slices.items()
+        }
+        change_matrices(
+            change,
+            unit,
+            [(whole, self._specs[name].matrices) for name, whole in wholes.items()],
+        )
         # And back.
         local |= {name: whole.reshape(-1) for name, whole in wholes.items()}
-        local |= self._slices.back({name: self._cut(name, wholes[name]) for name in slices})
+        local |= self._slices.back(
+            {name: self._cut(name, wholes[name]) for name in slices}
+        )
         changed = {name: local[name] for name in self._here if name not in self._spans}
         for hop in self._data:
-            changed |= hop.back({name: [local[name][a:b] for a, b in self._spans[name]]
-                                 for name in self._here if name in hop.owners})
-        if moved := [(flat[name], changed[name]) for name in flat if not _is_same(flat[name], changed[name])]:
+            changed |= hop.back(
+                {
+                    name: [local[name][a:b] for a, b in self._spans[name]]
+                    for name in self._here
+                    if name in hop.owners
+                }
+            )
+        if moved := [
+            (flat[name], changed[name])
+            for name in flat
+            if not _is_same(flat[name], changed[name])
+        ]:
             torch._foreach_copy_(*map(list, zip(*moved)))
 
     def _joined(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -206,7 +326,9 @@ class Round:
     def _assembled(self, name: str, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """The logical tensor from the flat slices of all tensor-parallel ranks."""
         whole = slices[0].new_empty(self._specs[name].shape)
-        boxes = self._boxes(name, whole, [flat.view(self._shapes[name]) for flat in slices])
+        boxes = self._boxes(
+            name, whole, [flat.view(self._shapes[name]) for flat in slices]
+        )
         torch._foreach_copy_(*map(list, zip(*boxes)))
         return whole
 
@@ -217,19 +339,30 @@ class Round:
         torch._foreach_copy_(of_slices, of_whole)
         return slices
 
-    def _boxes(self, name: str, whole: torch.Tensor,
-               slices: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _boxes(
+        self, name: str, whole: torch.Tensor, slices: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(view of the logical tensor, view of a slice) of the same elements."""
         for rank, local in enumerate(slices):
             for box in self._specs[name].boxes({"tp": (rank, len(slices))}):
-                yield _part(whole, box.logical, box.sizes), _part(local, box.local, box.sizes)
+                yield (
+                    _part(whole, box.logical, box.sizes),
+                    _part(local, box.local, box.sizes),
+                )
 
 
 def _is_same(flat: torch.Tensor, changed: torch.Tensor) -> bool:
     """Whether two tensors are the same memory; also of tensors without memory, which have no address."""
-    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset()) for tensor in (flat, changed)]
+    places = [
+        (tensor.untyped_storage()._cdata, tensor.storage_offset())
+        for tensor in (flat, changed)
+    ]
     return places[0] == places[1]
 
 
-def _part(tensor: torch.Tensor, corner: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    return tensor[tuple(slice(start, start + size) for start, size in zip(corner, sizes))]
+def _part(
+    tensor: torch.Tensor, corner: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    return tensor[
+        tuple(slice(start, start + size) for start, size in zip(corner, sizes))
+    ]

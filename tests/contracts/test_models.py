@@ -29,11 +29,33 @@ from tests.plans.test_activations import kept
 from tests.threads.test_layout_grid import TOLERANCE
 from tools.layout_comparison import merge, mock_samples, train_layout
 
-JOB = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16",
-       "--vocab-size", "61",
-       "--make-vocab-size-divisible-by", "4", "--global-batch-size", str(GLOBAL_BATCH), "--train-iters", "4",
-       "--lr", "1e-1", "--optimizer", "sgd",
-       "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--mock-data"]
+JOB = [
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "24",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--vocab-size",
+    "61",
+    "--make-vocab-size-divisible-by",
+    "4",
+    "--global-batch-size",
+    str(GLOBAL_BATCH),
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-1",
+    "--optimizer",
+    "sgd",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+    "--mock-data",
+]
 STEPS, ALONE = 3, "tp=1,pp=1,dp=1"
 BROKEN = AssertionError, LayoutError, CheckpointError
 
@@ -53,24 +75,36 @@ def same_on_two_stages(name, folder):
 
 def same_with_recomputation(name, folder):
     """To the last bit."""
-    (kept, kept_weights), *others = [run_layout(job_of(name), f"{ALONE}{how}", STEPS).merged
-                                     for how in ("", ",recompute=full", ",recompute=selective")]
+    (kept, kept_weights), *others = [
+        run_layout(job_of(name), f"{ALONE}{how}", STEPS).merged
+        for how in ("", ",recompute=full", ",recompute=selective")
+    ]
     for trace, weights in others:
         assert trace.losses == kept.losses and trace.grad_norms == kept.grad_norms
-        assert all(torch.equal(weights[parameter], w) for parameter, w in kept_weights.items())
+        assert all(
+            torch.equal(weights[parameter], w) for parameter, w in kept_weights.items()
+        )
 
 
 def same_after_save_and_load(name, folder):
     """Saved by two ranks that share the tensors, loaded into one whole model."""
-    config = parse([*job_of(name), "--micro-batch-size", "1", "--tensor-model-parallel-size", "2"],
-                   world_size=2)
+    config = parse(
+        [*job_of(name), "--micro-batch-size", "1", "--tensor-model-parallel-size", "2"],
+        world_size=2,
+    )
     samples = mock_samples(config, 2 * GLOBAL_BATCH, seed=1)
 
     def main(rank, world):
         engines, mesh = [], Mesh(config.grid(), rank, world.connect)
         trace = train_layout(config, mesh, 1, samples, watch=engines.append)
-        save(folder, 1, list(engines[0].optimizer.pieces()), coordinates=mesh.coordinates,
-             world=mesh.group("world"), run={})
+        save(
+            folder,
+            1,
+            list(engines[0].optimizer.pieces()),
+            coordinates=mesh.coordinates,
+            world=mesh.group("world"),
+            run={},
+        )
         return trace
 
     _, weights = merge(run_ranks(2, main))
@@ -82,20 +116,32 @@ def same_after_save_and_load(name, folder):
     assert named.keys() == weights.keys()
     for parameter_name, parameter in named.items():
         for box in parameter.spec.boxes({}):
-            held = parameter[tuple(slice(a, a + n) for a, n in zip(box.local, box.sizes))]
+            held = parameter[
+                tuple(slice(a, a + n) for a, n in zip(box.local, box.sizes))
+            ]
             assert torch.equal(held, weights[parameter_name]), parameter_name
 
 
 def keeps_the_planned_bytes(name, folder):
     """The first stage of two tensor-parallel ranks, and the last."""
     for layers in (slice(0, 3), slice(2, 6)):
-        measured, _, planned = kept(["--model", name, "--seq-length", "24", "--micro-batch-size", "2"], 2,
-                                    layers)
-        assert measured == planned, f"layers {layers}: {measured} bytes kept, {planned} planned"
+        measured, _, planned = kept(
+            ["--model", name, "--seq-length", "24", "--micro-batch-size", "2"],
+            2,
+            layers,
+        )
+        assert measured == planned, (
+            f"layers {layers}: {measured} bytes kept, {planned} planned"
+        )
 
 
-CONTRACTS = (same_under_tensor_parallelism, same_on_two_stages, same_with_recomputation,
-             same_after_save_and_load, keeps_the_planned_bytes)
+CONTRACTS = (
+    same_under_tensor_parallelism,
+    same_on_two_stages,
+    same_with_recomputation,
+    same_after_save_and_load,
+    keeps_the_planned_bytes,
+)
 
 
 def assert_near(name, layout):
@@ -130,7 +176,11 @@ class ParallelBlock(nn.Module):
         self.attention.recompute_core = granularity == "selective"
 
     def forward(self, x, batch, cache=None):
-        return recompute(self.run, x, batch) if self.granularity == "full" else self.run(x, batch)
+        return (
+            recompute(self.run, x, batch)
+            if self.granularity == "full"
+            else self.run(x, batch)
+        )
 
     def run(self, x, batch):
         normed = self.norm(x)
@@ -182,9 +232,12 @@ def layers_of(block):
             module.place = built[0]
             return module
 
-        return [replace(layer, make=partial(make, layer.name), recompute=Recompute()) if layer.is_block
-                else layer
-                for layer in gpt_layers(config, ctx)]
+        return [
+            replace(layer, make=partial(make, layer.name), recompute=Recompute())
+            if layer.is_block
+            else layer
+            for layer in gpt_layers(config, ctx)
+        ]
 
     return layers
 
@@ -206,11 +259,17 @@ def test_a_new_model_is_covered_by_being_registered(contract, tmp_path):
         contract(name, tmp_path)
 
 
-@pytest.mark.parametrize("block, contract", [
-    (DiffersByRank, same_under_tensor_parallelism), (KnowsItsStage, same_on_two_stages),
-    (DrawsUnkeyed, same_with_recomputation), (SharesAName, same_after_save_and_load),
-    (NamesItsRanks, same_after_save_and_load)],
-    ids=lambda thing: thing.__name__)
+@pytest.mark.parametrize(
+    "block, contract",
+    [
+        (DiffersByRank, same_under_tensor_parallelism),
+        (KnowsItsStage, same_on_two_stages),
+        (DrawsUnkeyed, same_with_recomputation),
+        (SharesAName, same_after_save_and_load),
+        (NamesItsRanks, same_after_save_and_load),
+    ],
+    ids=lambda thing: thing.__name__,
+)
 def test_a_broken_model_fails(block, contract, tmp_path):
     with registered(block) as name, pytest.raises(BROKEN):
         contract(name, tmp_path)

@@ -26,15 +26,30 @@ SHAPE, SIZE, CUTS = (16, 20), 320, (0, 64, 192, 320)
 # A rank has one part of a matrix at most.
 PARTS_OF_MATRICES = {"muon": (0, 320)}
 # By torch, or by the formula in double precision.
-PLAIN = {"adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False),
-         "sgd": partial(torch.optim.SGD, lr=0.01, weight_decay=0.1, momentum=0.9, foreach=False),
-         "adagrad": partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1, foreach=False),
-         "lion": partial(PlainLion, lr=0.01, weight_decay=0.1, betas=(0.95, 0.98)),
-         "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
-         "muon": partial(PlainMuon, lr=0.01, weight_decay=0.1, columns=SHAPE[1],
-                         coefficients=SETS["quintic"].steps)}
+PLAIN = {
+    "adam": partial(
+        torch.optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False
+    ),
+    "sgd": partial(
+        torch.optim.SGD, lr=0.01, weight_decay=0.1, momentum=0.9, foreach=False
+    ),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1, foreach=False),
+    "lion": partial(PlainLion, lr=0.01, weight_decay=0.1, betas=(0.95, 0.98)),
+    "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
+    "muon": partial(
+        PlainMuon,
+        lr=0.01,
+        weight_decay=0.1,
+        columns=SHAPE[1],
+        coefficients=SETS["quintic"].steps,
+    ),
+}
 # At first:
-PLAIN |= {"onebit_adam": PLAIN["adam"], "zero_one_adam": PLAIN["adam"], "onebit_lamb": PLAIN["lamb"]}
+PLAIN |= {
+    "onebit_adam": PLAIN["adam"],
+    "zero_one_adam": PLAIN["adam"],
+    "onebit_lamb": PLAIN["lamb"],
+}
 
 
 SPEC = ParamSpec("w", (8, 8), Init("ones"), matrices=Matrices())
@@ -42,16 +57,26 @@ SPEC = ParamSpec("w", (8, 8), Init("ones"), matrices=Matrices())
 
 def noise(seed):
     values = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
-    values[300:] = 0.0           # padding: value and gradient are zero
+    values[300:] = 0.0  # padding: value and gradient are zero
     return values
 
 
 def shard_optimizer(name, leaves, make=None):
     """The registered optimizer on leaves, all parts of whose parameters are here."""
     specs = {leaf.spec.name: leaf.spec for leaf in leaves}
-    alone, make, cpu = DataGroups({DATA_AXES: solo()}), make or RegisteredOptimizer(name, SETTINGS), "cpu"
-    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False) for spec in specs.values()], alone, cpu)
-    matrices = WholeMatrices([MatrixEntry(spec, DATA_AXES, ()) for spec in specs.values()], alone, cpu)
+    alone, make, cpu = (
+        DataGroups({DATA_AXES: solo()}),
+        make or RegisteredOptimizer(name, SETTINGS),
+        "cpu",
+    )
+    norms = ParameterNorms(
+        [NormEntry(spec, DATA_AXES, False, False) for spec in specs.values()],
+        alone,
+        cpu,
+    )
+    matrices = WholeMatrices(
+        [MatrixEntry(spec, DATA_AXES, ()) for spec in specs.values()], alone, cpu
+    )
     return ShardOptimizer(default_groups(make), leaves, norms, {make: matrices})
 
 
@@ -59,8 +84,10 @@ def run(name, cuts, divisor=1.0):
     """Three steps on one tensor, given to the optimizer cut at `cuts`. The values and the optimizer."""
     spec = ParamSpec("w", SHAPE, Init("normal", 1.0), matrices=Matrices())
     values, grad = noise(0), torch.zeros(SIZE)
-    leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b])
-              for a, b in zip(cuts, cuts[1:])]
+    leaves = [
+        make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b])
+        for a, b in zip(cuts, cuts[1:])
+    ]
     inner = shard_optimizer(name, leaves)
     assert torch.equal(values, noise(0)), "creating state must not move the parameters"
     for step in range(1, 4):
@@ -77,25 +104,31 @@ def test_three_steps_equal_those_of_the_plain_torch_optimizer(name):
         p.grad = noise(step)
         plain.step()
     # Fused kernels order the operations of one element differently.
-    torch.testing.assert_close(run(name, (0, SIZE))[0], p.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        run(name, (0, SIZE))[0], p.detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_aligned_cuts_change_no_bit(name):
-    assert torch.equal(run(name, (0, SIZE))[0], run(name, PARTS_OF_MATRICES.get(name, CUTS))[0])
+    assert torch.equal(
+        run(name, (0, SIZE))[0], run(name, PARTS_OF_MATRICES.get(name, CUTS))[0]
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_padding_stays_zero(name):
     values, inner, leaves = run(name, PARTS_OF_MATRICES.get(name, CUTS))
     assert not values[300:].any() and values[:300].all()
-    assert all(not state[300 - SIZE:].any() for _, state in inner.state_of(leaves[-1]))
+    assert all(not state[300 - SIZE :].any() for _, state in inner.state_of(leaves[-1]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_a_divisor_gives_the_same_as_gradients_divided_beforehand(name):
     cuts = PARTS_OF_MATRICES.get(name, CUTS)
-    assert torch.equal(run(name, cuts, divisor=8.0)[0], run(name, cuts)[0])     # powers of two divide exactly
+    assert torch.equal(
+        run(name, cuts, divisor=8.0)[0], run(name, cuts)[0]
+    )  # powers of two divide exactly
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
@@ -106,7 +139,10 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
         return optimizer
 
     registered = RegisteredOptimizer(name, SETTINGS)
-    make.needs_norms, make.needs_matrices = registered.needs_norms, registered.needs_matrices
+    make.needs_norms, make.needs_matrices = (
+        registered.needs_norms,
+        registered.needs_matrices,
+    )
 
     spec, grad = SPEC, torch.zeros(64)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)
@@ -118,10 +154,14 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(name, dtype):
+def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(
+    name, dtype
+):
     spec, grad, updated = SPEC, noise(1)[:64].to(dtype), []
     for given in (grad.clone(), grad.float()):
-        leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given)
+        leaf = make_leaf(
+            spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given
+        )
         inner = shard_optimizer(name, [leaf])
         inner.step(0.01, 0.1, 3.0)
         updated.append(leaf.tensor.detach())
@@ -133,21 +173,38 @@ def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(nam
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
     spec, low = SPEC, torch.zeros(64, dtype=dtype)
-    leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
+    leaf = make_leaf(
+        spec,
+        SlotPiece(0, 0, 64, 0, 0, 64),
+        noise(0)[:64].clone(),
+        noise(1)[:64].clone(),
+        low,
+    )
     inner = shard_optimizer(name, [leaf])
     inner.step(0.01, 0.1, 3.0)
-    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low(leaf)
-                       else torch.zeros(64, dtype=dtype))
+    assert torch.equal(
+        low,
+        leaf.tensor.detach().to(dtype)
+        if inner.writes_low(leaf)
+        else torch.zeros(64, dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_groups_that_do_not_decay_get_no_weight_decay(name):
-    leaves = [make_leaf(replace(SPEC, name=n, decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
-                        torch.ones(64), torch.zeros(64)) for n in ("decays", "stays")]
+    leaves = [
+        make_leaf(
+            replace(SPEC, name=n, decay=n == "decays"),
+            SlotPiece(0, 0, 64, 0, 0, 64),
+            torch.ones(64),
+            torch.zeros(64),
+        )
+        for n in ("decays", "stays")
+    ]
     inner = shard_optimizer(name, leaves)
     inner.step(0.5, 0.1, 1.0)
     # Decay in the gradient is a step of lr with Adagrad, and of the largest trust ratio with LAMB.
-    lamb = 1 - 0.5 * 10 * 0.1 * (1 - 0.95)**0.5 / (1 - 0.9)
+    lamb = 1 - 0.5 * 10 * 0.1 * (1 - 0.95) ** 0.5 / (1 - 0.9)
     expected = {"adagrad": 0.5, "lamb": lamb, "onebit_lamb": lamb}.get(name, 0.95)
     torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), expected))
     assert torch.equal(leaves[1].tensor.detach(), torch.ones(64))

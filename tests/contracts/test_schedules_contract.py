@@ -11,13 +11,22 @@ from megatron_ds.pipeline.passes import add_transfers, forward_only, lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement
 from megatron_ds.pipeline.simulate import check, simulate
 
-SIZES, MICROBATCHES, CHUNKS = range(1, 9), (1, 2, 3, 5, 8, 9, 12, 16, 19, 32), (1, 2, 3, 4)
+SIZES, MICROBATCHES, CHUNKS = (
+    range(1, 9),
+    (1, 2, 3, 5, 8, 9, 12, 16, 19, 32),
+    (1, 2, 3, 4),
+)
 ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
 # p · m · chunks: of three and more chunks on a rank, larger shapes are left to `make test-all`, and those
 # larger than SMALL take turns in ZERO
 LARGE, SMALL = (float("inf"), float("inf")) if ALL else (256, 100)
-SHAPES = [(p, m, chunks) for p in SIZES for m in MICROBATCHES for chunks in CHUNKS
-          if chunks < 3 or p * m * chunks <= LARGE]
+SHAPES = [
+    (p, m, chunks)
+    for p in SIZES
+    for m in MICROBATCHES
+    for chunks in CHUNKS
+    if chunks < 3 or p * m * chunks <= LARGE
+]
 # (gather, reduce_each): stages 0 and 1, 2, 3 and 3
 ZERO = ((False, False), (False, True), (True, False), (True, True))
 
@@ -34,7 +43,8 @@ def _accepted(name):
             yield p, m, chunks, SCHEDULES[name](p, m, chunks)
         except ScheduleError as refusal:
             assert "Valid" in str(refusal) or "Use" in str(refusal), (
-                f"{name}{p, m, chunks}: no alternative in {refusal}")
+                f"{name}{p, m, chunks}: no alternative in {refusal}"
+            )
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -45,19 +55,35 @@ def test_some_shape_is_accepted_for_every_number_of_ranks_and_of_microbatches(na
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_a_schedule_holds_computations_only_one_program_per_rank(name):
     for p, _, _, schedule in accepted(name):
-        assert len(schedule) == p and {i.op for program in schedule for i in program} <= COMPUTE
+        assert (
+            len(schedule) == p
+            and {i.op for program in schedule for i in program} <= COMPUTE
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_lowered_it_is_complete_and_runs_even_when_sends_wait_for_their_receives_with_any_zero_stage(name):
+def test_lowered_it_is_complete_and_runs_even_when_sends_wait_for_their_receives_with_any_zero_stage(
+    name,
+):
     for case, (p, m, chunks, schedule) in enumerate(accepted(name)):
         stages = p * chunks
         span = check(schedule, stages, m).span
-        for gather, reduce_each in ZERO if stages * m <= SMALL else ZERO[case % 4:][:1]:
-            lowered = lower(schedule, stages, tied={0, stages - 1} if case % 3 else (), gather=gather,
-                            reduce_each=reduce_each)
-            simulation = check(lowered, stages, m)        # raises for a deadlock, with and without rendezvous
-            assert simulation.span == span                      # transfers and ties cost no time of their own
+        for gather, reduce_each in (
+            ZERO if stages * m <= SMALL else ZERO[case % 4 :][:1]
+        ):
+            lowered = lower(
+                schedule,
+                stages,
+                tied={0, stages - 1} if case % 3 else (),
+                gather=gather,
+                reduce_each=reduce_each,
+            )
+            simulation = check(
+                lowered, stages, m
+            )  # raises for a deadlock, with and without rendezvous
+            assert (
+                simulation.span == span
+            )  # transfers and ties cost no time of their own
         check(forward_only(lowered), stages, m, forward_only=True)
 
 
@@ -67,14 +93,20 @@ def test_no_rank_keeps_more_alive_than_declared_and_some_rank_keeps_as_much(name
         declared = [SCHEDULES[name].peak(p, m, chunks, rank) for rank in range(p)]
         assert max(declared) <= m * chunks
         kept = simulate(schedule).peak_live
-        assert (all(n <= most for n, most in zip(kept, declared))
-                and max(kept) == max(declared)), (p, m, chunks)
+        assert all(n <= most for n, most in zip(kept, declared)) and max(kept) == max(
+            declared
+        ), (p, m, chunks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_its_forwards_alone_are_a_legal_evaluation(name):
     for p, m, chunks, schedule in accepted(name):
-        check(add_transfers(forward_only(schedule), p * chunks), p * chunks, m, forward_only=True)
+        check(
+            add_transfers(forward_only(schedule), p * chunks),
+            p * chunks,
+            m,
+            forward_only=True,
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -83,7 +115,11 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_the_microbatches(name):
     for _, m, _, schedule in accepted(name):
         for program in schedule:
             for stage in {i.stage for i in program}:
-                order = [i.microbatch for i in program if i.stage == stage and i.op in (Op.B, Op.W)]
+                order = [
+                    i.microbatch
+                    for i in program
+                    if i.stage == stage and i.op in (Op.B, Op.W)
+                ]
                 assert order == list(range(m))
 
 
@@ -91,8 +127,19 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_the_microbatches(name):
 def test_placement_follows_from_sizes_alone_and_neighbours_on_a_rank_send_nothing(name):
     for p, m, chunks, schedule in accepted(name):
         homes = placement(name, p, chunks)
-        assert all(homes[i.stage] == rank for rank, program in enumerate(schedule) for i in program)
-        assert len(homes) == p * chunks and {homes.count(rank) for rank in range(p)} == {chunks}
+        assert all(
+            homes[i.stage] == rank
+            for rank, program in enumerate(schedule)
+            for i in program
+        )
+        assert len(homes) == p * chunks and {
+            homes.count(rank) for rank in range(p)
+        } == {chunks}
         hops = sum(a != b for a, b in zip(homes, homes[1:]))
-        sends = [i for program in add_transfers(schedule, p * chunks) for i in program if i.op in SENDS]
+        sends = [
+            i
+            for program in add_transfers(schedule, p * chunks)
+            for i in program
+            if i.op in SENDS
+        ]
         assert len(sends) == 2 * m * hops

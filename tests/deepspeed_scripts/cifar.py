@@ -18,13 +18,22 @@ import torch.nn.functional as F
 def add_arguments():
     parser = argparse.ArgumentParser(description="CIFAR")
     parser.add_argument("-e", "--epochs", default=2, type=int)
-    parser.add_argument("--local_rank", type=int, default=-1,
-                        help="local rank passed from distributed launcher")
+    parser.add_argument(
+        "--local_rank",
+        type=int,
+        default=-1,
+        help="local rank passed from distributed launcher",
+    )
     parser.add_argument("--log-interval", type=int, default=4)
-    parser.add_argument("--dtype", default="bf16", type=str, choices=["bf16", "fp16", "fp32"])
+    parser.add_argument(
+        "--dtype", default="bf16", type=str, choices=["bf16", "fp16", "fp32"]
+    )
     parser.add_argument("--stage", default=0, type=int, choices=[0, 1, 2, 3])
-    parser.add_argument("--losses", default=None,
-                        help="write the loss of each micro-batch of rank 0 to this file")
+    parser.add_argument(
+        "--losses",
+        default=None,
+        help="write the loss of each micro-batch of rank 0 to this file",
+    )
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
 
@@ -33,19 +42,45 @@ def get_ds_config(args):
     return {
         "train_batch_size": 16,
         "steps_per_print": 2000,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8,
-                                                 "weight_decay": 3e-7}},
-        "scheduler": {"type": "WarmupLR",
-                      "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 10}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {
+                "lr": 0.001,
+                "betas": [0.8, 0.999],
+                "eps": 1e-8,
+                "weight_decay": 3e-7,
+            },
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 0.001,
+                "warmup_num_steps": 10,
+            },
+        },
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "bf16": {"enabled": args.dtype == "bf16"},
-        "fp16": {"enabled": args.dtype == "fp16", "fp16_master_weights_and_grads": False, "loss_scale": 0,
-                 "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15},
+        "fp16": {
+            "enabled": args.dtype == "fp16",
+            "fp16_master_weights_and_grads": False,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 15,
+        },
         "wall_clock_breakdown": False,
-        "zero_optimization": {"stage": args.stage, "allgather_partitions": True, "reduce_scatter": True,
-                              "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000,
-                              "overlap_comm": True, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": args.stage,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 50000000,
+            "reduce_bucket_size": 50000000,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
     }
 
 
@@ -97,8 +132,12 @@ def main(args):
     net = Net()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
     model_engine, optimizer, trainloader, scheduler = deepspeed.initialize(
-        args=args, model=net, model_parameters=parameters, training_data=images(100, seed=2),
-        config=get_ds_config(args))
+        args=args,
+        model=net,
+        model_parameters=parameters,
+        training_data=images(100, seed=2),
+        config=get_ds_config(args),
+    )
 
     local_device, local_rank = model_engine.device, model_engine.local_rank
     target_dtype = None
@@ -123,12 +162,16 @@ def main(args):
             losses.append(loss.item())
             rates.append(optimizer.param_groups[0]["lr"])
             if local_rank == 0 and i % args.log_interval == args.log_interval - 1:
-                print(f"[{epoch + 1}, {i + 1:5d}] loss: {running_loss / args.log_interval:.3f}")
+                print(
+                    f"[{epoch + 1}, {i + 1:5d}] loss: {running_loss / args.log_interval:.3f}"
+                )
                 running_loss = 0.0
     accuracy = test(model_engine, images(40, seed=3), local_device, target_dtype)
     if local_rank == 0:
-        print(f"accuracy {accuracy:.2f} at stage {model_engine.zero_optimization_stage()}, "
-              f"learning rate {scheduler.get_last_lr()[0]:.1e}")
+        print(
+            f"accuracy {accuracy:.2f} at stage {model_engine.zero_optimization_stage()}, "
+            f"learning rate {scheduler.get_last_lr()[0]:.1e}"
+        )
         if args.losses:
             with open(args.losses, "w") as file:
                 json.dump({"losses": losses, "rates": rates}, file)

@@ -36,8 +36,10 @@ class MadeUpText(Dataset):
             words[at] = 2 + (5 * words[at - 1] + 3) % (VOCABULARY - 2)
         masked = torch.rand(LENGTH, generator=generator) < 0.15
         masked[i % LENGTH] = True
-        return {"src_tokens": words.masked_fill(masked, MASK),
-                "tgt_tokens": words.masked_fill(~masked, IGNORED)}
+        return {
+            "src_tokens": words.masked_fill(masked, MASK),
+            "tgt_tokens": words.masked_fill(~masked, IGNORED),
+        }
 
 
 class MaskedLanguageModel(nn.Module):
@@ -48,8 +50,9 @@ class MaskedLanguageModel(nn.Module):
         self.words = nn.Embedding(VOCABULARY, hidden)
         self.places = nn.Embedding(LENGTH, hidden)
         self.norm = nn.LayerNorm(hidden)
-        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, activation="gelu",
-                                           batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            hidden, heads, 4 * hidden, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.dense = nn.Linear(hidden, hidden)
         self.head_norm = nn.LayerNorm(hidden)
@@ -60,8 +63,11 @@ class MaskedLanguageModel(nn.Module):
         places = torch.arange(src_tokens.size(1), device=src_tokens.device)
         x = self.encoder(self.norm(self.words(src_tokens) + self.places(places)))
         scores = self.decoder(self.head_norm(nn.functional.gelu(self.dense(x))))
-        return nn.functional.cross_entropy(scores.float().view(-1, VOCABULARY), tgt_tokens.view(-1),
-                                           ignore_index=IGNORED)
+        return nn.functional.cross_entropy(
+            scores.float().view(-1, VOCABULARY),
+            tgt_tokens.view(-1),
+            ignore_index=IGNORED,
+        )
 
 
 def load_model_checkpoint(load_checkpoint_dir, model):
@@ -69,9 +75,19 @@ def load_model_checkpoint(load_checkpoint_dir, model):
     return client_state["checkpoint_step"]
 
 
-def train(checkpoint_dir, load_checkpoint_dir, stage, dtype, batch_size, num_iterations, checkpoint_every,
-          losses_file):
-    deepspeed.init_distributed(dist_backend="gloo" if not torch.cuda.is_available() else "nccl")
+def train(
+    checkpoint_dir,
+    load_checkpoint_dir,
+    stage,
+    dtype,
+    batch_size,
+    num_iterations,
+    checkpoint_every,
+    losses_file,
+):
+    deepspeed.init_distributed(
+        dist_backend="gloo" if not torch.cuda.is_available() else "nccl"
+    )
     rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     torch.manual_seed(7)
     model = MaskedLanguageModel()
@@ -82,13 +98,15 @@ def train(checkpoint_dir, load_checkpoint_dir, stage, dtype, batch_size, num_ite
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": stage},
     }
-    model, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    model, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=ds_config
+    )
     start_step = 1
     if load_checkpoint_dir is not None:
         start_step = load_model_checkpoint(load_checkpoint_dir, model) + 1
 
     samples = MadeUpText(batch_size * world * num_iterations)
-    mine = list(range(rank, len(samples), world))[(start_step - 1) * batch_size:]
+    mine = list(range(rank, len(samples), world))[(start_step - 1) * batch_size :]
     loader = DataLoader(torch.utils.data.Subset(samples, mine), batch_size=batch_size)
     model.train()
     losses = []
@@ -99,9 +117,13 @@ def train(checkpoint_dir, load_checkpoint_dir, stage, dtype, batch_size, num_ite
         model.step()
         losses.append(loss.item())
         if step % checkpoint_every == 0 and checkpoint_dir is not None:
-            model.save_checkpoint(save_dir=checkpoint_dir, client_state={"checkpoint_step": step})
+            model.save_checkpoint(
+                save_dir=checkpoint_dir, client_state={"checkpoint_step": step}
+            )
     if checkpoint_dir is not None:
-        model.save_checkpoint(save_dir=checkpoint_dir, tag="last", client_state={"checkpoint_step": step})
+        model.save_checkpoint(
+            save_dir=checkpoint_dir, tag="last", client_state={"checkpoint_step": step}
+        )
         deepspeed.comm.barrier()
         assert open(os.path.join(checkpoint_dir, "latest")).read().strip() == "last"
     if rank == 0 and losses_file:

@@ -27,16 +27,33 @@ from torch.utils.data import DataLoader  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-SAMPLES = 4                                             # of all ranks together, in a micro-batch
+SAMPLES = 4  # of all ranks together, in a micro-batch
 TOKENS = [torch.arange(i, i + 16) % 50 for i in range(32)]
 DATA = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
-SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-        "gradient_clipping")
-OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-SCHEDULER = {"type": "WarmupDecayLR",
-             "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps",
-                                      "total_num_steps"), "auto")}
+SIZES = dict(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+)
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+}
+SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
+        "auto",
+    ),
+}
 
 
 def with_adapters(model):
@@ -44,7 +61,9 @@ def with_adapters(model):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    )
 
 
 def make_model(freeze=False, lora=False, published=False):
@@ -62,58 +81,113 @@ def make_model(freeze=False, lora=False, published=False):
 
 
 def json_of(stage, own_optimizer=False, scheduler=False, offload=False):
-    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    zero = {"stage": stage} | (
+        {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    )
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    config = dict.fromkeys(AUTO, "auto") | {"zero_optimization": zero, "bf16": {"enabled": "auto"}}
+    config = dict.fromkeys(AUTO, "auto") | {
+        "zero_optimization": zero,
+        "bf16": {"enabled": "auto"},
+    }
     config |= {} if own_optimizer else {"optimizer": OPTIMIZER}
     return config | ({"scheduler": SCHEDULER} if scheduler else {})
 
 
-def trained(out, stage=0, bf16=False, recompute=False, accumulation=1, save=False, resume=None, warmup=0,
-            json_options=None, **model_options):
+def trained(
+    out,
+    stage=0,
+    bf16=False,
+    recompute=False,
+    accumulation=1,
+    save=False,
+    resume=None,
+    warmup=0,
+    json_options=None,
+    **model_options,
+):
     """Losses of six updates of the Trainer, which begins or resumes, and the files that it saves."""
     AcceleratorState._reset_state(True)
     config = None if PACKAGE == "none" else json_of(stage, **(json_options or {}))
     arguments = TrainingArguments(
-        out, per_device_train_batch_size=SAMPLES // RANKS, max_steps=6, learning_rate=1e-2, weight_decay=0.01,
-        deepspeed=config, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, bf16=bf16,
-        gradient_checkpointing=recompute, gradient_accumulation_steps=accumulation, warmup_steps=warmup,
-        save_strategy="steps" if save else "no", save_steps=3)
-    trainer = Trainer(model=make_model(**model_options), args=arguments, train_dataset=DATA)
+        out,
+        per_device_train_batch_size=SAMPLES // RANKS,
+        max_steps=6,
+        learning_rate=1e-2,
+        weight_decay=0.01,
+        deepspeed=config,
+        report_to=[],
+        use_cpu=True,
+        logging_steps=1,
+        disable_tqdm=True,
+        bf16=bf16,
+        gradient_checkpointing=recompute,
+        gradient_accumulation_steps=accumulation,
+        warmup_steps=warmup,
+        save_strategy="steps" if save else "no",
+        save_steps=3,
+    )
+    trainer = Trainer(
+        model=make_model(**model_options), args=arguments, train_dataset=DATA
+    )
     trainer.train(resume_from_checkpoint=resume and f"{FOLDER}/{resume}")
     trainer.save_model(f"{out}/model")
     if PACKAGE == "megatron_ds":
-        assert type(trainer.model_wrapped).__module__ == "megatron_ds.compat.engine.engine"
+        assert (
+            type(trainer.model_wrapped).__module__ == "megatron_ds.compat.engine.engine"
+        )
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def looped(out, stage=0, accumulation=1, bf16=False, lora=False):
     """A loop with accelerate: losses of eight micro-batches, then those after a save and a load of them."""
     AcceleratorState._reset_state(True)
-    plugin = None if PACKAGE == "none" else DeepSpeedPlugin(
-        zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=1.0,
-        zero3_init_flag=False, zero3_save_16bit_model=True)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16" if bf16 else "no",
-                              gradient_accumulation_steps=accumulation)
+    plugin = (
+        None
+        if PACKAGE == "none"
+        else DeepSpeedPlugin(
+            zero_stage=stage,
+            gradient_accumulation_steps=accumulation,
+            gradient_clipping=1.0,
+            zero3_init_flag=False,
+            zero3_save_16bit_model=True,
+        )
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        deepspeed_plugin=plugin,
+        mixed_precision="bf16" if bf16 else "no",
+        gradient_accumulation_steps=accumulation,
+    )
     model = make_model(lora=lora)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step // RANKS))
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + step // RANKS)
+    )
     loader = DataLoader(DATA, SAMPLES // RANKS)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, scheduler
+    )
     losses = one_epoch(accelerator, model, optimizer, loader, scheduler)
     # A second epoch, and the same again from what was saved before it.
     accelerator.save_state(f"{out}/state")
     second = one_epoch(accelerator, model, optimizer, loader, scheduler)
     accelerator.load_state(f"{out}/state")
     again = one_epoch(accelerator, model, optimizer, loader, scheduler)
-    assert torch.allclose(torch.tensor(second), torch.tensor(again), rtol=1e-6), (second, again)
+    assert torch.allclose(torch.tensor(second), torch.tensor(again), rtol=1e-6), (
+        second,
+        again,
+    )
     # The whole weights, as programs save them.
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(f"{out}/model", state_dict=state)
+        accelerator.unwrap_model(model).save_pretrained(
+            f"{out}/model", state_dict=state
+        )
     return losses + second
 
 
@@ -134,7 +208,7 @@ def one_epoch(accelerator, model, optimizer, loader, scheduler):
 
 def main():
     if RANKS > 1:
-        Accelerator(cpu=True)                           # starts the processes
+        Accelerator(cpu=True)  # starts the processes
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         make_model().save_pretrained(f"{FOLDER}/published")

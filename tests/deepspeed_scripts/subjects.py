@@ -16,8 +16,12 @@ from torch.nn import functional as F
 UPDATES, RANKS, WIDTH = 3, 2, 6
 PROGRAMS = {}
 # Those that DeepSpeed runs at some stages only (its safe_set_full_grad fails for matrices at stage 3).
-STAGES = {"no_sync": (0, 1), "no_sync_accumulated": (0, 1), "own_clipping": (0, 1, 2),
-          "own_clipping_by_grad": (0,)}
+STAGES = {
+    "no_sync": (0, 1),
+    "no_sync_accumulated": (0, 1),
+    "own_clipping": (0, 1, 2),
+    "own_clipping_by_grad": (0,),
+}
 
 
 class Net(nn.Module):
@@ -25,8 +29,14 @@ class Net(nn.Module):
 
     def __init__(self, frozen: bool = False):
         super().__init__()
-        self.embed, self.mid = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.embed, self.mid = (
+            nn.Embedding(11, WIDTH),
+            nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen),
+        )
+        self.down, self.up = (
+            nn.Linear(WIDTH, 2, bias=False),
+            nn.Linear(2, WIDTH, bias=False),
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11)
 
     def forward(self, tokens):
@@ -49,17 +59,30 @@ class Run:
         model = Net() if model is None else model
         trained = [p for p in model.parameters() if p.requires_grad]
         adamw = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4, "torch_adam": True}
-        zero = {"stage": self.stage, **({"stage3_param_persistence_threshold": 0} if self.stage == 3 else {})}
-        return self.ds.initialize(model=model, model_parameters=trained, config={
-            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
-            "zero_force_ds_cpu_optimizer": False, "optimizer": {"type": "AdamW", "params": adamw},
-            "zero_optimization": zero, **config})[0]
+        zero = {
+            "stage": self.stage,
+            **({"stage3_param_persistence_threshold": 0} if self.stage == 3 else {}),
+        }
+        return self.ds.initialize(
+            model=model,
+            model_parameters=trained,
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": accumulation,
+                "zero_force_ds_cpu_optimizer": False,
+                "optimizer": {"type": "AdamW", "params": adamw},
+                "zero_optimization": zero,
+                **config,
+            },
+        )[0]
 
     def loss(self, engine, number: int) -> torch.Tensor:
         """The loss of a micro-batch of this rank."""
         draw = torch.Generator().manual_seed(100 * number + self.rank)
         tokens = torch.randint(11, (2, 5), generator=draw)
-        return F.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+        return F.cross_entropy(
+            engine(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
 
     def weights(self, engine) -> list[float]:
         """A projection of each weight onto fixed numbers."""
@@ -68,8 +91,14 @@ class Run:
             flat = [p.detach().float().reshape(-1) for p in parameters]
             return [float(p @ torch.cos(torch.arange(p.numel()) * 1.7)) for p in flat]
 
-    def updates(self, engine, accumulation: int = 1, around=lambda place, engine: None, first: int = 0,
-                count: int = UPDATES) -> list[list[float]]:
+    def updates(
+        self,
+        engine,
+        accumulation: int = 1,
+        around=lambda place, engine: None,
+        first: int = 0,
+        count: int = UPDATES,
+    ) -> list[list[float]]:
         """Train; around(place, engine) is called before, between and after backward and step."""
         numbers = []
         for update in range(first, first + count):
@@ -109,12 +138,17 @@ def clipping(run):
 
 def zeroes(place, caller, accumulation):
     """A loop that calls zero_grad in one place."""
+
     def loop(run):
-        call = {"engine": lambda engine: engine.zero_grad(),
-                "optimizer": lambda engine: engine.optimizer.zero_grad(),
-                "module": lambda engine: engine.module.zero_grad()}[caller]
+        call = {
+            "engine": lambda engine: engine.zero_grad(),
+            "optimizer": lambda engine: engine.optimizer.zero_grad(),
+            "module": lambda engine: engine.module.zero_grad(),
+        }[caller]
         around = lambda where, engine: call(engine) if where == place else None
-        return run.updates(run.engine(accumulation=accumulation), accumulation, around), {}
+        return run.updates(
+            run.engine(accumulation=accumulation), accumulation, around
+        ), {}
 
     loop.__name__ = f"zero_grad_{caller}_{place}_{accumulation}"
     return program(loop)
@@ -174,8 +208,10 @@ def own_clipping(run):
 
 @program
 def own_clipping_by_grad(run):
-    clip = lambda place, engine: (place == "backward"
-                                  and torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1))
+    clip = lambda place, engine: (
+        place == "backward"
+        and torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+    )
     return run.updates(run.engine(), around=clip), {}
 
 
@@ -183,16 +219,31 @@ def own_clipping_by_grad(run):
 def client_state(run):
     engine = run.engine()
     before = run.updates(engine)
-    given = {"epoch": 3, "best": 0.25, "mask": torch.arange(4), "names": ("a", "b"), "none": None}
+    given = {
+        "epoch": 3,
+        "best": 0.25,
+        "mask": torch.arange(4),
+        "names": ("a", "b"),
+        "none": None,
+    }
     nothing = engine.load_checkpoint(str(run.folder / "new"))
     engine.save_checkpoint(str(run.folder / "saved"), client_state=given)
     latest = (run.folder / "saved" / "latest").read_text().strip()
     again = run.engine()
     path, state = again.load_checkpoint(str(run.folder / "saved"))
-    same = {key: torch.equal(state[key], value) if isinstance(value, torch.Tensor) else state[key] == value
-            for key, value in given.items()}
-    facts = {"nothing": list(nothing), "latest": latest, "path": path is not None, "same": same,
-             "steps": again.global_steps}
+    same = {
+        key: torch.equal(state[key], value)
+        if isinstance(value, torch.Tensor)
+        else state[key] == value
+        for key, value in given.items()
+    }
+    facts = {
+        "nothing": list(nothing),
+        "latest": latest,
+        "path": path is not None,
+        "same": same,
+        "steps": again.global_steps,
+    }
     return before + run.updates(again, first=UPDATES), facts
 
 
@@ -202,9 +253,16 @@ def save_latest(run):
     numbers = run.updates(engine)
     engine.save_checkpoint(folder, tag="first", client_state={"n": 1})
     numbers += run.updates(engine, first=UPDATES, count=1)
-    engine.save_checkpoint(folder, tag="second", client_state={"n": 2}, save_latest=False)
-    states = [engine.load_checkpoint(folder, tag=tag)[1]["n"] for tag in ("second", None)]
-    return numbers + run.updates(engine, first=UPDATES), {"states": states, "steps": engine.global_steps}
+    engine.save_checkpoint(
+        folder, tag="second", client_state={"n": 2}, save_latest=False
+    )
+    states = [
+        engine.load_checkpoint(folder, tag=tag)[1]["n"] for tag in ("second", None)
+    ]
+    return numbers + run.updates(engine, first=UPDATES), {
+        "states": states,
+        "steps": engine.global_steps,
+    }
 
 
 @program
@@ -250,8 +308,14 @@ def gan(run):
     numbers = []
     for update in range(UPDATES):
         draw = torch.Generator().manual_seed(100 * update + run.rank)
-        noise, real = torch.randn(2, 3, generator=draw), torch.randn(2, 4, generator=draw)
-        loss = F.softplus(critic(generator(noise).detach())).mean() + F.softplus(-critic(real)).mean()
+        noise, real = (
+            torch.randn(2, 3, generator=draw),
+            torch.randn(2, 4, generator=draw),
+        )
+        loss = (
+            F.softplus(critic(generator(noise).detach())).mean()
+            + F.softplus(-critic(real)).mean()
+        )
         critic.backward(loss)
         critic.step()
         for p in critic.module.parameters():
@@ -261,7 +325,9 @@ def gan(run):
         generator.step()
         for p in critic.module.parameters():
             p.requires_grad_(True)
-        numbers.append([float(loss), float(fooled), *run.weights(generator), *run.weights(critic)])
+        numbers.append(
+            [float(loss), float(fooled), *run.weights(generator), *run.weights(critic)]
+        )
     return numbers, {}
 
 

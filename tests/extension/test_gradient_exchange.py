@@ -19,7 +19,11 @@ from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
-SIZES, N, STEPS = (128, 640, 256), 2, 3     # without padding, which would count in the scale; a bucket each
+SIZES, N, STEPS = (
+    (128, 640, 256),
+    2,
+    3,
+)  # without padding, which would count in the scale; a bucket each
 
 
 class SignExchange:
@@ -37,8 +41,18 @@ class SignExchange:
         return longest * 4
 
     def sent(self, numel, buckets, ranks, *, sharded):
-        yield "all_gather", ranks.data, ranks.data.size * numel, buckets            # one byte an element
-        yield "all_gather", ranks.data, ranks.data.size * 4 * buckets, buckets      # and a scale
+        yield (
+            "all_gather",
+            ranks.data,
+            ranks.data.size * numel,
+            buckets,
+        )  # one byte an element
+        yield (
+            "all_gather",
+            ranks.data,
+            ranks.data.size * 4 * buckets,
+            buckets,
+        )  # and a scale
 
     def begin(self):
         pass
@@ -48,10 +62,13 @@ class SignExchange:
         corrected = bucket.whole + error
         scale = corrected.abs().mean().view(1)
         error.copy_(corrected - corrected.sign() * scale)
-        signs = all_gather(corrected.sign().to(torch.int8),
-                           bucket.ranks.data).view(bucket.ranks.data.size, -1)
+        signs = all_gather(corrected.sign().to(torch.int8), bucket.ranks.data).view(
+            bucket.ranks.data.size, -1
+        )
         scales = all_gather(scale, bucket.ranks.data)
-        total = (signs * scales[:, None]).sum(0)[bucket.start:bucket.start + bucket.out.numel()]
+        total = (signs * scales[:, None]).sum(0)[
+            bucket.start : bucket.start + bucket.out.numel()
+        ]
         bucket.out.add_(total) if bucket.add else bucket.out.copy_(total)
         return DONE
 
@@ -60,7 +77,9 @@ class SignExchange:
 
 
 def gradient(rank, step, i):
-    return torch.randn(SIZES[i], generator=torch.Generator().manual_seed(100 * rank + 10 * step + i))
+    return torch.randn(
+        SIZES[i], generator=torch.Generator().manual_seed(100 * rank + 10 * step + i)
+    )
 
 
 def by_hand():
@@ -83,11 +102,20 @@ def train(rank, world, stage):
         parameters.append(nn.Parameter(torch.zeros(size)))
         parameters[-1].spec = ParamSpec(f"p{i}", (size,), Init("zeros"))
     exchange = SignExchange()
-    settings = ZeroSettings(default_groups(lambda g: torch.optim.SGD(g, lr=1.0)), STAGES[stage],
-                            bucket_elements=1, exchange=lambda settings, device: exchange, persistence=0)
+    settings = ZeroSettings(
+        default_groups(lambda g: torch.optim.SGD(g, lr=1.0)),
+        STAGES[stage],
+        bucket_elements=1,
+        exchange=lambda settings, device: exchange,
+        persistence=0,
+    )
     use = ParameterUse({0: [[p] for p in parameters]})
-    optimizer = ZeroOptimizer(parameters, settings,
-                              DataGroups({DATA_AXES: world.group("dp-cp", range(N), rank)}), use)
+    optimizer = ZeroOptimizer(
+        parameters,
+        settings,
+        DataGroups({DATA_AXES: world.group("dp-cp", range(N), rank)}),
+        use,
+    )
     for step in range(STEPS):
         optimizer.begin_step()
         optimizer.arm()
@@ -98,19 +126,30 @@ def train(rank, world, stage):
     traffic = world.traffic[rank].bytes["all_gather", "dp-cp", N]
     with optimizer.gathered(0):
         weights = [p.detach().clone() for p in parameters]
-    return weights, exchange, optimizer.working_bytes, optimizer.traffic(1, True, False), traffic
+    return (
+        weights,
+        exchange,
+        optimizer.working_bytes,
+        optimizer.traffic(1, True, False),
+        traffic,
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sign_compression_with_error_feedback_plugs_in_at_every_stage(stage):
     weights, errors = by_hand()
-    for rank, (got, exchange, working, planned,
-               counted) in enumerate(run_ranks(N, lambda *at: train(*at, stage))):
+    for rank, (got, exchange, working, planned, counted) in enumerate(
+        run_ranks(N, lambda *at: train(*at, stage))
+    ):
         for a, b in zip(got, weights):
-            torch.testing.assert_close(a, b)            # the sum of three steps rounds in another order
+            torch.testing.assert_close(
+                a, b
+            )  # the sum of three steps rounds in another order
         for i, error in enumerate(errors[rank]):
-            assert (torch.equal(exchange.errors[f"p{i}"], error)
-                    or (exchange.errors[f"p{i}"] - error).abs().max() < 1e-5)
+            assert (
+                torch.equal(exchange.errors[f"p{i}"], error)
+                or (exchange.errors[f"p{i}"] - error).abs().max() < 1e-5
+            )
         assert exchange.nbytes == 4 * sum(SIZES) <= working
         if stage == 0:
             assert planned["all_gather", "dp-cp"] * STEPS == counted

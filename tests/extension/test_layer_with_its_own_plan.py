@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ds.config import parse
-from megatron_ds.models import MODELS, LayerFlops, build_stage, gpt_layers, language_model
+from megatron_ds.models import (
+    MODELS,
+    LayerFlops,
+    build_stage,
+    gpt_layers,
+    language_model,
+)
 from megatron_ds.models.block import MLP, make_norm
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
@@ -26,10 +32,35 @@ from megatron_ds.training.pretrain import pretrain
 from tests.harness.alive_bytes import AliveBytes
 
 NAME = "running-mean-gpt"
-JOB = ["--model", NAME, "--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4",
-       "--seq-length", "23", "--micro-batch-size", "3", "--global-batch-size", "12", "--vocab-size", "130",
-       "--make-vocab-size-divisible-by", "8",
-       "--lr", "1", "--train-iters", "1", "--mock-data", "--hidden-dropout", "0", "--attention-dropout", "0"]
+JOB = [
+    "--model",
+    NAME,
+    "--num-layers",
+    "3",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "23",
+    "--micro-batch-size",
+    "3",
+    "--global-batch-size",
+    "12",
+    "--vocab-size",
+    "130",
+    "--make-vocab-size-divisible-by",
+    "8",
+    "--lr",
+    "1",
+    "--train-iters",
+    "1",
+    "--mock-data",
+    "--hidden-dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+]
 
 
 class RunningMeanBlock(nn.Module):
@@ -37,14 +68,22 @@ class RunningMeanBlock(nn.Module):
         super().__init__()
         h, std = config.hidden_size, config.init_method_std
         self.mean_norm = make_norm(config, f"{name}.mean_norm", ctx)
-        self.linear_in = ColumnParallelLinear(h, 2 * h, ctx, name=f"{name}.linear_in", init_std=std, parts=2)
-        self.linear_out = RowParallelLinear(h, h, ctx, name=f"{name}.linear_out", init_std=std)
+        self.linear_in = ColumnParallelLinear(
+            h, 2 * h, ctx, name=f"{name}.linear_in", init_std=std, parts=2
+        )
+        self.linear_out = RowParallelLinear(
+            h, h, ctx, name=f"{name}.linear_out", init_std=std
+        )
         self.mlp_norm = make_norm(config, f"{name}.mlp_norm", ctx)
         self.mlp = MLP(config, f"{name}.mlp", ctx, output_std=std)
 
     def forward(self, x, batch, cache=None):
-        gate, value = self.linear_in(self.mean_norm(x)).chunk(2, dim=-1)                    # each [s, b, h/t]
-        seen = torch.arange(1, len(value) + 1, device=x.device, dtype=torch.float32)[:, None, None]
+        gate, value = self.linear_in(self.mean_norm(x)).chunk(
+            2, dim=-1
+        )  # each [s, b, h/t]
+        seen = torch.arange(1, len(value) + 1, device=x.device, dtype=torch.float32)[
+            :, None, None
+        ]
         mean = (value.float().cumsum(0) / seen).to(x.dtype)
         x = x + self.linear_out(F.silu(gate) * mean)
         return x + self.mlp(self.mlp_norm(x), batch)
@@ -58,8 +97,16 @@ def block_flops(config, seq_length, vocab_size):
 @language_model
 def running_mean_gpt(config, ctx):
     layers = gpt_layers(config, ctx)
-    return [replace(layer, make=partial(RunningMeanBlock, config, layer.name, ctx),
-                    flops=partial(block_flops, config)) if layer.is_block else layer for layer in layers]
+    return [
+        replace(
+            layer,
+            make=partial(RunningMeanBlock, config, layer.name, ctx),
+            flops=partial(block_flops, config),
+        )
+        if layer.is_block
+        else layer
+        for layer in layers
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +116,9 @@ def registered(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [[], ["--tensor-model-parallel-size", "2"]], ids=["alone", "tp"])
+@pytest.mark.parametrize(
+    "ranks", [[], ["--tensor-model-parallel-size", "2"]], ids=["alone", "tp"]
+)
 def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
     config = parse([*JOB, *dtype, *ranks], world_size=2)
     tp = config.parallel.tensor_model_parallel_size
@@ -77,7 +126,13 @@ def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
     modules = build_stage(describe_layers(config, mesh))
     for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.02)
-    stage = Stage(0, list(modules), is_first=True, is_last=True, loss=loss_function(config, mesh.group("tp")))
+    stage = Stage(
+        0,
+        list(modules),
+        is_first=True,
+        is_last=True,
+        loss=loss_function(config, mesh.group("tp")),
+    )
     batch = MODELS[NAME].data.blank(3, 23)
     with AliveBytes() as alive, WORKSPACE.apart() as workspace:
         loss = stage.forward(0, batch, None, 1.0)
@@ -89,20 +144,46 @@ def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
 def test_a_plan_counts_its_messages_its_flops_and_its_parameters():
     flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     plan = plan_world(parse([*JOB, *flags], world_size=4), device="cuda")
-    rank, h, passes = plan.rank_plan(0), 64, 4                 # two linears and their backward, twice a block
+    rank, h, passes = (
+        plan.rank_plan(0),
+        64,
+        4,
+    )  # two linears and their backward, twice a block
     blocks = [layer.is_block for layer in plan.stages[0].layers]
     hidden = 23 * 3 * h * 4
-    assert rank.traffic.bytes["all_reduce", "tp",
-                              2] == plan.microbatches * hidden * (1 + passes * sum(blocks))
-    [cost] = {cost.forward for cost, layer in zip(plan.run.layer_costs, plan.run.layers) if layer.is_block}
+    assert rank.traffic.bytes["all_reduce", "tp", 2] == plan.microbatches * hidden * (
+        1 + passes * sum(blocks)
+    )
+    [cost] = {
+        cost.forward
+        for cost, layer in zip(plan.run.layer_costs, plan.run.layers)
+        if layer.is_block
+    }
     assert cost == 2 * 23 * h * (3 * h + 2 * 4 * h)
-    assert plan.parameters == 130 * h + 23 * h + 3 * (11 * h * h + 2 * 2 * h + (2 * h + h)
-                                                      + (4 * h + h)) + 2 * h
-
-
+    assert (
+        plan.parameters
+        == 130 * h
+        + 23 * h
+        + 3 * (11 * h * h + 2 * 2 * h + (2 * h + h) + (4 * h + h))
+        + 2 * h
+    )
 
 
 def test_dry_run_shows_it(capsys):
-    assert pretrain([*JOB, "--dry-run", "--world-size", "4", "--pipeline-model-parallel-size", "2"]) == 0
-    assert ("proof: rank 0's modules were built on the meta device among 4 simulated ranks"
-            in capsys.readouterr().out)
+    assert (
+        pretrain(
+            [
+                *JOB,
+                "--dry-run",
+                "--world-size",
+                "4",
+                "--pipeline-model-parallel-size",
+                "2",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "proof: rank 0's modules were built on the meta device among 4 simulated ranks"
+        in capsys.readouterr().out
+    )

@@ -41,9 +41,12 @@ class GatheredKeys(nn.Module):
     def forward(self, q, k, v, batch):
         # [s, b, g/t, d], in the order of the ranks
         k, v = (gather_from_sequence_region(x, self.group) for x in (k, v))
-        parts = [SequenceSlice(context=Part(rank, self.group.size)) for rank in range(self.group.size)]
+        parts = [
+            SequenceSlice(context=Part(rank, self.group.size))
+            for rank in range(self.group.size)
+        ]
         keys = torch.cat([part.index(batch.places.length) for part in parts])
-        later = keys > batch.places.index[:, None]                              # [s/cp, s]
+        later = keys > batch.places.index[:, None]  # [s/cp, s]
         return attention(q, k, v, pattern=FULL, mask=later[None, None])
 
 
@@ -51,13 +54,26 @@ def context_parallel_gpt(config, ctx):
     rotary = make_rotary(config)
 
     def block(name):
-        attention = SelfAttention(config, f"{name}.self_attention", ctx, output_std=output_std(config),
-                                  rotary=rotary, core=GatheredKeys(ctx))
-        return Block(config, name, ctx, attention=attention,
-                     feed_forward=MLP(config, f"{name}.mlp", ctx, output_std=output_std(config)))
+        attention = SelfAttention(
+            config,
+            f"{name}.self_attention",
+            ctx,
+            output_std=output_std(config),
+            rotary=rotary,
+            core=GatheredKeys(ctx),
+        )
+        return Block(
+            config,
+            name,
+            ctx,
+            attention=attention,
+            feed_forward=MLP(config, f"{name}.mlp", ctx, output_std=output_std(config)),
+        )
 
-    return [replace(layer, make=partial(block, layer.name)) if layer.is_block else layer
-            for layer in gpt_layers(config, ctx)]
+    return [
+        replace(layer, make=partial(block, layer.name)) if layer.is_block else layer
+        for layer in gpt_layers(config, ctx)
+    ]
 
 
 def run(layers, config, ctx, batch):
@@ -65,8 +81,12 @@ def run(layers, config, ctx, batch):
     model = build_stage(layers(config, ctx))
     initialize(list(model.parameters()), 3, coordinates_of(ctx.tp))
     logits = run_layers(model, None, batch)
-    weight = (batch.labels.t()[..., None] + 1 + torch.arange(logits.shape[-1])
-              + ctx.tp.rank * logits.shape[-1]) % 7 - 3.0
+    weight = (
+        batch.labels.t()[..., None]
+        + 1
+        + torch.arange(logits.shape[-1])
+        + ctx.tp.rank * logits.shape[-1]
+    ) % 7 - 3.0
     (logits * weight).sum().backward()
     return logits.detach(), [(p.spec, p.grad) for p in model.parameters()]
 
@@ -81,9 +101,15 @@ def test_it_computes_what_one_process_computes(style, cp, tp, granularity):
 
     def main(rank, world):
         mesh = Mesh(Grid(tp=tp, cp=cp), rank, world.connect)
-        ctx = ParallelContext(mesh, sequence_parallel=True, seed=1, recompute=Recompute(granularity))
+        ctx = ParallelContext(
+            mesh, sequence_parallel=True, seed=1, recompute=Recompute(granularity)
+        )
         part = batch.cut(ctx.slice)
-        return mesh.coordinate("cp"), part.places.index, run(context_parallel_gpt, config, ctx, part)
+        return (
+            mesh.coordinate("cp"),
+            part.places.index,
+            run(context_parallel_gpt, config, ctx, part),
+        )
 
     ranks = run_ranks(cp * tp, main)
     for at in range(cp):
@@ -91,7 +117,12 @@ def test_it_computes_what_one_process_computes(style, cp, tp, granularity):
         logits = torch.cat([logits for _, logits in held], dim=-1)
         torch.testing.assert_close(logits, whole[held[0][0]], rtol=1e-5, atol=1e-6)
     # Gradients of the ranks along cp are partial sums, which a run adds over `mesh.reduction`.
-    total = [gather_logical([grads for c, _, (_, grads) in ranks if c == at]) for at in range(cp)]
+    total = [
+        gather_logical([grads for c, _, (_, grads) in ranks if c == at])
+        for at in range(cp)
+    ]
     for spec, gradient in gradients:
         summed = sum(part[spec.name] for part in total)
-        torch.testing.assert_close(summed, gradient[tuple(map(slice, spec.shape))], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            summed, gradient[tuple(map(slice, spec.shape))], rtol=1e-4, atol=1e-4
+        )

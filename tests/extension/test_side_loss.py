@@ -49,8 +49,11 @@ class Penalized(nn.Module):
     def forward(self, x, batch):
         y, linear = self.mlp(x, batch), self.mlp.linear_fc2
         square, mean, count = y.float().square().sum(), y.float().sum(), y.numel()
-        if linear.sequence_parallel:                                    # y is a slice of the sequence
-            square, mean = reduce_from_region(square, linear.group), reduce_from_region(mean, linear.group)
+        if linear.sequence_parallel:  # y is a slice of the sequence
+            square, mean = (
+                reduce_from_region(square, linear.group),
+                reduce_from_region(mean, linear.group),
+            )
             count *= linear.group.size
         batch.ledger.add("mlp penalty", square, count, weight=WEIGHT)
         batch.ledger.record("mlp mean", mean, count)
@@ -67,8 +70,12 @@ def penalized(make):
 @language_model
 def penalized_layers(config, ctx):
     layers = MODELS["gpt"](config, ctx)
-    return [replace(layer, make=partial(penalized, layer.make)) if layer.kind == "block" else layer
-            for layer in layers]
+    return [
+        replace(layer, make=partial(penalized, layer.make))
+        if layer.kind == "block"
+        else layer
+        for layer in layers
+    ]
 
 
 @dataclass
@@ -84,11 +91,31 @@ class Result:
 
 def job_of(dtype: str = "fp32", per_token: bool = False) -> list[str]:
     """Plain gradient descent, so that the final weights show each gradient."""
-    descent = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr-decay-style", "constant",
-               "--lr-warmup-iters", "0",
-               "--lr", str(RATE), "--min-lr", "0", "--weight-decay", "0", "--clip-grad", "0"]
-    return [*tiny_job("gpt2", dtype, True, 0.0, LAYERS, BATCH, STEPS), "--model", "penalized gpt", *descent,
-            *["--calculate-per-token-loss"] * per_token]
+    descent = [
+        "--optimizer",
+        "sgd",
+        "--sgd-momentum",
+        "0",
+        "--lr-decay-style",
+        "constant",
+        "--lr-warmup-iters",
+        "0",
+        "--lr",
+        str(RATE),
+        "--min-lr",
+        "0",
+        "--weight-decay",
+        "0",
+        "--clip-grad",
+        "0",
+    ]
+    return [
+        *tiny_job("gpt2", dtype, True, 0.0, LAYERS, BATCH, STEPS),
+        "--model",
+        "penalized gpt",
+        *descent,
+        *["--calculate-per-token-loss"] * per_token,
+    ]
 
 
 def train_layout(job: list[str], layout: str) -> Result:
@@ -103,8 +130,13 @@ def train_layout(job: list[str], layout: str) -> Result:
 
     with mock.patch.object(StepMetrics, "report", report):
         trace, weights = run_layout(job, layout, STEPS).merged
-    return Result(trace.losses, trace.grad_norms, [report.terms["mlp penalty"] for report in reports],
-                  [report.metrics["mlp mean"] for report in reports], weights)
+    return Result(
+        trace.losses,
+        trace.grad_norms,
+        [report.terms["mlp penalty"] for report in reports],
+        [report.metrics["mlp mean"] for report in reports],
+        weights,
+    )
 
 
 @cache
@@ -112,44 +144,77 @@ def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
     """One process, no stage, nothing in a ledger: the objective is the sum of both losses over all
     micro-batches.
     """
-    job, dtypes = job_of(dtype, per_token), {"fp32": torch.float32, "fp16": torch.float16}
+    job, dtypes = (
+        job_of(dtype, per_token),
+        {"fp32": torch.float32, "fp16": torch.float16},
+    )
     config = parse([*job, "--micro-batch-size", "1"])
     samples = mock_samples(config, 4 * BATCH, seed=1)
-    model = build_stage(MODELS["penalized gpt"](
-        config.model, ParallelContext(precision=Precision(dtypes[dtype]))))
+    model = build_stage(
+        MODELS["penalized gpt"](
+            config.model, ParallelContext(precision=Precision(dtypes[dtype]))
+        )
+    )
     initialize(model.parameters(), config.train.seed, {})
     masters = [p.detach().float().clone() for p in model.parameters()]
     outputs = []
     for module in model.modules():
         if isinstance(module, Penalized):
-            module.mlp.register_forward_hook(lambda module, inputs, output: outputs.append(output.float()))
+            module.mlp.register_forward_hook(
+                lambda module, inputs, output: outputs.append(output.float())
+            )
     result = Result([], [], [], [], {})
     for step in range(STEPS):
-        batch = run_ranks(1, partial(batch_of_step, config, samples, step))[0].with_ledger(DISCARDING)
+        batch = run_ranks(1, partial(batch_of_step, config, samples, step))[
+            0
+        ].with_ledger(DISCARDING)
         outputs.clear()
         objectives, losses, tokens = [], [], []
         for microbatch in batch.split(1):
             before, x = len(outputs), None
             for module in model:
                 x = module(x, microbatch)
-            loss = gpt_loss(x, microbatch, tp=solo(), vocab_size=config.model.vocab_size, per_token=per_token)
+            loss = gpt_loss(
+                x,
+                microbatch,
+                tp=solo(),
+                vocab_size=config.model.vocab_size,
+                per_token=per_token,
+            )
             penalty = weight * sum(y.square().mean() for y in outputs[before:])
-            objectives.append(loss.objective + penalty * (loss.tokens if per_token else 1))
+            objectives.append(
+                loss.objective + penalty * (loss.tokens if per_token else 1)
+            )
             losses.append(loss.total.item() / (1 if per_token else loss.tokens.item()))
             tokens.append(loss.tokens.item())
         share = 1 / (sum(tokens) if per_token else BATCH)
         scale = 65536 if dtype == "fp16" else 1
-        gradients = [g.float() / scale for g in torch.autograd.grad(sum(objectives) * share * scale,
-                                                                    list(model.parameters()))]
+        gradients = [
+            g.float() / scale
+            for g in torch.autograd.grad(
+                sum(objectives) * share * scale, list(model.parameters())
+            )
+        ]
         with torch.no_grad():
-            for p, master, gradient in zip(model.parameters(), masters, gradients, strict=True):
+            for p, master, gradient in zip(
+                model.parameters(), masters, gradients, strict=True
+            ):
                 p.copy_(master.sub_(RATE * gradient))
         result.losses.append(sum(losses) * share)
-        result.norms.append(math.sqrt(sum(g.double().square().sum().item() for g in gradients)))
-        result.penalties.append(sum(y.square().sum().item()
-                                    for y in outputs) / sum(y.numel() for y in outputs))
-        result.means.append(sum(y.sum().item() for y in outputs) / sum(y.numel() for y in outputs))
-    result.weights = {p.spec.name: master[:p.spec.shape[0]] for p, master in zip(model.parameters(), masters)}
+        result.norms.append(
+            math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+        )
+        result.penalties.append(
+            sum(y.square().sum().item() for y in outputs)
+            / sum(y.numel() for y in outputs)
+        )
+        result.means.append(
+            sum(y.sum().item() for y in outputs) / sum(y.numel() for y in outputs)
+        )
+    result.weights = {
+        p.spec.name: master[: p.spec.shape[0]]
+        for p, master in zip(model.parameters(), masters)
+    }
     return result
 
 
@@ -165,27 +230,53 @@ def assert_alike(result: Result, expected: Result, rel: float) -> None:
     assert result.means == pytest.approx(expected.means, rel=rel, abs=rel)
     assert set(result.weights) == set(expected.weights)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(result.weights[name].float(), weight, rtol=0, atol=rel,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            result.weights[name].float(),
+            weight,
+            rtol=0,
+            atol=rel,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
-LAYOUTS = ["", "pp=2", "pp=2,recompute=full", "pp=2,recompute=selective",
-           "pp=2,schedule=interleaved,chunks=2",
-           "pp=2,schedule=zb-h1", "pp=2,schedule=zb-v,chunks=2", "pp=2,schedule=zb-v,chunks=2,recompute=full",
-           "dp=2,zero=2", "pp=2,dp=2,zero=2,schedule=zb-h2", "pp=2,dp=2,zero=3,recompute=full", "tp=2",
-           "tp=2,sp=1", "tp=2,sp=1,pp=2,schedule=zb-h1,recompute=full"]
+LAYOUTS = [
+    "",
+    "pp=2",
+    "pp=2,recompute=full",
+    "pp=2,recompute=selective",
+    "pp=2,schedule=interleaved,chunks=2",
+    "pp=2,schedule=zb-h1",
+    "pp=2,schedule=zb-v,chunks=2",
+    "pp=2,schedule=zb-v,chunks=2,recompute=full",
+    "dp=2,zero=2",
+    "pp=2,dp=2,zero=2,schedule=zb-h2",
+    "pp=2,dp=2,zero=3,recompute=full",
+    "tp=2",
+    "tp=2,sp=1",
+    "tp=2,sp=1,pp=2,schedule=zb-h1,recompute=full",
+]
 
 
 # fp32 in another order of sums; the penalty of the first blocks is on stage 0.
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
-def test_a_loss_of_any_stage_trains_and_is_reported_as_in_one_process(layout, per_token):
+@pytest.mark.parametrize(
+    "per_token", [False, True], ids=["per micro-batch", "per token"]
+)
+def test_a_loss_of_any_stage_trains_and_is_reported_as_in_one_process(
+    layout, per_token
+):
     if per_token and layout not in LAYOUTS[::3]:
         pytest.skip("every third layout")
-    assert_alike(train_layout(job_of("fp32", per_token), layout), by_hand("fp32", per_token), 2e-6)
+    assert_alike(
+        train_layout(job_of("fp32", per_token), layout),
+        by_hand("fp32", per_token),
+        2e-6,
+    )
 
 
-@pytest.mark.parametrize("layout", ["pp=2,schedule=zb-v,chunks=2", "pp=2,dp=2,zero=2,recompute=full"])
+@pytest.mark.parametrize(
+    "layout", ["pp=2,schedule=zb-v,chunks=2", "pp=2,dp=2,zero=2,recompute=full"]
+)
 def test_a_side_loss_is_scaled_by_the_loss_scale_of_fp16(layout):
     assert_alike(train_layout(job_of("fp16"), layout), by_hand("fp16", False), 2e-3)
 
@@ -195,33 +286,61 @@ def test_the_comparison_notices_a_ledger_that_is_off():
     above."""
     with_penalty, without = by_hand("fp32", False), by_hand("fp32", False, weight=0.0)
     assert with_penalty.norms[0] != pytest.approx(without.norms[0], rel=0.02)
-    record = lambda self, name, value, count, weight: Ledger._append(self, name, value.detach(), count,
-                                                                     weight)
-    with mock.patch.object(Ledger, "add", record):                                 # reported, but not trained
+    record = lambda self, name, value, count, weight: Ledger._append(
+        self, name, value.detach(), count, weight
+    )
+    with mock.patch.object(Ledger, "add", record):  # reported, but not trained
         with pytest.raises(AssertionError, match="comparison failed"):
             assert_alike(train_layout(job_of(), "pp=2"), with_penalty, 2e-3)
 
 
 def test_the_plan_of_a_step_counts_the_names():
     def report_sent(model):
-        config = parse([*job_of(), "--model", model, "--micro-batch-size", "1",
-                        "--pipeline-model-parallel-size", "2"],
-                       world_size=2)
+        config = parse(
+            [
+                *job_of(),
+                "--model",
+                model,
+                "--micro-batch-size",
+                "1",
+                "--pipeline-model-parallel-size",
+                "2",
+            ],
+            world_size=2,
+        )
         plan = plan_world(config, 0, "cpu")
-        return plan.metrics, plan.rank_plan(0).traffic.bytes["all_reduce", "tp-cp-dp-pp", 2]
+        return plan.metrics, plan.rank_plan(0).traffic.bytes[
+            "all_reduce", "tp-cp-dp-pp", 2
+        ]
 
-    (none, plain), (names, bytes_sent) = report_sent("gpt"), report_sent("penalized gpt")
-    assert not none and names == {"mlp penalty", "mlp mean"} and bytes_sent == plain + 2 * 16
+    (none, plain), (names, bytes_sent) = (
+        report_sent("gpt"),
+        report_sent("penalized gpt"),
+    )
+    assert (
+        not none
+        and names == {"mlp penalty", "mlp mean"}
+        and bytes_sent == plain + 2 * 16
+    )
 
 
 # ---- names
 
+
 def reduced(entries_of_step, world_size: int = 2):
     """The reports of all ranks; entries_of_step: one function (rank) → entries a step."""
+
     def main(rank, world):
-        mesh = Mesh(Grid.fit(world_size, pp=world_size), rank, world.connect, torch.device("cpu"))
+        mesh = Mesh(
+            Grid.fit(world_size, pp=world_size),
+            rank,
+            world.connect,
+            torch.device("cpu"),
+        )
         metrics = StepMetrics(mesh, per_token=False)
-        return [metrics.reduce([], entries(rank), stop=False) for entries in entries_of_step]
+        return [
+            metrics.reduce([], entries(rank), stop=False) for entries in entries_of_step
+        ]
 
     return run_ranks(world_size, main)
 
@@ -231,32 +350,55 @@ def entry(name, value=3.0, count=2, weight=1.0):
 
 
 def test_names_of_any_rank_are_agreed_at_the_first_step_and_when_a_new_one_comes():
-    first = lambda rank: [entry("of rank 0")] if rank == 0 else [entry("of rank 1", 5.0, 1),
-                                                                 entry("of rank 1", 1.0, 1)]
+    first = lambda rank: (
+        [entry("of rank 0")]
+        if rank == 0
+        else [entry("of rank 1", 5.0, 1), entry("of rank 1", 1.0, 1)]
+    )
     later = lambda rank: [*first(rank), *[entry("late", 8.0, 4, None)] * (rank == 1)]
     for one, two, three in reduced([first, later, first]):
-        assert one.terms == two.terms == three.terms == {"of rank 0": 1.5, "of rank 1": 3.0}
-        assert (not one.metrics and two.metrics == {"late": 2.0} and three.metrics == {"late": 0.0}
-                and not two.stop)
+        assert (
+            one.terms
+            == two.terms
+            == three.terms
+            == {"of rank 0": 1.5, "of rank 1": 3.0}
+        )
+        assert (
+            not one.metrics
+            and two.metrics == {"late": 2.0}
+            and three.metrics == {"late": 0.0}
+            and not two.stop
+        )
 
 
 def test_a_side_loss_that_is_not_finite_counts_as_such_and_a_metric_does_not():
-    [(report,)] = reduced([lambda rank: [entry("penalty", math.nan), entry("peak", math.inf, 1, None)]], 1)
+    [(report,)] = reduced(
+        [lambda rank: [entry("penalty", math.nan), entry("peak", math.inf, 1, None)]], 1
+    )
     assert not report.is_finite
     [(report,)] = reduced([lambda rank: [entry("peak", math.inf, 1, None)]], 1)
     assert report.is_finite
 
 
-@pytest.mark.parametrize("entries, words", [
-    ([entry("grad norm")], "'grad norm' are fields of the log already"),
-    ([entry("load"), entry("load", weight=None)], "'load' is both a loss term and a metric")])
+@pytest.mark.parametrize(
+    "entries, words",
+    [
+        ([entry("grad norm")], "'grad norm' are fields of the log already"),
+        (
+            [entry("load"), entry("load", weight=None)],
+            "'load' is both a loss term and a metric",
+        ),
+    ],
+)
 def test_a_name_that_cannot_be_reported_is_refused_on_all_ranks(entries, words):
     with pytest.raises(ConfigError, match=words):
         reduced([lambda rank: entries])
 
 
 def test_a_value_that_is_no_scalar_is_refused():
-    with pytest.raises(ValueError, match=r"'load' is \[3\] torch.float32.*Add a scalar"):
+    with pytest.raises(
+        ValueError, match=r"'load' is \[3\] torch.float32.*Add a scalar"
+    ):
         Ledger().add("load", torch.ones(3))
 
 
@@ -264,13 +406,20 @@ def test_what_a_ledger_would_lose_is_refused():
     one, ledger = torch.ones(()), Ledger()
     ledger.add("load", one)
     ledger.close()
-    ledger.add("load", one)                                                     # of a layer that runs again
+    ledger.add("load", one)  # of a layer that runs again
     assert [e.name for e in ledger.take()] == ["load"]
-    with pytest.raises(LedgerError, match="'peak' is added to a ledger that was closed without it"):
+    with pytest.raises(
+        LedgerError, match="'peak' is added to a ledger that was closed without it"
+    ):
         ledger.record("peak", one)
     batch = make_batch(STYLES["gpt2"], s=12)
-    for lost in (batch, batch.cut(SequenceSlice(context=Part(1, 2))).with_ledger(Ledger()).whole):
-        with pytest.raises(LedgerError, match="'load' is added to a batch that has no ledger"):
+    for lost in (
+        batch,
+        batch.cut(SequenceSlice(context=Part(1, 2))).with_ledger(Ledger()).whole,
+    ):
+        with pytest.raises(
+            LedgerError, match="'load' is added to a batch that has no ledger"
+        ):
             lost.ledger.add("load", one)
     DISCARDING.add("load", one)
     assert not DISCARDING.take()
@@ -278,20 +427,41 @@ def test_what_a_ledger_would_lose_is_refused():
 
 # ---- where a user sees them
 
+
 @contextlib.contextmanager
 def registered(rank):
     """Importing this file in a training process registers the model."""
     yield
 
 
-def test_log_tensorboard_and_metrics_file_have_a_side_loss_of_training_and_of_evaluation(tmp_path):
-    argv = [*MOCK, "--model", "penalized gpt", "--eval-interval", "3", "--eval-iters", "2", "--metrics-path",
-            tmp_path / "metrics.jsonl", "--tensorboard-dir", tmp_path / "board"]
+def test_log_tensorboard_and_metrics_file_have_a_side_loss_of_training_and_of_evaluation(
+    tmp_path,
+):
+    argv = [
+        *MOCK,
+        "--model",
+        "penalized gpt",
+        "--eval-interval",
+        "3",
+        "--eval-iters",
+        "2",
+        "--metrics-path",
+        tmp_path / "metrics.jsonl",
+        "--tensorboard-dir",
+        tmp_path / "board",
+    ]
     [ended] = train(1, argv, spoil=registered)
     for kind in ("train", "validation"):
         found = records(tmp_path, kind)
-        assert found and all(0 < record["mlp_penalty"] < 1 and "mlp_mean" in record for record in found)
-    assert ("| mlp penalty: " in ended.out and "| mlp penalty value: " in ended.out
-            and "| mlp mean: " in ended.out)
-    events = b"".join(path.read_bytes() for path in (tmp_path / "board").glob("events*"))
+        assert found and all(
+            0 < record["mlp_penalty"] < 1 and "mlp_mean" in record for record in found
+        )
+    assert (
+        "| mlp penalty: " in ended.out
+        and "| mlp penalty value: " in ended.out
+        and "| mlp mean: " in ended.out
+    )
+    events = b"".join(
+        path.read_bytes() for path in (tmp_path / "board").glob("events*")
+    )
     assert b"mlp penalty" in events and b"mlp mean validation" in events

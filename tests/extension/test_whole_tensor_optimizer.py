@@ -13,7 +13,12 @@ from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.optim import OPTIMIZERS, ParamGroup, RegisteredOptimizer, default_groups
+from megatron_ds.optim import (
+    OPTIMIZERS,
+    ParamGroup,
+    RegisteredOptimizer,
+    default_groups,
+)
 from megatron_ds.planning.run_plan import optimizer_problems
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
@@ -39,7 +44,9 @@ class Orthogonal(torch.optim.Optimizer):
                 assert p.dim() == 2, "a whole matrix in its own shape"
                 moment = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 moment.mul_(group["momentum"]).add_(p.grad)
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(newton_schulz(moment), alpha=group["lr"])
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    newton_schulz(moment), alpha=group["lr"]
+                )
 
 
 def newton_schulz(matrix, steps=5):
@@ -56,8 +63,15 @@ def orthogonal(groups, settings):
 
 def groups_of(settings):
     is_matrix = lambda spec: len(spec.shape) == 2 and "layers" in spec.name
-    return (ParamGroup("matrices", is_matrix, RegisteredOptimizer("orthogonal", settings), lr_factor=0.5),
-            *default_groups(RegisteredOptimizer("adam", settings)))
+    return (
+        ParamGroup(
+            "matrices",
+            is_matrix,
+            RegisteredOptimizer("orthogonal", settings),
+            lr_factor=0.5,
+        ),
+        *default_groups(RegisteredOptimizer("adam", settings)),
+    )
 
 
 orthogonal.needs_whole_tensors = True
@@ -72,25 +86,43 @@ def registered(monkeypatch):
 # ------------------------------------------------------------------------------------ its runs
 def config_of(layout, dtype="fp32", rules=()):
     request = parse_layout(layout, mbs="1")
-    job = [*tiny_job("llama", dtype, False, 0.0, 3, BATCH, 8), "--optimizer", "orthogonal"]
+    job = [
+        *tiny_job("llama", dtype, False, 0.0, 3, BATCH, 8),
+        "--optimizer",
+        "orthogonal",
+    ]
     return parse([*job, *request.flags], world_size=request.world_size, rules=rules)
 
 
 def run(config, main):
     """main(engine) on every rank."""
     p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
-                    order=p.rank_order)
-    return run_ranks(config.world_size,
-                     lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))))
+    grid = Grid.fit(
+        config.world_size,
+        tp=p.tensor_model_parallel_size,
+        pp=p.pipeline_model_parallel_size,
+        order=p.rank_order,
+    )
+    return run_ranks(
+        config.world_size,
+        lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))),
+    )
 
 
 def train(engine, steps):
     samples, outcomes = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
     for step in steps:
-        batch = global_batch_share(samples, step * BATCH, BATCH, engine.config, engine.mesh)
-        outcomes.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1))
-    return [outcome.loss for outcome in outcomes], [outcome.grad_norm for outcome in outcomes]
+        batch = global_batch_share(
+            samples, step * BATCH, BATCH, engine.config, engine.mesh
+        )
+        outcomes.append(
+            train_step(
+                engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1
+            )
+        )
+    return [outcome.loss for outcome in outcomes], [
+        outcome.grad_norm for outcome in outcomes
+    ]
 
 
 def state_of(engine):
@@ -98,56 +130,109 @@ def state_of(engine):
 
 
 def trained(layout, dtype="fp32", steps=4):
-    return run(config_of(layout, dtype), lambda engine: (*train(engine, range(steps)), state_of(engine)))
+    return run(
+        config_of(layout, dtype),
+        lambda engine: (*train(engine, range(steps)), state_of(engine)),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["dp=2,zero=0", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=1,bucket=3000",
-                                    "dp=4,zero=2", "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2,schedule=zb-h1"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=0",
+        "dp=2,zero=1",
+        "dp=2,zero=2",
+        "dp=4,zero=1,bucket=3000",
+        "dp=4,zero=2",
+        "dp=2,pp=2,zero=1",
+        "dp=2,pp=2,zero=2,schedule=zb-h1",
+    ],
+)
 def test_every_layout_trains_as_one_process(layout, dtype):
     [(losses, norms, state)] = trained("dp=1,zero=0", dtype)
     assert len({losses[0], losses[1], losses[-1]}) == 3
     ranks = trained(layout, dtype)
     # Sums over ranks round in another order; in bf16 a rounding of the 16-bit weights follows.
-    close = dict(rtol=1e-4, atol=2e-6) if dtype == "fp32" else dict(rtol=2e-2, atol=5e-3)
+    close = (
+        dict(rtol=1e-4, atol=2e-6) if dtype == "fp32" else dict(rtol=2e-2, atol=5e-3)
+    )
     for got, got_norms, _ in ranks:
         assert got == pytest.approx(losses, rel=2e-6 if dtype == "fp32" else 1e-3)
         assert got_norms == pytest.approx(norms, rel=1e-5 if dtype == "fp32" else 2e-2)
     for _, _, pieces in ranks:
         for (kind, name), piece in pieces.items():
-            if kind in ("weight", "momentum") and "layers" in name and len(piece.spec.shape) == 2:
-                torch.testing.assert_close(piece.tensor, state[kind, name].tensor[piece.start:piece.stop],
-                                           **close)
+            if (
+                kind in ("weight", "momentum")
+                and "layers" in name
+                and len(piece.spec.shape) == 2
+            ):
+                torch.testing.assert_close(
+                    piece.tensor,
+                    state[kind, name].tensor[piece.start : piece.stop],
+                    **close,
+                )
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_each_matrix_is_on_one_rank_and_they_are_shared_out_evenly(stage):
     ranks = trained(f"dp=2,zero={stage}", steps=1)
-    held = [{name: piece for (kind, name), piece in pieces.items() if kind == "momentum"}
-            for _, _, pieces in ranks]
+    held = [
+        {name: piece for (kind, name), piece in pieces.items() if kind == "momentum"}
+        for _, _, pieces in ranks
+    ]
     assert not held[0].keys() & held[1].keys() and len(held[0] | held[1]) > 10
-    assert all((piece.start, piece.stop) == (0, piece.spec.numel) for pieces in held
-               for piece in pieces.values())
+    assert all(
+        (piece.start, piece.stop) == (0, piece.spec.numel)
+        for pieces in held
+        for piece in pieces.values()
+    )
     numels = [sum(piece.spec.numel for piece in pieces.values()) for pieces in held]
     largest = max(piece.spec.numel for pieces in held for piece in pieces.values())
     assert abs(numels[0] - numels[1]) <= largest
-    kinds = {name: {kind for kind, of in pieces if of == name} for _, _, pieces in ranks
-             for _, name in pieces}
-    assert kinds["decoder.layers.1.self_attention.linear_proj.weight"] == {"weight", "momentum"}
-    assert kinds["decoder.final_layernorm.weight"] == {"weight", "exp_avg", "exp_avg_sq"}
+    kinds = {
+        name: {kind for kind, of in pieces if of == name}
+        for _, _, pieces in ranks
+        for _, name in pieces
+    }
+    assert kinds["decoder.layers.1.self_attention.linear_proj.weight"] == {
+        "weight",
+        "momentum",
+    }
+    assert kinds["decoder.final_layernorm.weight"] == {
+        "weight",
+        "exp_avg",
+        "exp_avg_sq",
+    }
 
 
-@pytest.mark.parametrize("before, after", [("dp=2,zero=1", "dp=1,zero=0"), ("dp=1,zero=0", "dp=4,zero=2"),
-                                           ("dp=2,zero=2", "dp=2,pp=2,zero=1")])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("dp=2,zero=1", "dp=1,zero=0"),
+        ("dp=1,zero=0", "dp=4,zero=2"),
+        ("dp=2,zero=2", "dp=2,pp=2,zero=1"),
+    ],
+)
 def test_a_run_continues_in_another_layout(before, after, tmp_path):
     [(expected, _, _)] = trained("dp=1,zero=0", steps=6)
 
     def groups(engine):
-        return {"coordinates": engine.mesh.coordinates, "world": engine.mesh.group("world")}
+        return {
+            "coordinates": engine.mesh.coordinates,
+            "world": engine.mesh.group("world"),
+        }
 
     def first(engine):
         train(engine, range(3))
-        save(tmp_path, 3, list(engine.optimizer.pieces()), run={}, limit=None, **groups(engine))
+        save(
+            tmp_path,
+            3,
+            list(engine.optimizer.pieces()),
+            run={},
+            limit=None,
+            **groups(engine),
+        )
         return engine.optimizer.extra_state()
 
     def second(engine):
@@ -162,9 +247,13 @@ def test_a_run_continues_in_another_layout(before, after, tmp_path):
 
 
 def test_stage_3_and_offloading_are_refused_before_the_run():
-    with pytest.raises(ConfigError, match="'matrices' needs whole tensors, but ZeRO stage 3"):
+    with pytest.raises(
+        ConfigError, match="'matrices' needs whole tensors, but ZeRO stage 3"
+    ):
         config_of("dp=2,zero=3", rules=(optimizer_problems,))
-    with pytest.raises(ConfigError, match="'matrices' needs whole tensors .* offloaded"):
+    with pytest.raises(
+        ConfigError, match="'matrices' needs whole tensors .* offloaded"
+    ):
         config_of("dp=2,zero=1,offload=cpu", rules=(optimizer_problems,))
 
 

@@ -14,11 +14,17 @@ from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
 from tests.kernels.test_contract import OPERATIONS, SIZES
 from tests.kernels.test_self_check import WIDTHS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(),
-                                reason="needs a GPU: torch.cuda.is_available() is False")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a GPU: torch.cuda.is_available() is False",
+)
 DEVICE = torch.device("cuda", 0)
-KERNELS = [pytest.param(operation, entry, id=operation.name) for operation in OPERATIONS.values()
-           for entry in operation.implementations if entry.name == "cuda"]
+KERNELS = [
+    pytest.param(operation, entry, id=operation.name)
+    for operation in OPERATIONS.values()
+    for entry in operation.implementations
+    if entry.name == "cuda"
+]
 
 
 def normalized(x):
@@ -47,7 +53,10 @@ def test_a_kernel_equals_torchs_operations_in_double_precision(operation, entry,
     for rows, width in SIZES:
         arguments = operation.make_example(rows, width, dtype, DEVICE)
         if entry.suits(*arguments) and not entry.fits(*arguments):
-            assert largest_error(operation, entry, rows, width, dtype, DEVICE) <= 1, (rows, width)
+            assert largest_error(operation, entry, rows, width, dtype, DEVICE) <= 1, (
+                rows,
+                width,
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -63,7 +72,7 @@ def test_a_launch_is_on_the_current_stream():
     x, stream = random_rows(1024), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(10**8)                        # about 50 ms: another stream would not wait for it
+        torch.cuda._sleep(10**8)  # about 50 ms: another stream would not wait for it
         x.mul_(3).add_(1)
         y = normalized(x)
     stream.synchronize()
@@ -72,7 +81,7 @@ def test_a_launch_is_on_the_current_stream():
 
 def test_a_thread_that_has_not_used_the_gpu_launches():
     x, made = random_rows(1024), []
-    out = normalized(x)                                  # what the thread needs of torch is loaded
+    out = normalized(x)  # what the thread needs of torch is loaded
     thread = threading.Thread(target=lambda: made.append(normalized(x)))
     thread.start()
     thread.join()
@@ -91,7 +100,10 @@ def test_launches_are_captured_into_a_graph():
 
 
 def test_a_kernel_is_not_loaded_in_a_capture():
-    x, weight = random_rows(1048), torch.ones(1048, device=DEVICE)         # columns of no other test
+    x, weight = (
+        random_rows(1048),
+        torch.ones(1048, device=DEVICE),
+    )  # columns of no other test
     with pytest.raises(KernelError, match="in the capture of a CUDA graph"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             norm_kernels.rms_norm(x, weight, 1e-5)
@@ -103,7 +115,9 @@ def test_a_launch_that_the_driver_refuses_has_its_reason():
     normalized(x)
     function = next(iter(backend._functions.values()))
     with pytest.raises(KernelError, match=r"CUDA_ERROR_INVALID_VALUE \(1\)"):
-        backend.launch(function, (1, 1, 1), (4096, 1, 1), norm_kernels.FORWARD._arguments.addresses)
+        backend.launch(
+            function, (1, 1, 1), (4096, 1, 1), norm_kernels.FORWARD._arguments.addresses
+        )
     assert is_normalized(x, normalized(x))
 
 

@@ -31,7 +31,11 @@ import torch
 from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
 from megatron_ds.ops.cpu import compiled_attention, compiled_norms
-from megatron_ds.ops.cpu.blocked_attention import KERNELS, is_worth_blocking, rows_of_block
+from megatron_ds.ops.cpu.blocked_attention import (
+    KERNELS,
+    is_worth_blocking,
+    rows_of_block,
+)
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
@@ -77,7 +81,9 @@ class Workload:
     @property
     def rows(self) -> int:
         """Tokens of which this rank holds hidden states between linear layers."""
-        part = SequenceSlice.of(tp=(0, self.tp), sequence_parallel=self.sequence_parallel)
+        part = SequenceSlice.of(
+            tp=(0, self.tp), sequence_parallel=self.sequence_parallel
+        )
         return self.samples * len(part.rows(self.positions))
 
     @property
@@ -87,11 +93,23 @@ class Workload:
 
     @property
     def query_bytes(self) -> int:
-        return self.tokens * self.model.num_attention_heads // self.tp * self.model.head_dim * self.itemsize
+        return (
+            self.tokens
+            * self.model.num_attention_heads
+            // self.tp
+            * self.model.head_dim
+            * self.itemsize
+        )
 
     @property
     def key_bytes(self) -> int:
-        return self.tokens * self.model.query_groups // self.tp * self.model.head_dim * self.itemsize
+        return (
+            self.tokens
+            * self.model.query_groups
+            // self.tp
+            * self.model.head_dim
+            * self.itemsize
+        )
 
     @property
     def wide_bytes(self) -> int:
@@ -104,27 +122,45 @@ class Workload:
         return self.tokens * self.positions * self.model.num_attention_heads // self.tp
 
 
-def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = None,
-                  recomputed: int | None = None) -> int:
+def kept_by_stage(
+    work: Workload,
+    kinds: Sequence[str],
+    recompute: str | None = None,
+    recomputed: int | None = None,
+) -> int:
     """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many;
     None: all."""
     kept, blocks, wants_tables = 0, 0, False
     if kinds[0] == "dropping block" and work.drops:
-        kept = work.hidden_bytes                 # a stage keeps its input, of which other layers keep no copy
+        kept = (
+            work.hidden_bytes
+        )  # a stage keeps its input, of which other layers keep no copy
     for kind in kinds:
         blocks += kind in BLOCKS
         how = recompute if recomputed is None or blocks <= recomputed else None
         kept += kept_by_layer(work, kind, how)
-        wants_tables |= kind in BLOCKS and how != "full" and not (kind == "dropping block" and work.drops)
-    return kept + (_rotary_tables(work) + _document_bias(work, recompute) if wants_tables else 0)
+        wants_tables |= (
+            kind in BLOCKS
+            and how != "full"
+            and not (kind == "dropping block" and work.drops)
+        )
+    return kept + (
+        _rotary_tables(work) + _document_bias(work, recompute) if wants_tables else 0
+    )
 
 
 def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> int:
     """kind: as `models.Layer.sort` has it; another one counts as nothing."""
     if kind == "dropping block":
-        return _kept_by_dropping(work, recompute) if work.drops else kept_by_layer(work, "block", recompute)
+        return (
+            _kept_by_dropping(work, recompute)
+            if work.drops
+            else kept_by_layer(work, "block", recompute)
+        )
     if kind in ("embedding", "bert_embedding"):
-        makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
+        makes_rows = (
+            work.tp > 1 or work.samples > 1
+        )  # else they are a view of the batch
         return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
     if kind == "norm":
         return work.hidden_bytes + _statistics(work) + _scale(work)
@@ -141,7 +177,7 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     core = _arguments(work) if recompute == "selective" else _core(work)
     norms = 2 * (work.hidden_bytes + _statistics(work) + _scale(work))
     if work.model.use_parallel_residual:
-        norms -= work.hidden_bytes                                  # both have the same input
+        norms -= work.hidden_bytes  # both have the same input
     inputs = 2 * work.hidden_bytes + work.query_bytes + work.wide_bytes
     return norms + inputs + core + _into_activation(work) + 2 * _dropout(work)
 
@@ -153,7 +189,13 @@ def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
     # fp32.
     batch = seen.tokens * (8 * work.apart + (4 * 8 + 4 if recompute else 0))
     tables = seen.samples * _rotary_tables(seen) if recompute != "full" else 0
-    return kept_by_layer(seen, "block", recompute) + places + batch + tables + _document_bias(seen, recompute)
+    return (
+        kept_by_layer(seen, "block", recompute)
+        + places
+        + batch
+        + tables
+        + _document_bias(seen, recompute)
+    )
 
 
 def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
@@ -161,9 +203,12 @@ def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
     most: dict[str, int] = {}
     if _is_widened(work):
         for kind in kinds:
-            tokens = (work.kept_tokens * work.samples if kind == "dropping block" and work.drops
-                      else work.tokens)
-            for n, m in _linears(work, kind):                         # forward, gradients of input and weight
+            tokens = (
+                work.kept_tokens * work.samples
+                if kind == "dropping block" and work.drops
+                else work.tokens
+            )
+            for n, m in _linears(work, kind):  # forward, gradients of input and weight
                 for shape in ((tokens, n, m), (tokens, m, n), (m, tokens, n)):
                     for role, numel in working_elements(*shape).items():
                         most[role] = max(most.get(role, 0), numel)
@@ -173,11 +218,17 @@ def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
 def _linears(work: Workload, kind: str) -> list[tuple[int, int]]:
     """(in, out) features of the layer's matrices on this rank."""
     model, tp = work.model, work.tp
-    h, q, f = model.hidden_size, model.num_attention_heads * model.head_dim // tp, model.ffn_size // tp
+    h, q, f = (
+        model.hidden_size,
+        model.num_attention_heads * model.head_dim // tp,
+        model.ffn_size // tp,
+    )
     k = model.query_groups * model.head_dim // tp
     if kind in BLOCKS:
         return [(h, q + 2 * k), (q, h), (h, 2 * f if model.is_gated else f), (f, h)]
-    return {"head": [(h, work.vocab)], "bert_head": [(h, h), (h, work.vocab)]}.get(kind, [])
+    return {"head": [(h, work.vocab)], "bert_head": [(h, h), (h, work.vocab)]}.get(
+        kind, []
+    )
 
 
 def _bert_head(work: Workload) -> int:
@@ -197,13 +248,19 @@ def _statistics(work: Workload, rows: int | None = None) -> int:
     rows = work.rows if rows is None else rows
     if work.model.normalization == "RMSNorm":
         return 4 * rows
-    in_fp32 = work.device != "cpu" or work.dtype in compiled_norms.DTYPES and compiled_norms.extension()
+    in_fp32 = (
+        work.device != "cpu"
+        or work.dtype in compiled_norms.DTYPES
+        and compiled_norms.extension()
+    )
     return 2 * rows * (4 if in_fp32 else work.itemsize)
 
 
 def _scale(work: Workload) -> int:
     """One plus the weight of a norm, if that is what it multiplies by."""
-    return work.model.hidden_size * work.itemsize if work.model.apply_layernorm_1p else 0
+    return (
+        work.model.hidden_size * work.itemsize if work.model.apply_layernorm_1p else 0
+    )
 
 
 def _head_norms(work: Workload) -> int:
@@ -212,20 +269,32 @@ def _head_norms(work: Workload) -> int:
     The keys before their norm are in the projection, whose values attention keeps."""
     if not work.model.qk_layernorm:
         return 0
-    heads = work.tokens * (work.model.num_attention_heads + work.model.query_groups) // work.tp
-    scales = 2 * work.model.head_dim * work.itemsize if work.model.apply_layernorm_1p else 0
+    heads = (
+        work.tokens
+        * (work.model.num_attention_heads + work.model.query_groups)
+        // work.tp
+    )
+    scales = (
+        2 * work.model.head_dim * work.itemsize if work.model.apply_layernorm_1p else 0
+    )
     return _statistics(work, heads) + scales + _queries_together(work)
 
 
 def _queries_together(work: Workload) -> int:
     """A copy of the queries, if those of several groups lie apart."""
-    several = work.model.query_groups // work.tp > 1 and work.query_bytes > work.key_bytes
+    several = (
+        work.model.query_groups // work.tp > 1 and work.query_bytes > work.key_bytes
+    )
     return work.query_bytes if several else 0
 
 
 def _dropout(work: Workload) -> int:
     """The mask of hidden dropout. Kernels for GPUs draw it once more in backward."""
-    return work.rows * work.model.hidden_size if work.model.hidden_dropout and work.device == "cpu" else 0
+    return (
+        work.rows * work.model.hidden_size
+        if work.model.hidden_dropout and work.device == "cpu"
+        else 0
+    )
 
 
 def _rotary_tables(work: Workload) -> int:
@@ -253,13 +322,22 @@ def _is_compiled(work: Workload) -> bool:
     model = work.model
     has_places = work.picked and model.position_embedding_type == "alibi"
     is_known = work.device == "cpu" and not model.attention_dropout and not has_places
-    return (is_known and not _is_widened(work) and model.head_dim in compiled_attention.CHANNELS
-            and work.dtype in compiled_attention.NAMES and not compiled_attention.reason_against(work.dtype))
+    return (
+        is_known
+        and not _is_widened(work)
+        and model.head_dim in compiled_attention.CHANNELS
+        and work.dtype in compiled_attention.NAMES
+        and not compiled_attention.reason_against(work.dtype)
+    )
 
 
 def _goes_by_blocks(work: Workload) -> bool:
-    return (work.device == "cpu" and not _is_compiled(work) and (work.dtype in KERNELS or _is_widened(work))
-            and is_worth_blocking(work.positions, work.model.head_dim))
+    return (
+        work.device == "cpu"
+        and not _is_compiled(work)
+        and (work.dtype in KERNELS or _is_widened(work))
+        and is_worth_blocking(work.positions, work.model.head_dim)
+    )
 
 
 def _is_widened(work: Workload) -> bool:
@@ -284,17 +362,28 @@ def _core(work: Workload) -> int:
     causal = work.model.model != "bert"
     if causal and not work.model.attention_dropout and _goes_by_blocks(work):
         block = rows_of_block(torch.float32 if _is_widened(work) else work.dtype)
-        blocks = [min(block, work.positions - at) for at in range(0, work.positions, block)]
-        seen = sum(rows * min((i + 1) * block, work.positions) for i, rows in enumerate(blocks))
-        return work.scores // work.positions**2 * seen * work.itemsize + _blocked_arguments(work)
+        blocks = [
+            min(block, work.positions - at) for at in range(0, work.positions, block)
+        ]
+        seen = sum(
+            rows * min((i + 1) * block, work.positions) for i, rows in enumerate(blocks)
+        )
+        return (
+            work.scores // work.positions** 2 * seen * work.itemsize
+            + _blocked_arguments(work)
+        )
     own = None
-    if _is_widened(work):                                                # then it works on copies in fp32
+    if _is_widened(work):  # then it works on copies in fp32
         work = replace(work, dtype=torch.float32)
         own = work.query_bytes + 2 * work.key_bytes
     model, q = work.model, work.query_bytes
     if model.attention_dropout and work.device != "cpu":
         # before and after dropout; seeds, from which backward draws the mask again; that of picked tokens
-        of_mask = work.scores if work.picked else 8 * work.samples * model.num_attention_heads // work.tp
+        of_mask = (
+            work.scores
+            if work.picked
+            else 8 * work.samples * model.num_attention_heads // work.tp
+        )
         return 2 * work.scores * work.itemsize + of_mask + _unfused_arguments(work, own)
     if model.attention_dropout:
         # in fp32; the mask; those that stay, as they compute
@@ -303,13 +392,17 @@ def _core(work: Workload) -> int:
         forbidden = work.positions**2 if causal else work.samples
         closed = work.tokens * (work.positions + 1) if work.apart else forbidden
         return probabilities + closed + _unfused_arguments(work, own)
-    sums = 4 * work.tokens * model.num_attention_heads // work.tp     # logarithms of the sums of exponentials
+    sums = (
+        4 * work.tokens * model.num_attention_heads // work.tp
+    )  # logarithms of the sums of exponentials
     # the output, once more as the projection takes it
     copied = q if own or work.device != "cpu" and work.samples > 1 else 0
     # which keys count, as numbers to be added
     padding = 0 if causal or _is_compiled(work) else work.tokens * work.itemsize
     arguments = own or _arguments(work)
-    if _is_compiled(work) and (model.is_rotary or model.qk_layernorm):              # values are copied
+    if _is_compiled(work) and (
+        model.is_rotary or model.qk_layernorm
+    ):  # values are copied
         arguments = work.query_bytes + 2 * work.key_bytes + _head_norms(work)
     return arguments + sums + copied + padding
 
@@ -322,7 +415,11 @@ def _blocked_arguments(work: Workload) -> int:
         return _arguments(work)
     if work.dtype != torch.float32:
         return work.query_bytes + 2 * work.key_bytes
-    alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1
+    alone = (
+        work.query_bytes > work.key_bytes
+        and work.model.query_groups == work.tp
+        and work.samples > 1
+    )
     turned = work.model.is_rotary or work.model.qk_layernorm
     return _arguments(work) + (work.query_bytes if alone and not turned else 0)
 

@@ -35,7 +35,9 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
+        self._made = {
+            key: entry for key, entry in self._made.items() if not entry[0].expired()
+        }
         return sum(nbytes for _, nbytes in self._made.values())
 
 

@@ -11,14 +11,24 @@ from .model_runs import run_model
 run_bert = partial(run_model, "bert")
 
 
-def random_bert_batch(vocab_size: int, ids: tuple[int, ...], s: int, seed: int = 0, **changes) -> Batch:
+def random_bert_batch(
+    vocab_size: int, ids: tuple[int, ...], s: int, seed: int = 0, **changes
+) -> Batch:
     """Samples of different lengths, a pure function of their ids: the first is full, others end earlier."""
     rows = [_sample(vocab_size, i, s, seed) for i in ids]
-    tokens, labels, loss_mask, token_types, padding, order = map(torch.stack, zip(*rows))
-    batch = dict(tokens=tokens, labels=labels, loss_mask=loss_mask,
-                 position_ids=torch.arange(s).expand(len(ids), s),
-                 sample_ids=tuple(ids), token_types=token_types, attention_mask=padding[:, None, None, :],
-                 sentence_order=order)
+    tokens, labels, loss_mask, token_types, padding, order = map(
+        torch.stack, zip(*rows)
+    )
+    batch = dict(
+        tokens=tokens,
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=torch.arange(s).expand(len(ids), s),
+        sample_ids=tuple(ids),
+        token_types=token_types,
+        attention_mask=padding[:, None, None, :],
+        sentence_order=order,
+    )
     return Batch(**{**batch, **changes})
 
 
@@ -32,4 +42,11 @@ def _sample(vocab_size, i, s, seed):
     loss_mask = ((torch.rand(s, generator=draw) < 0.3) & (places < length)).float()
     loss_mask[1] = 1.0
     types = ((places >= pivot) & (places < length)).long()
-    return tokens, labels, loss_mask, types, places >= length, torch.tensor(number(0, 2))
+    return (
+        tokens,
+        labels,
+        loss_mask,
+        types,
+        places >= length,
+        torch.tensor(number(0, 2)),
+    )

@@ -12,9 +12,18 @@ from megatron_ds.mpu.group import solo
 from tests.harness.states import Layout, pieces_of
 
 OLD, NEW = 2, 4
-RUN = {"progress": {"step": NEW, "samples": 16, "tokens": 160, "scheduled_samples": 16, "skipped_steps": 0,
-                    "nan_steps": 0},
-       "optimizer": {"num_updates": 4}, "config": {"train": {"lr": 0.001}}}
+RUN = {
+    "progress": {
+        "step": NEW,
+        "samples": 16,
+        "tokens": 160,
+        "scheduled_samples": 16,
+        "skipped_steps": 0,
+        "nan_steps": 0,
+    },
+    "optimizer": {"num_updates": 4},
+    "config": {"train": {"lr": 0.001}},
+}
 
 
 def some_pieces(seed):
@@ -34,13 +43,20 @@ def entry(file: Path) -> dict:
 def rewrite_run(path: Path, **changes) -> None:
     """Change values of run.json (None removes one) and its checksum with them."""
     run = json.loads((path / "run.json").read_text())
-    run = {name: value for name, value in {**run, **changes}.items() if value is not None}
+    run = {
+        name: value for name, value in {**run, **changes}.items() if value is not None
+    }
     (path / "run.json").write_text(json.dumps({**run, "checksum": checksum_of(run)}))
 
 
 def reseal(path: Path) -> None:
     """Make run.json agree with the files as they are now, as one who forges a checkpoint would."""
-    rewrite_run(path, files={file.name: entry(file) for file in path.iterdir() if file.name != "run.json"})
+    rewrite_run(
+        path,
+        files={
+            file.name: entry(file) for file in path.iterdir() if file.name != "run.json"
+        },
+    )
 
 
 def change_index(path: Path, change) -> None:
@@ -52,11 +68,14 @@ def change_index(path: Path, change) -> None:
 
 def reseal_chunks(path: Path) -> None:
     """Make the index agree with the tensor files as they are now, and run.json with both."""
+
     def with_checksums_that_fit(index):
         for place in index.storage_data.values():
             content = (path / place.relative_path).read_bytes()
-            place.crc32 = (zlib.crc32(content[:place.offset]),
-                           zlib.crc32(content[:place.offset + place.length]))
+            place.crc32 = (
+                zlib.crc32(content[: place.offset]),
+                zlib.crc32(content[: place.offset + place.length]),
+            )
 
     change_index(path, with_checksums_that_fit)
     reseal(path)
@@ -64,6 +83,7 @@ def reseal_chunks(path: Path) -> None:
 
 def make_format_1(path: Path) -> None:
     """What the same save would have written before there were checksums."""
+
     def without_checksums(index):
         index.storage_meta.save_id = None
         for place in index.storage_data.values():
@@ -71,5 +91,8 @@ def make_format_1(path: Path) -> None:
 
     change_index(path, without_checksums)
     run = json.loads((path / "run.json").read_text()) | {"format_version": 1}
-    (path / "run.json").write_text(json.dumps({k: v for k, v in run.items()
-                                               if k not in ("save_id", "files", "checksum")}))
+    (path / "run.json").write_text(
+        json.dumps(
+            {k: v for k, v in run.items() if k not in ("save_id", "files", "checksum")}
+        )
+    )

@@ -31,7 +31,10 @@ class Cases(Sequence):
         return self.numbers.shape[1]
 
     def __getitem__(self, i: int) -> dict:
-        return {option: values[n] for (option, values), n in zip(self.options.items(), self.numbers[:, i])}
+        return {
+            option: values[n]
+            for (option, values), n in zip(self.options.items(), self.numbers[:, i])
+        }
 
     def __iter__(self) -> Iterator[dict]:
         return (self[i] for i in range(len(self)))
@@ -49,47 +52,68 @@ class Cases(Sequence):
         """The pairs of values that two options have together in any case."""
         width = len(self.options[b])
         found = np.unique(self.column(a) * width + self.column(b))
-        return {(self.options[a][pair // width], self.options[b][pair % width]) for pair in found}
+        return {
+            (self.options[a][pair // width], self.options[b][pair % width])
+            for pair in found
+        }
 
     def costs(self, cost: Callable[[Case], float]) -> np.ndarray:
         """The cost of each case, asked once for each combination of the judged options."""
         sizes = [len(self.options[option]) for option in self.judged]
         columns = tuple(self.column(option) for option in self.judged)
-        _, firsts, kinds = np.unique(np.ravel_multi_index(columns, sizes), return_index=True,
-                                     return_inverse=True)
+        _, firsts, kinds = np.unique(
+            np.ravel_multi_index(columns, sizes), return_index=True, return_inverse=True
+        )
         return np.array([cost(self[i]) for i in firsts])[kinds]
 
 
-def legal_cases(options: Mapping[str, Sequence], is_legal: Callable[[Case], bool] = lambda case: True,
-                judged: Sequence[str] = ()) -> Cases:
+def legal_cases(
+    options: Mapping[str, Sequence],
+    is_legal: Callable[[Case], bool] = lambda case: True,
+    judged: Sequence[str] = (),
+) -> Cases:
     """The product of all options' values, without the illegal combinations.
 
     judged: the options on which legality and cost depend, all of them unless given. `is_legal` is asked once
     for each combination of their values, and shown nothing else.
     """
     judged = tuple(option for option in options if option in judged) or tuple(options)
-    legal = [is_legal(dict(zip(judged, values)))
-             for values in itertools.product(*(options[option] for option in judged))]
-    ones = [len(values) if option in judged else 1 for option, values in options.items()]
-    whole = np.broadcast_to(np.reshape(legal, ones), [len(values) for values in options.values()])
+    legal = [
+        is_legal(dict(zip(judged, values)))
+        for values in itertools.product(*(options[option] for option in judged))
+    ]
+    ones = [
+        len(values) if option in judged else 1 for option, values in options.items()
+    ]
+    whole = np.broadcast_to(
+        np.reshape(legal, ones), [len(values) for values in options.values()]
+    )
     return Cases(options, np.stack(np.nonzero(whole)).astype(np.int16), judged)
 
 
-def cover_pairs(cases: Cases, cost: Callable[[Case], float] = lambda case: 0,
-                chosen: Sequence[Case] = ()) -> list[Case]:
+def cover_pairs(
+    cases: Cases,
+    cost: Callable[[Case], float] = lambda case: 0,
+    chosen: Sequence[Case] = (),
+) -> list[Case]:
     """`chosen` and some of `cases` that together hold every pair of values that any of `cases` holds.
 
     cost: what a case takes; cheap ones are preferred where there is a choice. Deterministic: of equally good
     cases the first.
     """
     costs = cases.costs(cost)
-    missing = {(a, b): _numbered_pairs(cases, a, b) for a, b in itertools.combinations(cases.options, 2)}
+    missing = {
+        (a, b): _numbered_pairs(cases, a, b)
+        for a, b in itertools.combinations(cases.options, 2)
+    }
     gained = np.full(len(cases), len(missing), dtype=np.int16)
     result = list(chosen)
 
     def strike(case: Case) -> None:
         for (a, b), (numbers, pairs) in missing.items():
-            pair = cases.options[a].index(case[a]) * len(cases.options[b]) + cases.options[b].index(case[b])
+            pair = cases.options[a].index(case[a]) * len(
+                cases.options[b]
+            ) + cases.options[b].index(case[b])
             if pair in pairs:
                 pairs.remove(pair)
                 np.subtract(gained, 1, out=gained, where=numbers == pair)

@@ -15,55 +15,102 @@ import torch
 import torch.nn.functional as F
 
 aten = torch.ops.aten
-ALIGNMENT, ROWS = 16, 32                    # bytes; of the log-sum-exp
+ALIGNMENT, ROWS = 16, 32  # bytes; of the log-sum-exp
 
 
-def forward(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+def forward(
+    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
     """→ out [b, n, q, d], log-sum-exp fp32 [b, n, rows], seed and offset of a dropout."""
     _check(q, k, v, bias)
     assert not dropout_p, "dropout is not imitated"
-    scores, state = _scores(q, k, bias, is_causal, scale), q.new_zeros((), dtype=torch.int64)
+    scores, state = (
+        _scores(q, k, bias, is_causal, scale),
+        q.new_zeros((), dtype=torch.int64),
+    )
     sums = F.pad(scores.logsumexp(-1), (0, -q.shape[2] % ROWS), value=math.inf)
-    out = scores.softmax(-1).nan_to_num(0.0) @ v.float()                    # 0 for a query without keys
+    out = scores.softmax(-1).nan_to_num(0.0) @ v.float()  # 0 for a query without keys
     return _in_order_of_rows(out.to(q.dtype)), sums, state, state.clone()
 
 
-def backward(dout, q, k, v, bias, out, sums, seed, offset, dropout_p, wanted, is_causal=False, *, scale=None):
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    bias,
+    out,
+    sums,
+    seed,
+    offset,
+    dropout_p,
+    wanted,
+    is_causal=False,
+    *,
+    scale=None,
+):
     """→ dq, dk, dv, and None for the gradient of the bias."""
     _check(q, k, v, bias)
     assert out.shape == dout.shape == q.shape and not dropout_p and not wanted[3]
     rows = -(-q.shape[2] // ROWS) * ROWS
-    assert sums.shape == (*q.shape[:2], rows) and sums.is_contiguous() and sums.dtype == torch.float32
+    assert (
+        sums.shape == (*q.shape[:2], rows)
+        and sums.is_contiguous()
+        and sums.dtype == torch.float32
+    )
     factor = scale or 1 / math.sqrt(q.shape[-1])
-    p = (_scores(q, k, bias, is_causal, scale) - sums[:, :, :q.shape[2], None]).exp()
+    p = (_scores(q, k, bias, is_causal, scale) - sums[:, :, : q.shape[2], None]).exp()
     d = (dout.float() * out.float()).sum(-1, keepdim=True)
     ds = p * (dout.float() @ v.float().transpose(-1, -2) - d) * factor
-    parts = ds @ k.float(), ds.transpose(-1, -2) @ q.float(), p.transpose(-1, -2) @ dout.float()
+    parts = (
+        ds @ k.float(),
+        ds.transpose(-1, -2) @ q.float(),
+        p.transpose(-1, -2) @ dout.float(),
+    )
     return *(_in_order_of_rows(part.to(q.dtype)) for part in parts), None
 
 
-IN_PLACE_OF = {aten._scaled_dot_product_efficient_attention: forward,
-               aten._scaled_dot_product_efficient_attention_backward: backward}
+IN_PLACE_OF = {
+    aten._scaled_dot_product_efficient_attention: forward,
+    aten._scaled_dot_product_efficient_attention_backward: backward,
+}
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> None:
-    assert q.dtype == k.dtype == v.dtype and q.shape[:2] == k.shape[:2] == v.shape[:2], "one shape and dtype"
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    assert (
+        q.dtype == k.dtype == v.dtype and q.shape[:2] == k.shape[:2] == v.shape[:2]
+    ), "one shape and dtype"
     assert all(t.stride(3) == 1 for t in (q, k, v)), "channels are contiguous"
     if bias is None:
         return
     assert bias.dtype == q.dtype, "invalid dtype for bias - should match query's dtype"
-    assert bias.shape == (*q.shape[:2], q.shape[2], k.shape[2]) and bias.stride(3) == 1, "shape of bias"
+    assert (
+        bias.shape == (*q.shape[:2], q.shape[2], k.shape[2]) and bias.stride(3) == 1
+    ), "shape of bias"
     assert bias.data_ptr() % ALIGNMENT == 0, "attn_bias is not correctly aligned"
     for dim, name in enumerate(("strideB", "strideH", "strideM")):
-        is_aligned = bias.shape[dim] == 1 or bias.stride(dim) * bias.itemsize % ALIGNMENT == 0
+        is_aligned = (
+            bias.shape[dim] == 1 or bias.stride(dim) * bias.itemsize % ALIGNMENT == 0
+        )
         assert is_aligned, f"attn_bias is not correctly aligned ({name})"
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, is_causal: bool,
-            scale: float | None) -> torch.Tensor:
-    scores = q.float() @ k.float().transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    scores = (
+        q.float() @ k.float().transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
+    )
     if is_causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        scores.masked_fill_(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf
+        )
     return scores if bias is None else scores + bias.float()
 
 

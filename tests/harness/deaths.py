@@ -8,7 +8,15 @@ import traceback
 
 import torch
 
-CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate", "os.link"}
+CHANGES = {
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "shutil.rmtree",
+    "os.truncate",
+    "os.link",
+}
 
 
 def die_at_change(n: int) -> None:
@@ -16,8 +24,11 @@ def die_at_change(n: int) -> None:
     left = [n]
 
     def count(event: str, arguments: tuple) -> None:
-        opens_to_write = (event == "open" and isinstance(arguments[2], int)
-                          and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        opens_to_write = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if event in CHANGES or opens_to_write:
             left[0] -= 1
             if left[0] == 0:
@@ -31,13 +42,15 @@ def forked(action) -> int:
     if process == 0:
         failed = 1
         try:
-            torch.set_num_threads(1)                 # OpenMP's other threads do not exist in a forked process
+            torch.set_num_threads(
+                1
+            )  # OpenMP's other threads do not exist in a forked process
             action()
             failed = 0
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(failed)                                # never on into the caller's tests
+            os._exit(failed)  # never on into the caller's tests
     return process
 
 

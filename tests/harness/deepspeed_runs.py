@@ -21,17 +21,25 @@ from tests.harness import deepspeed_modules as modules
 from tests.harness.deepspeed_modules import loss_of, tokens_of
 
 STEPS = 2
-FP16, BF16 = ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {"bf16": {"enabled": True}})
+FP16, BF16 = (
+    {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    {"bf16": {"enabled": True}},
+)
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
 # name → (module, ZeRO stage, precision)
 CASES = {
     **{f"small{stage}": (modules.Small, stage, {}) for stage in (0, 2, 3)},
-    "small0_fp16": (modules.Small, 0, FP16), "small1_fp16": (modules.Small, 1, FP16),
-    "small3_bf16": (modules.Small, 3, BF16), "small1_bf16_fp32": (modules.Small, 1, BF16 | FP32_GRADS),
-    "llama1": (modules.HfLlama, 1, {}), "llama3": (modules.HfLlama, 3, {}),
-    "mds_pipe1": ("pipe", 0, {}), "mds_pipe2_bf16": ("pipe2", 1, BF16 | FP32_GRADS),
+    "small0_fp16": (modules.Small, 0, FP16),
+    "small1_fp16": (modules.Small, 1, FP16),
+    "small3_bf16": (modules.Small, 3, BF16),
+    "small1_bf16_fp32": (modules.Small, 1, BF16 | FP32_GRADS),
+    "llama1": (modules.HfLlama, 1, {}),
+    "llama3": (modules.HfLlama, 3, {}),
+    "mds_pipe1": ("pipe", 0, {}),
+    "mds_pipe2_bf16": ("pipe2", 1, BF16 | FP32_GRADS),
     **{f"experts{stage}": ("experts", stage, {}) for stage in (0, 1)},
-    "experts0_fp16": ("experts", 0, FP16), "experts2_bf16": ("experts", 2, BF16),
+    "experts0_fp16": ("experts", 0, FP16),
+    "experts2_bf16": ("experts", 2, BF16),
 }
 
 
@@ -46,21 +54,42 @@ def vocab_of(case: str) -> int:
 
 
 def config_of(stage: int, precision: dict) -> dict:
-    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
-            "zero_force_ds_cpu_optimizer": False,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4,
-                                                      "torch_adam": True}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8,
-                                                         "warmup_type": "linear"}},
-            "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3
-                                                     else {})}, **precision}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": 0.01,
+                "weight_decay": 0.1,
+                "eps": 1e-4,
+                "torch_adam": True,
+            },
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_max_lr": 0.01,
+                "warmup_num_steps": 8,
+                "warmup_type": "linear",
+            },
+        },
+        "zero_optimization": {
+            "stage": stage,
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        },
+        **precision,
+    }
 
 
 def groups_of(model) -> list[dict]:
     """Matrices with weight decay, vectors without."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": [p for p in trained if p.dim() > 1]},
-            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def pipeline(stages: int):
@@ -68,11 +97,22 @@ def pipeline(stages: int):
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     head = lambda embedding, x: x @ embedding.word_embeddings.weight.T
-    tied = lambda forward=None: TiedLayerSpec("embed", modules.MdsEmbedding, forward_fn=forward,
-                                              tied_weight_attr="word_embeddings_weight")
-    layers = [lambda tokens: tokens, tied(), *(LayerSpec(modules.MdsBlock, i) for i in range(modules.LAYERS)),
-              LayerSpec(modules.MdsNorm), tied(head)]
-    return PipelineModule(layers=layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform")
+    tied = lambda forward=None: TiedLayerSpec(
+        "embed",
+        modules.MdsEmbedding,
+        forward_fn=forward,
+        tied_weight_attr="word_embeddings_weight",
+    )
+    layers = [
+        lambda tokens: tokens,
+        tied(),
+        *(LayerSpec(modules.MdsBlock, i) for i in range(modules.LAYERS)),
+        LayerSpec(modules.MdsNorm),
+        tied(head),
+    ]
+    return PipelineModule(
+        layers=layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform"
+    )
 
 
 def engine_of(case: str, universal: bool = False):
@@ -80,14 +120,19 @@ def engine_of(case: str, universal: bool = False):
 
     kind, stage, precision = CASES[case]
     torch.manual_seed(3)
-    config = config_of(stage, precision) | ({"checkpoint": {"load_universal": True}} if universal else {})
+    config = config_of(stage, precision) | (
+        {"checkpoint": {"load_universal": True}} if universal else {}
+    )
     if kind == "experts":
         model = modules.Routed(importlib.import_module("deepspeed.moe.layer").MoE)
-        config["gradient_clipping"] = 0.0       # DeepSpeed's norm counts experts as if all ranks had the same
+        config["gradient_clipping"] = (
+            0.0  # DeepSpeed's norm counts experts as if all ranks had the same
+        )
     else:
         model = pipeline(int(kind[4:] or 1)) if isinstance(kind, str) else kind()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=with_moe_groups(groups_of(model)),
-                                      config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=with_moe_groups(groups_of(model)), config=config
+    )
     return engine, isinstance(kind, str) and kind != "experts"
 
 
@@ -100,7 +145,9 @@ def with_moe_groups(groups: list[dict]) -> list[dict]:
     return divided if any(group.get("moe") for group in divided) else groups
 
 
-def train(engine, is_pipeline: bool, step: int, vocab: int) -> tuple[float, torch.Tensor | None]:
+def train(
+    engine, is_pipeline: bool, step: int, vocab: int
+) -> tuple[float, torch.Tensor | None]:
     """(mean loss of all ranks, logits of this rank)."""
     world = dist.get_world_size()
     if is_pipeline:
@@ -126,7 +173,9 @@ def whole_weights(engine) -> dict[str, torch.Tensor]:
         if p.requires_grad:
             in_fp32 = hasattr(p, "_hp_mapping") or hasattr(p, "ds_id")
             name = modules.global_name(name, dist.get_rank())
-            found[name] = (safe_get_full_fp32_param(p) if in_fp32 else p.detach().float()).clone()
+            found[name] = (
+                safe_get_full_fp32_param(p) if in_fp32 else p.detach().float()
+            ).clone()
     return found
 
 
@@ -134,8 +183,15 @@ def rest(engine, is_pipeline: bool, vocab: int, out: Path) -> None:
     """The weights now, and the next step, into a file of each rank."""
     before = whole_weights(engine)
     loss, logits = train(engine, is_pipeline, STEPS, vocab)
-    torch.save({"loss": loss, "logits": logits, "before": before, "after": whole_weights(engine)},
-               out.with_name(f"{out.name}{dist.get_rank()}"))
+    torch.save(
+        {
+            "loss": loss,
+            "logits": logits,
+            "before": before,
+            "after": whole_weights(engine),
+        },
+        out.with_name(f"{out.name}{dist.get_rank()}"),
+    )
 
 
 def make(folder: Path, cases: list[str]) -> None:
@@ -145,9 +201,13 @@ def make(folder: Path, cases: list[str]) -> None:
         for step in range(STEPS):
             train(engine, is_pipeline, step, vocab)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
-        info = {} if case.startswith("experts") else info       # DeepSpeed refuses that key there
+        info = (
+            {} if case.startswith("experts") else info
+        )  # DeepSpeed refuses that key there
         args = {"args": Namespace(**modules.MDS_ARGUMENTS)} if is_pipeline else {}
-        engine.save_checkpoint(str(folder / case), client_state={"iteration": STEPS, **args, **info})
+        engine.save_checkpoint(
+            str(folder / case), client_state={"iteration": STEPS, **args, **info}
+        )
         rest(engine, is_pipeline, vocab, folder / case / "next.pt")
 
 
@@ -162,12 +222,20 @@ def main(rank: int, ranks: int, port: int, verb: str, words: list[str]) -> None:
     """A rank of all cases that need as many."""
     import deepspeed
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     if verb == "make":
-        make(Path(words[0]), [case for case in words[1:] or CASES if ranks_of(case) == ranks])
+        make(
+            Path(words[0]),
+            [case for case in words[1:] or CASES if ranks_of(case) == ranks],
+        )
     else:
         for case, folder, out in zip(words[::3], words[1::3], words[2::3]):
             read(case, Path(folder), Path(out))
@@ -192,13 +260,17 @@ def fork(*arguments) -> int:
 if __name__ == "__main__":
     import torch._dynamo  # as torch's optimizers do, in every rank
 
-    torch.compile = lambda *_, **__: lambda function: function      # of Muon, unused here; it takes seconds
+    torch.compile = lambda *_, **__: (
+        lambda function: function
+    )  # of Muon, unused here; it takes seconds
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # noqa: F401  imports are done once
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True      # slow on some processors
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None     # it compiles for minutes
+    get_accelerator().is_fp16_supported = lambda: True  # slow on some processors
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: (
+        None
+    )  # it compiles for minutes
     port, verb, words = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     cases = words[1:] or list(CASES) if verb == "make" else words[::3]
     for ranks in sorted({ranks_of(case) for case in cases}):

@@ -28,15 +28,21 @@ def deepspeeds() -> ModuleType:
     found = importlib.util.find_spec("deepspeed")
     if found is None:
         pytest.skip("DeepSpeed is not installed: pip install deepspeed")
-    spec = importlib.util.spec_from_file_location("deepspeeds_schedulers", Path(found.origin).parent / FILE)
+    spec = importlib.util.spec_from_file_location(
+        "deepspeeds_schedulers", Path(found.origin).parent / FILE
+    )
     module, utils = importlib.util.module_from_spec(spec), ModuleType("deepspeed.utils")
     utils.logger = logging.getLogger("deepspeed")
-    with patch.dict(sys.modules, {"deepspeed": ModuleType("deepspeed"), "deepspeed.utils": utils}):
+    with patch.dict(
+        sys.modules, {"deepspeed": ModuleType("deepspeed"), "deepspeed.utils": utils}
+    ):
         spec.loader.exec_module(module)
     return module
 
 
-def rates_of(kind: str, lr: float, steps: int, params: dict) -> list[tuple[float, float]]:
+def rates_of(
+    kind: str, lr: float, steps: int, params: dict
+) -> list[tuple[float, float]]:
     """(learning rate, beta1) of the first steps: the engine steps the scheduler after the optimizer."""
     optimizer = Groups(lr)
     scheduler = getattr(deepspeeds(), kind)(optimizer, **params)

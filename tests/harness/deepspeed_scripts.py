@@ -26,9 +26,26 @@ def all_cases() -> dict[str, list[list[str]]]:
             common = ["--stage", str(stage), "--dtype", dtype]
             cases[f"cifar stage {stage} {dtype}"] = [["cifar.py", *common]]
             cases[f"hello stage {stage} {dtype}"] = [
-                ["hello.py", *common, "--checkpoint_dir", "{folder}/saved", "--num_iterations", "6"],
-                ["hello.py", *common, "--load_checkpoint_dir", "{folder}/saved", "--num_iterations", "12"]]
-            cases[f"trainer stage {stage} {dtype}"] = [["trainer.py", *common, "--output_dir", "{folder}"]]
+                [
+                    "hello.py",
+                    *common,
+                    "--checkpoint_dir",
+                    "{folder}/saved",
+                    "--num_iterations",
+                    "6",
+                ],
+                [
+                    "hello.py",
+                    *common,
+                    "--load_checkpoint_dir",
+                    "{folder}/saved",
+                    "--num_iterations",
+                    "12",
+                ],
+            ]
+            cases[f"trainer stage {stage} {dtype}"] = [
+                ["trainer.py", *common, "--output_dir", "{folder}"]
+            ]
     return cases
 
 
@@ -37,7 +54,11 @@ def run_case(package: str, runs: list[list[str]], folder: str) -> list[dict]:
     records = []
     for number, (program, *arguments) in enumerate(runs):
         losses = os.path.join(folder, f"losses_{number}.json")
-        run_program(package, program, [*(a.format(folder=folder) for a in arguments), "--losses", losses])
+        run_program(
+            package,
+            program,
+            [*(a.format(folder=folder) for a in arguments), "--losses", losses],
+        )
         if os.environ.get("RANK", "0") == "0":
             records.append(json.loads(Path(losses).read_text()))
     return records
@@ -45,12 +66,16 @@ def run_case(package: str, runs: list[list[str]], folder: str) -> list[dict]:
 
 def run_program(package: str, program: str, arguments: list[str]) -> None:
     """As `python program arguments…` would, in this process."""
-    text, count = IMPORT.subn(f"import {package} as deepspeed", (FOLDER / program).read_text())
+    text, count = IMPORT.subn(
+        f"import {package} as deepspeed", (FOLDER / program).read_text()
+    )
     assert count == 1, f"{program} imports deepspeed {count} times"
     before, sys.argv = sys.argv, [program, *arguments]
     try:
-        exec(compile(text, str(FOLDER / program), "exec"),
-             {"__name__": "__main__", "__file__": str(FOLDER / program)})
+        exec(
+            compile(text, str(FOLDER / program), "exec"),
+            {"__name__": "__main__", "__file__": str(FOLDER / program)},
+        )
     finally:
         sys.argv = before
 
@@ -60,16 +85,18 @@ def differences(name: str, ours: list[dict], theirs: list[dict]) -> list[str]:
     lines = []
     for number, (our_run, their_run) in enumerate(zip(ours, theirs, strict=True)):
         for key, expected in their_run.items():
-            if expected == []:          # DeepSpeed does not know it at this stage
+            if expected == []:  # DeepSpeed does not know it at this stage
                 continue
             found, limit = our_run[key], tolerance(name, key)
             pairs = list(zip(flat(found), flat(expected)))
             worst = max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=0.0)
             if len(flat(found)) != len(flat(expected)) or worst > limit:
-                lines.append(f"{name}, run {number}, {key}: {worst:.1e} apart (limit {limit:.0e}), "
-                             f"{len(flat(found))} numbers "
-                             f"and {len(flat(expected))} of DeepSpeed; {flat(found)[:4]} and "
-                             f"{flat(expected)[:4]}")
+                lines.append(
+                    f"{name}, run {number}, {key}: {worst:.1e} apart (limit {limit:.0e}), "
+                    f"{len(flat(found))} numbers "
+                    f"and {len(flat(expected))} of DeepSpeed; {flat(found)[:4]} and "
+                    f"{flat(expected)[:4]}"
+                )
     return lines
 
 

@@ -28,16 +28,26 @@ def cases() -> list[tuple[str, int]]:
 
 def run_one(deepspeed: Any, name: str, stage: int, folder: Path, rank: int) -> dict:
     """{"numbers", "facts"} of a program on this rank."""
-    numbers, facts = PROGRAMS[name](Run(deepspeed, stage, folder / name / str(stage), rank))
-    return {"numbers": [[float(f"{number:.7g}") for number in row] for row in numbers], "facts": facts}
+    numbers, facts = PROGRAMS[name](
+        Run(deepspeed, stage, folder / name / str(stage), rank)
+    )
+    return {
+        "numbers": [[float(f"{number:.7g}") for number in row] for row in numbers],
+        "facts": facts,
+    }
 
 
 def record(rank: int, port: int, folder: Path, out: Path, names: list[str]) -> None:
     """All programs on one rank under DeepSpeed; rank 0 writes."""
     import deepspeed
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     found = {}
@@ -47,11 +57,18 @@ def record(rank: int, port: int, folder: Path, out: Path, names: list[str]) -> N
         try:
             result = run_one(deepspeed, name, stage, folder, rank)
         except Exception as error:
-            print(f"rank {rank}, {name} at stage {stage}: {error!r:.200}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank}, {name} at stage {stage}: {error!r:.200}",
+                file=sys.stderr,
+                flush=True,
+            )
             result = {"error": type(error).__name__}
         found[f"{name} {stage}"] = result
     if rank == 0:
-        lines = [f"{json.dumps(name)}: {json.dumps(result)}" for name, result in found.items()]
+        lines = [
+            f"{json.dumps(name)}: {json.dumps(result)}"
+            for name, result in found.items()
+        ]
         out.write_text("{" + ",\n".join(lines) + "}\n")
 
 
@@ -59,7 +76,9 @@ if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # noqa: F401  once, before the ranks part
 
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None     # it compiles for minutes
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: (
+        None
+    )  # it compiles for minutes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

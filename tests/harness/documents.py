@@ -23,8 +23,10 @@ from pathlib import Path
 from tests.harness.warm import warm_environment
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
-                   re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
 COLD = ("docs/scale/planning.md",)
@@ -47,7 +49,9 @@ class Block:
     @property
     def file(self) -> str:
         """The file to write the block to; "" for other blocks."""
-        return self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else ""
+        return (
+            self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else ""
+        )
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -69,10 +73,18 @@ def blocks_of(page: str) -> Iterator[Block]:
 def environment() -> dict[str, str]:
     """Environment of the blocks: this Python first in PATH, one thread per rank, gloo on the loopback
     interface."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
-    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                   "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                   "TOKENIZERS_PARALLELISM": "false"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "OMPI_"))
+    }
+    return kept | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def link_sources(folder: Path) -> None:
@@ -104,15 +116,31 @@ def run_page(page: str, folder: Path, seconds: int = 200) -> str:
 def check_printed(block: Block, said: str) -> None:
     """Each line of the block, except blank ones, is a line of the output."""
     there = {line.rstrip() for line in said.splitlines()}
-    missing = [line for line in block.text.splitlines() if line.strip() and line.rstrip() not in there]
+    missing = [
+        line
+        for line in block.text.splitlines()
+        if line.strip() and line.rstrip() not in there
+    ]
     assert not missing, f"{block}: not printed: {missing}"
 
 
 def _run(block: Block, folder: Path, where: dict[str, str], seconds: int) -> str:
-    text = block.text if block.language == "bash" else f"exec python -c {shlex.quote(block.text)}"
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=where,
-                          capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, (f"{block} ended with "
-                                  f"{done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
-                                  f"{done.stderr[-4000:]}")
+    text = (
+        block.text
+        if block.language == "bash"
+        else f"exec python -c {shlex.quote(block.text)}"
+    )
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=where,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, (
+        f"{block} ended with "
+        f"{done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
+        f"{done.stderr[-4000:]}"
+    )
     return done.stdout + done.stderr

@@ -45,9 +45,19 @@ class EmulationError(RuntimeError):
 class EmulatedGpu:
     """A launch backend for CPU tensors; see `emulated_gpu`."""
 
-    def __init__(self, seed: int = 0, processors: int = 3, flags: tuple[str, ...] = (),
-                 sources: Path = SOURCES):
-        self.seed, self.processors, self.flags, self.sources = seed, processors, flags, sources
+    def __init__(
+        self,
+        seed: int = 0,
+        processors: int = 3,
+        flags: tuple[str, ...] = (),
+        sources: Path = SOURCES,
+    ):
+        self.seed, self.processors, self.flags, self.sources = (
+            seed,
+            processors,
+            flags,
+            sources,
+        )
         self.launches: list[str] = []
 
     def function(self, file: str, expression: str) -> tuple[str, str]:
@@ -61,10 +71,20 @@ class EmulatedGpu:
         self.launches.append(expression)
         run = compiled(self.sources / file, expression, self.flags)
         three, text = ctypes.c_uint * 3, ctypes.create_string_buffer(MESSAGE_BYTES)
-        error = run(three(*grid), three(*block), arguments, ctypes.c_uint64(self.seed), text,
-                    ctypes.c_size_t(MESSAGE_BYTES))
+        error = run(
+            three(*grid),
+            three(*block),
+            arguments,
+            ctypes.c_uint64(self.seed),
+            text,
+            ctypes.c_size_t(MESSAGE_BYTES),
+        )
         if error:
-            reason = text.value.decode() if error == 2 else f"no GPU takes grid {grid}, block {block}"
+            reason = (
+                text.value.decode()
+                if error == 2
+                else f"no GPU takes grid {grid}, block {block}"
+            )
             raise EmulationError(f"{expression}: {reason}")
 
 
@@ -73,7 +93,9 @@ class RecordingGpu(EmulatedGpu):
 
     def __init__(self):
         super().__init__()
-        self.wanted: dict[str, dict[str, None]] = {}           # file → expressions, each once, in order
+        self.wanted: dict[
+            str, dict[str, None]
+        ] = {}  # file → expressions, each once, in order
 
     def launch(self, function, grid, block, arguments) -> None:
         """Note the instantiation."""
@@ -82,8 +104,12 @@ class RecordingGpu(EmulatedGpu):
 
 
 @contextmanager
-def emulated_gpu(seed: int = 0, processors: int = 3, flags: tuple[str, ...] = (),
-                 sources: Path = SOURCES) -> Iterator[EmulatedGpu]:
+def emulated_gpu(
+    seed: int = 0,
+    processors: int = 3,
+    flags: tuple[str, ...] = (),
+    sources: Path = SOURCES,
+) -> Iterator[EmulatedGpu]:
     """CPU tensors are launched into the emulator within the context.
 
     seed        of the order in which blocks, warps and lanes run
@@ -105,22 +131,30 @@ def wanted_by(run: Callable[[], object]) -> dict[str, list[str]]:
     return {file: list(expressions) for file, expressions in gpu.wanted.items()}
 
 
-def compile_together(run: Callable[[], object], flags: tuple[str, ...] = (), sources: Path = SOURCES) -> None:
+def compile_together(
+    run: Callable[[], object], flags: tuple[str, ...] = (), sources: Path = SOURCES
+) -> None:
     """Compile all that `run` launches, in one call of g++ for each file, for emulations in this process."""
     for file, expressions in wanted_by(run).items():
         compile_expressions(sources / file, expressions, flags)
 
 
-def compile_expressions(file: Path, expressions: list[str], flags: tuple[str, ...] = ()) -> None:
+def compile_expressions(
+    file: Path, expressions: list[str], flags: tuple[str, ...] = ()
+) -> None:
     """Compile instantiations of one file in one call of g++, for emulations in this process."""
     text = f'#include "{file.name}"\n' + "".join(
-        LAUNCHER.format(number=i, expression=expression) for i, expression in enumerate(expressions))
+        LAUNCHER.format(number=i, expression=expression)
+        for i, expression in enumerate(expressions)
+    )
     library = ctypes.CDLL(str(built(file, text, (*LIBRARY, *flags))))
     for number, expression in enumerate(expressions):
         _COMPILED[file, expression, flags] = library[f"launch_{number}"]
 
 
-def compiled(file: Path, expression: str, flags: tuple[str, ...] = ()) -> ctypes._CFuncPtr:
+def compiled(
+    file: Path, expression: str, flags: tuple[str, ...] = ()
+) -> ctypes._CFuncPtr:
     """The launcher of an instantiation."""
     if (file, expression, flags) not in _COMPILED:
         compile_expressions(file, [expression], flags)
@@ -148,9 +182,15 @@ def built(file: Path, text: str, flags: tuple[str, ...]) -> Path:
     Processes that want the same result wait for the first, which builds it. It gets its name when it is
     complete, so a process that stops early leaves none that is broken.
     """
-    folders = [f"{option}{folder}{end}" for folder in (file.parent, SOURCES, HERE)
-               for option, end in (("-I", ""), ("-ffile-prefix-map=", "/="))]
-    key = hashlib.sha256("\0".join([*WORDS, *flags, text]).encode() + b"".join(_included(text, file.parent)))
+    folders = [
+        f"{option}{folder}{end}"
+        for folder in (file.parent, SOURCES, HERE)
+        for option, end in (("-I", ""), ("-ffile-prefix-map=", "/="))
+    ]
+    key = hashlib.sha256(
+        "\0".join([*WORDS, *flags, text]).encode()
+        + b"".join(_included(text, file.parent))
+    )
     result = CACHE / f"{file.stem}-{key.hexdigest()[:24]}"
     CACHE.mkdir(mode=0o700, exist_ok=True)
     if not result.exists():
@@ -158,8 +198,11 @@ def built(file: Path, text: str, flags: tuple[str, ...]) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not result.exists():
                 part = Path(f"{result}.{os.getpid()}")
-                subprocess.run([*WORDS, *flags, *folders, "-x", "c++", "-", "-o", part], input=text.encode(),
-                               check=True)
+                subprocess.run(
+                    [*WORDS, *flags, *folders, "-x", "c++", "-", "-o", part],
+                    input=text.encode(),
+                    check=True,
+                )
                 part.rename(result)
     return result
 
@@ -170,7 +213,11 @@ def _included(text: str, folder: Path) -> list[bytes]:
     texts = [text.encode()]
     while texts:
         for name in re.findall(rb'#include "([^"]+)"', texts.pop()):
-            path = next(path for place in (folder, SOURCES, HERE) if (path := place / name.decode()).exists())
+            path = next(
+                path
+                for place in (folder, SOURCES, HERE)
+                if (path := place / name.decode()).exists()
+            )
             if path not in found:
                 found[path] = path.read_bytes()
                 texts.append(found[path])

@@ -18,8 +18,11 @@ EPS = 1e-4
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = (nn.LayerNorm(width), nn.Linear(width, 3 * width),
-                                         nn.Linear(3 * width, width))
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -47,7 +50,11 @@ class Odd(nn.Module):
         x = self.embed(tokens)
         x = self.frozen(x)
         for block in (*self.blocks, self.blocks[0]):
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.recompute
+                else block(x)
+            )
         x = x + self.attention(x, x, x)[0] + (self.shift @ self.shift[:6].T).sum(1)
         x = x + self.offset.to(x.dtype)
         return F.linear(self.scale * self.head(x), self.embed.weight)
@@ -78,8 +85,11 @@ def batches(steps, accumulation, ranks, rank=None):
     """tokens [samples of a rank, 7] for each micro-batch of each step; of all ranks when rank is None."""
     generator, result = torch.Generator().manual_seed(8), []
     for _ in range(steps):
-        tokens = torch.randint(11, (accumulation, ranks, SAMPLES // ranks // accumulation, 7),
-                               generator=generator)
+        tokens = torch.randint(
+            11,
+            (accumulation, ranks, SAMPLES // ranks // accumulation, 7),
+            generator=generator,
+        )
         result.append(list(tokens.flatten(0, 1) if rank is None else tokens[:, rank]))
     return result
 
@@ -90,12 +100,20 @@ def loss_of(module, tokens):
 
 
 def config_of(stage, ranks, accumulation=1, **more):
-    return {"train_batch_size": SAMPLES, "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": EPS}},
-            "zero_optimization": {"stage": stage,
-                                  **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
-            **more}
+    return {
+        "train_batch_size": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.01, "weight_decay": 0.1, "eps": EPS},
+        },
+        "zero_optimization": {
+            "stage": stage,
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        },
+        **more,
+    }
 
 
 def on_ranks(ranks, main, model, config, **options):
@@ -105,7 +123,9 @@ def on_ranks(ranks, main, model, config, **options):
 
     def run(rank, world):
         mesh = Mesh(Grid.fit(ranks), rank, world.connect)
-        engine, *_ = megatron_ds.initialize(model=models[rank], config=config, mpu=mesh, **options)
+        engine, *_ = megatron_ds.initialize(
+            model=models[rank], config=config, mpu=mesh, **options
+        )
         return main(engine, rank)
 
     return run_ranks(ranks, run)
@@ -114,8 +134,12 @@ def on_ranks(ranks, main, model, config, **options):
 def train(engine, rank, steps=STEPS, first=0):
     """Gradient norms; the data is that of steps first .. first + steps."""
     norms = []
-    for microbatches in batches(first + steps, engine.gradient_accumulation_steps(), engine.world.data.size,
-                                rank)[first:]:
+    for microbatches in batches(
+        first + steps,
+        engine.gradient_accumulation_steps(),
+        engine.world.data.size,
+        rank,
+    )[first:]:
         for tokens in microbatches:
             engine.backward(loss_of(engine, tokens))
             engine.step()
@@ -125,7 +149,9 @@ def train(engine, rank, steps=STEPS, first=0):
 
 def weights(engine):
     with engine.gathered_parameters():
-        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        return {
+            name: p.detach().clone() for name, p in engine.module.named_parameters()
+        }
 
 
 def train_and_show(engine, rank):

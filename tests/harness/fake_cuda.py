@@ -35,9 +35,24 @@ CUDA = torch.device("cuda", 0)
 DEFAULT = "default stream"
 _of_thread, _made = threading.local(), []
 # Operations whose results have a size, or a value in Python, that depends on values on the device.
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2,
-         aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.is_nonzero}
-MAKES = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten._unique2,
+    aten.unique_consecutive,
+    aten.unique_dim,
+    aten.bincount,
+    aten.is_nonzero,
+}
+MAKES = {
+    aten.empty,
+    aten.empty_strided,
+    aten.empty_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
 COPIES = {aten.copy_, aten._to_copy}
 
 
@@ -55,8 +70,13 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, memory: Memory):
         self = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
-            dtype=inner.dtype, device="lazy:0")
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device="lazy:0",
+        )
         self.inner, self.memory = inner, memory
         return self
 
@@ -82,12 +102,27 @@ class DeviceTensor(torch.Tensor):
         self.inner, self.memory = value.inner, value.memory
 
     def to(self, *args, copy=False, **kwargs):
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(
+            *args, **kwargs
+        )
         device = None if device is not None and device.type == "cuda" else device
-        if not copy and device is None and dtype in (None, self.dtype) and memory_format is None:
+        if (
+            not copy
+            and device is None
+            and dtype in (None, self.dtype)
+            and memory_format is None
+        ):
             return self
-        named = {"dtype": dtype or self.dtype, "non_blocking": non_blocking, "copy": copy}
-        return _tensor_to(self, **named) if device is None else _tensor_to(self, device, **named)
+        named = {
+            "dtype": dtype or self.dtype,
+            "non_blocking": non_blocking,
+            "copy": copy,
+        }
+        return (
+            _tensor_to(self, **named)
+            if device is None
+            else _tensor_to(self, device, **named)
+        )
 
     def data_ptr(self):
         return self.inner.data_ptr()
@@ -129,7 +164,13 @@ class FakeStorage:
         if grows:
             self._memory.owner = gpu().current
             self._memory.streams.clear()
-            order.run(gpu().current, "allocation", [], [(self._memory, 0, nbytes)], is_launch=False)
+            order.run(
+                gpu().current,
+                "allocation",
+                [],
+                [(self._memory, 0, nbytes)],
+                is_launch=False,
+            )
 
 
 # ------------------------------------------------------------------------------------------ streams
@@ -140,7 +181,11 @@ class FakeStream:
 
     def __init__(self, device=None, priority=0, name: str = ""):
         FakeStream._count += 1
-        self.name, self.device, self.cuda_stream = name or f"stream {FakeStream._count}", CUDA, id(self)
+        self.name, self.device, self.cuda_stream = (
+            name or f"stream {FakeStream._count}",
+            CUDA,
+            id(self),
+        )
 
     def wait_event(self, event: "FakeEvent"):
         event.wait(self)
@@ -169,7 +214,9 @@ class FakeStream:
 class FakeEvent:
     """torch.cuda.Event. An event that was never recorded is reached at once, as CUDA defines."""
 
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
+    def __init__(
+        self, enable_timing=False, blocking=False, interprocess=False, external=False
+    ):
         self.clock: dict[str, int] = {}
 
     def record(self, stream: FakeStream | None = None):
@@ -182,7 +229,10 @@ class FakeEvent:
         gpu().order.host_wait(self.clock, "event.synchronize")
 
     def query(self):
-        return all(gpu().order.clocks[HOST].get(actor, 0) >= time for actor, time in self.clock.items())
+        return all(
+            gpu().order.clocks[HOST].get(actor, 0) >= time
+            for actor, time in self.clock.items()
+        )
 
     def elapsed_time(self, end: "FakeEvent"):
         return 1.0
@@ -250,13 +300,18 @@ class FakeGpu(TorchDispatchMode):
         out = cuda_attention.IN_PLACE_OF.get(packet, func)(*inner_args, **inner_kwargs)
         if packet in COPIES:
             return self._copied(func, args, kwargs, out)
-        if packet in WAITS or _index_is_mask(packet, args) or (
-                packet is aten.repeat_interleave and kwargs.get("output_size") is None):
+        if (
+            packet in WAITS
+            or _index_is_mask(packet, args)
+            or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
+        ):
             self._use(func, self.current, args, kwargs)
             self.order.host_wait(self.order.event(self.current), str(packet))
         elif not func.is_view:
             self._use(func, self.current, args, kwargs)
-        made = mapped(lambda x: self.wrap(x, packet) if isinstance(x, torch.Tensor) else x, out)
+        made = mapped(
+            lambda x: self.wrap(x, packet) if isinstance(x, torch.Tensor) else x, out
+        )
         return return_and_correct_aliasing(func, args, kwargs, made)
 
     def wrap(self, inner: torch.Tensor, packet=None) -> DeviceTensor:
@@ -266,14 +321,19 @@ class FakeGpu(TorchDispatchMode):
         if memory is None:
             memory = Memory(self.order, self.current)
             self._memories[key] = weakref.ref(memory)
-            self.order.run(self.current, "allocation" if packet in MAKES else str(packet), [],
-                           [(memory, 0, inner.untyped_storage().nbytes())], is_launch=False)
+            self.order.run(
+                self.current,
+                "allocation" if packet in MAKES else str(packet),
+                [],
+                [(memory, 0, inner.untyped_storage().nbytes())],
+                is_launch=False,
+            )
         return DeviceTensor(inner, memory)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make the memory of a CPU tensor page-locked."""
         self._pinned[tensor.untyped_storage()._cdata] = Memory(self.order, HOST)
-        self._keeps.append(tensor)              # so that no other storage gets the address
+        self._keeps.append(tensor)  # so that no other storage gets the address
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -288,7 +348,13 @@ class FakeGpu(TorchDispatchMode):
         if memory is None or not t.numel():
             return []
         span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-        return [(memory, t.storage_offset() * t.itemsize, (t.storage_offset() + span) * t.itemsize)]
+        return [
+            (
+                memory,
+                t.storage_offset() * t.itemsize,
+                (t.storage_offset() + span) * t.itemsize,
+            )
+        ]
 
     def _use(self, func, actor, args, kwargs) -> None:
         if actor == HOST and (not self._pinned or func.is_view):
@@ -296,7 +362,11 @@ class FakeGpu(TorchDispatchMode):
         reads, writes = [], []
         for i, argument in enumerate(func._schema.arguments):
             value = kwargs.get(argument.name) if i >= len(args) else args[i]
-            into = writes if argument.alias_info is not None and argument.alias_info.is_write else reads
+            into = (
+                writes
+                if argument.alias_info is not None and argument.alias_info.is_write
+                else reads
+            )
             for t in leaves(value):
                 if isinstance(t, torch.Tensor) and func.overloadpacket not in MAKES:
                     into += self.range_of(t)
@@ -307,19 +377,38 @@ class FakeGpu(TorchDispatchMode):
         """copy_ and _to_copy: with the host if one side is there."""
         if func.overloadpacket is aten.copy_:
             target, source = args[0], args[1]
-            asynchronous = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            asynchronous = kwargs.get(
+                "non_blocking", args[2] if len(args) > 2 else False
+            )
         else:
             source, asynchronous = args[0], kwargs.get("non_blocking", False)
             device = kwargs.get("device")
-            stays = isinstance(source, DeviceTensor) if device is None else torch.device(device).type != "cpu"
+            stays = (
+                isinstance(source, DeviceTensor)
+                if device is None
+                else torch.device(device).type != "cpu"
+            )
             target = self.wrap(out, func.overloadpacket) if stays else out
             if kwargs.get("pin_memory"):
                 self.pin(out)
-        self.order.run(self.current, "copy", self.range_of(source), self.range_of(target))
-        host = next((t for t in (source, target) if not isinstance(t, DeviceTensor)), None)
-        if host is not None and not (asynchronous and self.is_pinned(host)) and not (
-                host is source and host.dim() == 0 and func.overloadpacket is aten.copy_):
-            why = "a copy from or to memory that is not page-locked" if asynchronous else "a blocking copy"
+        self.order.run(
+            self.current, "copy", self.range_of(source), self.range_of(target)
+        )
+        host = next(
+            (t for t in (source, target) if not isinstance(t, DeviceTensor)), None
+        )
+        if (
+            host is not None
+            and not (asynchronous and self.is_pinned(host))
+            and not (
+                host is source and host.dim() == 0 and func.overloadpacket is aten.copy_
+            )
+        ):
+            why = (
+                "a copy from or to memory that is not page-locked"
+                if asynchronous
+                else "a blocking copy"
+            )
             self.order.host_wait(self.order.event(self.current), why)
         return target
 
@@ -331,9 +420,17 @@ def inner_of(x):
 
 
 def _index_is_mask(packet, args) -> bool:
-    if packet not in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+    if packet not in (
+        aten.index,
+        aten.index_put,
+        aten.index_put_,
+        aten._index_put_impl_,
+    ):
         return False
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return any(
+        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+        for i in args[1]
+    )
 
 
 def _pin_memory(tensor, device=None):
@@ -347,7 +444,11 @@ _torch_tensor, _tensor_to = torch.tensor, torch.Tensor.to
 
 def _to(self, *args, **kwargs):
     """Tensor.to of a tensor of the host; torch's asks the driver for the current device of plain "cuda"."""
-    if args and not isinstance(args[0], torch.Tensor | torch.dtype) and torch.device(args[0]).type == "cuda":
+    if (
+        args
+        and not isinstance(args[0], torch.Tensor | torch.dtype)
+        and torch.device(args[0]).type == "cuda"
+    ):
         args = (CUDA, *args[1:])
     return _tensor_to(self, *args, **kwargs)
 
@@ -367,25 +468,47 @@ _adamw_ = compiled_adam.adamw_
 def _recorded_adamw_(rows, **options):
     """The compiled update of the host, which takes addresses, as an access of the host."""
     of = gpu()
-    of.order.run(HOST, "adamw_", [r for row in rows for r in of.range_of(row.grad)],
-                 [r for row in rows for t in (row.p, row.m, row.v, row.low) if t is not None
-                  for r in of.range_of(t)])
+    of.order.run(
+        HOST,
+        "adamw_",
+        [r for row in rows for r in of.range_of(row.grad)],
+        [
+            r
+            for row in rows
+            for t in (row.p, row.m, row.v, row.low)
+            if t is not None
+            for r in of.range_of(t)
+        ],
+    )
     _adamw_(rows, **options)
 
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """torch.cuda is a stand-in, for all threads; each thread then needs a `FakeGpu`."""
-    cuda = dict(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
-                set_device=lambda device: None, Stream=FakeStream, Event=FakeEvent, stream=stream_context,
-                current_stream=current_stream, default_stream=lambda device=None: FakeStream(name=DEFAULT),
-                synchronize=synchronize, mem_get_info=lambda device=None: (1 << 36, 1 << 37),
-                memory_reserved=lambda device=None: 3 << 20, memory_allocated=lambda device=None: 1 << 20,
-                max_memory_allocated=lambda device=None: 1 << 30, empty_cache=lambda: None,
-                max_memory_reserved=lambda device=None: 1 << 30, _lazy_init=lambda: None,
-                get_device_name=lambda device=None: "NVIDIA H200",
-                get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda *_: True,
-                reset_peak_memory_stats=lambda device=None: None)
+    cuda = dict(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        Stream=FakeStream,
+        Event=FakeEvent,
+        stream=stream_context,
+        current_stream=current_stream,
+        default_stream=lambda device=None: FakeStream(name=DEFAULT),
+        synchronize=synchronize,
+        mem_get_info=lambda device=None: (1 << 36, 1 << 37),
+        memory_reserved=lambda device=None: 3 << 20,
+        memory_allocated=lambda device=None: 1 << 20,
+        max_memory_allocated=lambda device=None: 1 << 30,
+        empty_cache=lambda: None,
+        max_memory_reserved=lambda device=None: 1 << 30,
+        _lazy_init=lambda: None,
+        get_device_name=lambda device=None: "NVIDIA H200",
+        get_device_capability=lambda device=None: (9, 0),
+        is_bf16_supported=lambda *_: True,
+        reset_peak_memory_stats=lambda device=None: None,
+    )
     with ExitStack() as stack:
         for name, value in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
@@ -394,6 +517,11 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "tensor", _tensor))
         stack.enter_context(patch.object(torch.Tensor, "to", _to))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pin_memory))
-        stack.enter_context(patch.object(torch.Tensor, "is_pinned",
-                                         lambda tensor, device=None: gpu().is_pinned(tensor)))
+        stack.enter_context(
+            patch.object(
+                torch.Tensor,
+                "is_pinned",
+                lambda tensor, device=None: gpu().is_pinned(tensor),
+            )
+        )
         yield

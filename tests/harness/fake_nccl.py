@@ -14,7 +14,11 @@ class FakeWork:
     """A collective on a stream of its own. It keeps its tensors until it is waited for."""
 
     def __init__(self, stream: str, tensors, arrive=lambda: None):
-        self.event, self.tensors, self._arrive = gpu().order.event(stream), tensors, arrive
+        self.event, self.tensors, self._arrive = (
+            gpu().order.event(stream),
+            tensors,
+            arrive,
+        )
 
     def wait(self):
         """The current stream waits."""
@@ -41,47 +45,99 @@ class FakeNccl(ThreadTransport):
         if not any(isinstance(t, DeviceTensor) for t in (*reads, *writes)):
             return do(reads, writes)
         of.order.wait(stream, of.order.event(of.current))
-        of.order.run(stream, what, [r for t in reads for r in of.range_of(t)],
-                     [r for t in writes for r in of.range_of(t)])
+        of.order.run(
+            stream,
+            what,
+            [r for t in reads for r in of.range_of(t)],
+            [r for t in writes for r in of.range_of(t)],
+        )
         with torch.utils._python_dispatch._disable_current_modes():
-            work = do([inner_of(t.detach()) for t in reads], [inner_of(t.detach()) for t in writes])
+            work = do(
+                [inner_of(t.detach()) for t in reads],
+                [inner_of(t.detach()) for t in writes],
+            )
         return FakeWork(stream, (*reads, *writes), work.wait)
 
     def all_reduce(self, tensor, op):
-        return self._queue("all-reduce", f"nccl {self.axes}", [tensor], [tensor],
-                           lambda reads, _: ThreadTransport.all_reduce(self, reads[0], op))
+        return self._queue(
+            "all-reduce",
+            f"nccl {self.axes}",
+            [tensor],
+            [tensor],
+            lambda reads, _: ThreadTransport.all_reduce(self, reads[0], op),
+        )
 
     def all_gather(self, out, tensor):
-        return self._queue("all-gather", f"nccl {self.axes}", [tensor], [out],
-                           lambda reads, writes: ThreadTransport.all_gather(self, writes[0], reads[0]))
+        return self._queue(
+            "all-gather",
+            f"nccl {self.axes}",
+            [tensor],
+            [out],
+            lambda reads, writes: ThreadTransport.all_gather(self, writes[0], reads[0]),
+        )
 
     def reduce_scatter(self, out, tensor, op):
-        return self._queue("reduce-scatter", f"nccl {self.axes}", [tensor], [out],
-                           lambda r, w: ThreadTransport.reduce_scatter(self, w[0], r[0], op))
+        return self._queue(
+            "reduce-scatter",
+            f"nccl {self.axes}",
+            [tensor],
+            [out],
+            lambda r, w: ThreadTransport.reduce_scatter(self, w[0], r[0], op),
+        )
 
     def all_to_all(self, out, tensor, sent=None, received=None):
-        return self._queue("all-to-all", f"nccl {self.axes}", [tensor], [out],
-                           lambda r, w: ThreadTransport.all_to_all(self, w[0], r[0], sent, received))
+        return self._queue(
+            "all-to-all",
+            f"nccl {self.axes}",
+            [tensor],
+            [out],
+            lambda r, w: ThreadTransport.all_to_all(self, w[0], r[0], sent, received),
+        )
 
     def broadcast(self, tensor, source):
-        return self._queue("broadcast", f"nccl {self.axes}", [tensor], [tensor],
-                           lambda reads, _: ThreadTransport.broadcast(self, reads[0], source))
+        return self._queue(
+            "broadcast",
+            f"nccl {self.axes}",
+            [tensor],
+            [tensor],
+            lambda reads, _: ThreadTransport.broadcast(self, reads[0], source),
+        )
 
     def isend(self, tensor, destination, tag):
-        return self._queue("send", f"nccl {self.axes} to {destination}, {_lane(tag)}", [tensor], [],
-                           lambda reads, _: ThreadTransport.isend(self, reads[0], destination, tag))
+        return self._queue(
+            "send",
+            f"nccl {self.axes} to {destination}, {_lane(tag)}",
+            [tensor],
+            [],
+            lambda reads, _: ThreadTransport.isend(self, reads[0], destination, tag),
+        )
 
     def irecv(self, tensor, source, tag):
-        return self._queue("receive", f"nccl {self.axes} from {source}, {_lane(tag)}", [], [tensor],
-                           lambda _, writes: ThreadTransport.irecv(self, writes[0], source, tag))
+        return self._queue(
+            "receive",
+            f"nccl {self.axes} from {source}, {_lane(tag)}",
+            [],
+            [tensor],
+            lambda _, writes: ThreadTransport.irecv(self, writes[0], source, tag),
+        )
 
     def exchange(self, sends, receives):
         """One batch on the stream of the collectives, as in torch: it ends when all of it has ended."""
+
         def do(reads, writes):
-            return ThreadTransport.exchange(self, [(t, to) for t, (_, to) in zip(reads, sends)],
-                                            [(t, of) for t, (_, of) in zip(writes, receives)])
-        return self._queue("exchange", f"nccl {self.axes}", [t for t, _ in sends], [t for t, _ in receives],
-                           do)
+            return ThreadTransport.exchange(
+                self,
+                [(t, to) for t, (_, to) in zip(reads, sends)],
+                [(t, of) for t, (_, of) in zip(writes, receives)],
+            )
+
+        return self._queue(
+            "exchange",
+            f"nccl {self.axes}",
+            [t for t, _ in sends],
+            [t for t, _ in receives],
+            do,
+        )
 
 
 def _lane(tag) -> str:

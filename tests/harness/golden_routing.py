@@ -9,8 +9,10 @@ from tests.harness.plain_gpt import TinyConfig
 
 T, E, K = 8, 4, 2
 
-LOGITS = torch.tensor([[2 * math.sin(1.3 * t + 2.1 * e + 0.7) for e in range(E)] for t in range(T)],
-                      dtype=torch.float64).float()
+LOGITS = torch.tensor(
+    [[2 * math.sin(1.3 * t + 2.1 * e + 0.7) for e in range(E)] for t in range(T)],
+    dtype=torch.float64,
+).float()
 CHOICE = [[3, 0], [0, 3], [2, 0], [2, 1], [1, 3], [3, 0], [0, 3], [2, 0]]
 LOAD = [6, 2, 3, 5]
 

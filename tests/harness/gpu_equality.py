@@ -14,18 +14,34 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
-from tools.layout_comparison import Difference, difference, merge, parse_layout, random_samples, train_layout
+from tools.layout_comparison import (
+    Difference,
+    difference,
+    merge,
+    parse_layout,
+    random_samples,
+    train_layout,
+)
 
 STEPS, BATCH, LAYERS = 8, 4, 2
 # Of the largest relative differences between a GPU and a CPU. fp32: sums are in another order, and Adam's
 # first steps divide by tiny numbers. 16 bits: each order and each kernel rounds differently, and eight steps
 # amplify it.
-LIMITS = {"fp32": Difference(loss=1e-5, grad_norm=1e-4, weights=1e-3),
-          "bf16": Difference(loss=2e-3, grad_norm=1e-1, weights=2e-1),
-          "fp16": Difference(loss=5e-4, grad_norm=2e-2, weights=5e-2)}
+LIMITS = {
+    "fp32": Difference(loss=1e-5, grad_norm=1e-4, weights=1e-3),
+    "bf16": Difference(loss=2e-3, grad_norm=1e-1, weights=2e-1),
+    "fp16": Difference(loss=5e-4, grad_norm=2e-2, weights=5e-2),
+}
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01")
 # The first two steps overflow; three good ones later the scale grows, and a step overflows again.
-OVERFLOWS = ("--initial-loss-scale", str(2**20), "--hysteresis", "1", "--loss-scale-window", "3")
+OVERFLOWS = (
+    "--initial-loss-scale",
+    str(2**20),
+    "--hysteresis",
+    "1",
+    "--loss-scale-window",
+    "3",
+)
 
 
 @dataclass(frozen=True)
@@ -41,34 +57,44 @@ class Case:
 
 
 CASES = {
-    "gpt2": Case(), "llama": Case(style="llama"), "gpt2 bf16": Case(dtype="bf16"),
+    "gpt2": Case(),
+    "llama": Case(style="llama"),
+    "gpt2 bf16": Case(dtype="bf16"),
     "llama bf16": Case(dtype="bf16", style="llama", dropout=0.0),
     "llama fp16": Case(dtype="fp16", style="llama"),
     "torch's operations": Case(more=("--kernels", "torch")),
     "loss scaling": Case(dtype="fp16", more=OVERFLOWS, skips=True),
-    "loss scaling, offloaded": Case("zero=1,offload=cpu", "fp16", more=OVERFLOWS, skips=True),
+    "loss scaling, offloaded": Case(
+        "zero=1,offload=cpu", "fp16", more=OVERFLOWS, skips=True
+    ),
     "optimizer offloaded": Case("zero=1,offload=cpu"),
     "half offloaded": Case("zero=2,offload=cpu,ratio=0.5", "bf16"),
     "weights offloaded": Case("zero=3,offload=cpu,offload_param=cpu", "bf16", "llama"),
     "recomputed": Case(more=("--recompute-granularity", "full")),
-    "experts": Case(style="llama", dropout=0.0, more=MOE)}
+    "experts": Case(style="llama", dropout=0.0, more=MOE),
+}
 
 
 def train(case: Case, device: torch.device, more: tuple[str, ...] = ()) -> tuple:
     """((trace, weights), model section) of the case on a device."""
     request = parse_layout(case.layout, mbs="2")
-    flags = [*tiny_job(case.style, case.dtype, False, case.dropout, LAYERS, BATCH, STEPS), *request.flags]
+    flags = [
+        *tiny_job(case.style, case.dtype, False, case.dropout, LAYERS, BATCH, STEPS),
+        *request.flags,
+    ]
     config = parse([*flags, *case.more, *more], world_size=1)
     mesh = Mesh(Grid.fit(1), 0, lambda *args: None, device)
     samples = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1)
-    with kernel_table.selected("auto"):                 # the run selects its own; afterwards as before
+    with kernel_table.selected("auto"):  # the run selects its own; afterwards as before
         return merge([train_layout(config, mesh, STEPS, samples)]), config.model
 
 
 def check(case: Case, there: tuple, here: tuple) -> None:
     """The loss curve and the weights of two results of `train` agree, and so do skipped steps."""
     ((trace, weights), model), ((trace0, weights0), _) = there, here
-    skipped, skipped0 = ([not math.isfinite(norm) for norm in t.grad_norms] for t in (trace, trace0))
+    skipped, skipped0 = (
+        [not math.isfinite(norm) for norm in t.grad_norms] for t in (trace, trace0)
+    )
     assert skipped == skipped0, (skipped, skipped0)
     assert sum(skipped) == 3 * case.skips, skipped
     assert trace0.losses[-1] < trace0.losses[0] and len(trace.losses) == STEPS

@@ -7,13 +7,24 @@ from pathlib import Path
 
 import torch
 
-WINDOW = 7                              # tokens
-V, POSITIONS = 99, 24                   # 99 rows need padding at every tensor-parallel size
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=V,
-             max_position_embeddings=POSITIONS)
+WINDOW = 7  # tokens
+V, POSITIONS = 99, 24  # 99 rows need padding at every tensor-parallel size
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=V,
+    max_position_embeddings=POSITIONS,
+)
 GATED = dict(**SIZES, intermediate_size=48, num_key_value_heads=2)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=8192, rope_theta=500000.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+    rope_theta=500000.0,
+)
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=POSITIONS)
 EXPERTS = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
 WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW)
@@ -23,45 +34,97 @@ MODELS = {
     "gpt2": ("GPT2LMHead", GPT2),
     "gpt2 untied": ("GPT2LMHead", GPT2 | dict(tie_word_embeddings=False, n_inner=40)),
     "llama": ("LlamaForCausalLM", GATED),
-    "llama 3, tied, wide heads": ("LlamaForCausalLM", GATED | dict(tie_word_embeddings=True, head_dim=12,
-                                                                   rope_parameters=LLAMA3)),
-    "llama, biases, linear scaling": ("LlamaForCausalLM", GATED | dict(
-        attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="linear", factor=4.0,
-                                                                 rope_theta=1e4))),
-    "llama, yarn": ("LlamaForCausalLM", GATED | dict(rope_parameters=dict(
-        rope_type="yarn", factor=3.0, original_max_position_embeddings=8, rope_theta=1e4))),
+    "llama 3, tied, wide heads": (
+        "LlamaForCausalLM",
+        GATED | dict(tie_word_embeddings=True, head_dim=12, rope_parameters=LLAMA3),
+    ),
+    "llama, biases, linear scaling": (
+        "LlamaForCausalLM",
+        GATED
+        | dict(
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4),
+        ),
+    ),
+    "llama, yarn": (
+        "LlamaForCausalLM",
+        GATED
+        | dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                factor=3.0,
+                original_max_position_embeddings=8,
+                rope_theta=1e4,
+            )
+        ),
+    ),
     "mistral": ("MistralForCausalLM", GATED | dict(sliding_window=None)),
     "mistral, window": ("MistralForCausalLM", GATED | dict(sliding_window=WINDOW)),
     "qwen2": ("Qwen2ForCausalLM", GATED),
-    "qwen2, a layer with a window": ("Qwen2ForCausalLM", GATED | WINDOWED | dict(max_window_layers=1)),
-    "qwen3, tied": ("Qwen3ForCausalLM", GATED | dict(head_dim=16, tie_word_embeddings=True)),
+    "qwen2, a layer with a window": (
+        "Qwen2ForCausalLM",
+        GATED | WINDOWED | dict(max_window_layers=1),
+    ),
+    "qwen3, tied": (
+        "Qwen3ForCausalLM",
+        GATED | dict(head_dim=16, tie_word_embeddings=True),
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", SIZES | dict(intermediate_size=64)),
-    "gpt_neox, serial, tied": ("GPTNeoXForCausalLM", SIZES | dict(
-        intermediate_size=64, use_parallel_residual=False, tie_word_embeddings=True)),
-    "gpt_neox, whole heads": ("GPTNeoXForCausalLM", SIZES | dict(intermediate_size=64, rotary_pct=1.0)),
+    "gpt_neox, serial, tied": (
+        "GPTNeoXForCausalLM",
+        SIZES
+        | dict(
+            intermediate_size=64, use_parallel_residual=False, tie_word_embeddings=True
+        ),
+    ),
+    "gpt_neox, whole heads": (
+        "GPTNeoXForCausalLM",
+        SIZES | dict(intermediate_size=64, rotary_pct=1.0),
+    ),
     "opt": ("OPTForCausalLM", SIZES | dict(ffn_dim=64, word_embed_proj_dim=32)),
-    "mixtral": ("MixtralForCausalLM", GATED | dict(num_local_experts=4, sliding_window=None)),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", GATED | EXPERTS | dict(shared_expert_intermediate_size=24,
-                                                                norm_topk_prob=True)),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", GATED | EXPERTS | dict(mlp_only_layers=[0], head_dim=8)),
-    "qwen2_moe, a layer with a window": ("Qwen2MoeForCausalLM", GATED | EXPERTS | WINDOWED | dict(
-        shared_expert_intermediate_size=24, norm_topk_prob=True)),
+    "mixtral": (
+        "MixtralForCausalLM",
+        GATED | dict(num_local_experts=4, sliding_window=None),
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        GATED | EXPERTS | dict(shared_expert_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        GATED | EXPERTS | dict(mlp_only_layers=[0], head_dim=8),
+    ),
+    "qwen2_moe, a layer with a window": (
+        "Qwen2MoeForCausalLM",
+        GATED
+        | EXPERTS
+        | WINDOWED
+        | dict(shared_expert_intermediate_size=24, norm_topk_prob=True),
+    ),
     "megatron-bert": ("MegatronBertForPreTraining", SIZES | dict(intermediate_size=64)),
 }
 
 
-def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options) -> Path:
+def saved(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, **options
+) -> Path:
     """Write the model; options: of save_pretrained."""
     import transformers
 
     kind, config = MODELS[name]
-    stem = kind.removesuffix("ForCausalLM").removesuffix("ForPreTraining").removesuffix("LMHead")
+    stem = (
+        kind.removesuffix("ForCausalLM")
+        .removesuffix("ForPreTraining")
+        .removesuffix("LMHead")
+    )
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}Model" if kind.endswith("Head") else kind)(
-        getattr(transformers, f"{stem}Config")(**config))
+        getattr(transformers, f"{stem}Config")(**config)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:            # norms and biases, which begin as ones and zeros
+            if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.to(dtype).save_pretrained(folder, **options)
     return folder

@@ -4,7 +4,11 @@ import pytest
 
 from megatron_ds.ops.cpu import compiled_attention
 
-SETS = compiled_attention.extension().instruction_sets() if compiled_attention.extension() else []
+SETS = (
+    compiled_attention.extension().instruction_sets()
+    if compiled_attention.extension()
+    else []
+)
 
 
 @pytest.fixture(autouse=True, params=SETS or ["none"])

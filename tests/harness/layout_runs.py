@@ -23,10 +23,16 @@ from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
 from tests.harness.threads import run_ranks
-from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
+from tools.layout_comparison import (
+    difference,
+    merge,
+    mock_samples,
+    parse_layout,
+    train_layout,
+)
 
-GLOBAL_BATCH, NUM_LAYERS = 4, 3                    # three layers are two stages that differ
-JOB_STEPS = 20                                     # of the job: its rates warm up and decay over them
+GLOBAL_BATCH, NUM_LAYERS = 4, 3  # three layers are two stages that differ
+JOB_STEPS = 20  # of the job: its rates warm up and decay over them
 # Of the job, that are run: its beginning, and with `make test-all` the whole of it.
 STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 8
 
@@ -35,29 +41,33 @@ STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 8
 class Seen:
     """One rank of a run."""
 
-    layers: list[str]                       # names of the parameters here, without the last word
+    layers: list[str]  # names of the parameters here, without the last word
     dtypes: set[torch.dtype]
-    qkv_rows: set[int]                      # of the projections' local weights
+    qkv_rows: set[int]  # of the projections' local weights
     parameter_elements: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
-    places: set[str]                        # where state is: "device", "cpu", "nvme"
-    stages: tuple[int, ...]                 # of the pipeline
-    traffic: Traffic                        # grows while the rank trains
-    parallel: set[bool] = field(default_factory=set)                # blocks whose halves read the same input
+    places: set[str]  # where state is: "device", "cpu", "nvme"
+    stages: tuple[int, ...]  # of the pipeline
+    traffic: Traffic  # grows while the rank trains
+    parallel: set[bool] = field(
+        default_factory=set
+    )  # blocks whose halves read the same input
     block_inputs: set[tuple] = field(default_factory=set)
-    most_documents: int = 0                 # of a sample, that attention keeps apart
-    restarts: int = 0                       # positions that are not above those before them
+    most_documents: int = 0  # of a sample, that attention keeps apart
+    restarts: int = 0  # positions that are not above those before them
     forwards: int = 0
-    weight_halves: int = 0                  # of split backwards
+    weight_halves: int = 0  # of split backwards
     peak_alive: int = 0
 
     def see_block(self, x, batch) -> None:
         self.block_inputs.add(tuple(x.shape))
         if batch.documents is not None:
-            self.most_documents = max(self.most_documents, int(batch.documents.ids.max()) + 1)
+            self.most_documents = max(
+                self.most_documents, int(batch.documents.ids.max()) + 1
+            )
         # where tokens are dropped some are left out
         self.restarts += int((batch.position_ids.diff(dim=1) < 1).sum())
 
@@ -85,13 +95,25 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
 
     def main(rank, world):
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return train_layout(config, mesh, steps, samples,
-                            watch=lambda engine: seen.__setitem__(rank, look_at(engine)))
+        return train_layout(
+            config,
+            mesh,
+            steps,
+            samples,
+            watch=lambda engine: seen.__setitem__(rank, look_at(engine)),
+        )
 
     with counted_calls() as calls:
         # Half of the layouts as on one host, where gathered weights are mapped, the others as on several.
-        traces = run_ranks(request.world_size, main, shares_memory=zlib.crc32(layout.encode()) % 2 == 1)
-    return Run(merge(traces), [seen[rank] for rank in range(request.world_size)], calls, config.model)
+        traces = run_ranks(
+            request.world_size, main, shares_memory=zlib.crc32(layout.encode()) % 2 == 1
+        )
+    return Run(
+        merge(traces),
+        [seen[rank] for rank in range(request.world_size)],
+        calls,
+        config.model,
+    )
 
 
 @functools.cache
@@ -113,28 +135,41 @@ def stray(job: list[str], layout: str, steps: int = STEPS):
 def look_at(engine) -> Seen:
     """What is there to see now, and hooks for what is to be seen during training."""
     memory = engine.optimizer.memory()
-    blocks = [module for module in engine.modules.modules() if isinstance(module, Block)]
-    seen = Seen(layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
-                dtypes={p.dtype for p in engine.parameters},
-                qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
-                parameter_elements=sum(p.numel() for p in engine.parameters),
-                parameter_bytes=memory.parameters, gradient_bytes=memory.gradients,
-                optimizer_bytes=memory.optimizer,
-                master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
-                stages=tuple(engine.stages), traffic=engine.mesh.traffic,
-                parallel={block.parallel_residual for block in blocks})
+    blocks = [
+        module for module in engine.modules.modules() if isinstance(module, Block)
+    ]
+    seen = Seen(
+        layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
+        dtypes={p.dtype for p in engine.parameters},
+        qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
+        parameter_elements=sum(p.numel() for p in engine.parameters),
+        parameter_bytes=memory.parameters,
+        gradient_bytes=memory.gradients,
+        optimizer_bytes=memory.optimizer,
+        master_bytes=memory.masters,
+        places=set(engine.optimizer.memory_by_place()),
+        stages=tuple(engine.stages),
+        traffic=engine.mesh.traffic,
+        parallel={block.parallel_residual for block in blocks},
+    )
     for block in blocks:
-        block.register_forward_pre_hook(lambda module, inputs: seen.see_block(*inputs[:2]))
+        block.register_forward_pre_hook(
+            lambda module, inputs: seen.see_block(*inputs[:2])
+        )
     for stage in engine.stages.values():
         stage.forward = functools.partial(_watched, stage.forward, seen, engine.stages)
-        stage.backward_weights = functools.partial(_watched_half, stage.backward_weights, seen)
+        stage.backward_weights = functools.partial(
+            _watched_half, stage.backward_weights, seen
+        )
     return seen
 
 
 def _watched(forward, seen: Seen, stages, *args):
     result = forward(*args)
     seen.forwards += 1
-    seen.peak_alive = max(seen.peak_alive, sum(len(stage.live) for stage in stages.values()))
+    seen.peak_alive = max(
+        seen.peak_alive, sum(len(stage.live) for stage in stages.values())
+    )
     return result
 
 
@@ -149,11 +184,15 @@ def counted_calls():
     makes batches."""
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, owner, method in (("attention", CoreAttention, "forward"), ("mlp", MLP, "forward"),
-                                    ("tile", MLP, "of_tile"),
-                                    ("read", Loader, "_make"), ("packed", PackedDataset, "__getitem__"),
-                                    ("fim", FillInMiddle, "_rearranged"),
-                                    ("logits in chunks", LogitsInChunks, "cross_entropy")):
+        for name, owner, method in (
+            ("attention", CoreAttention, "forward"),
+            ("mlp", MLP, "forward"),
+            ("tile", MLP, "of_tile"),
+            ("read", Loader, "_make"),
+            ("packed", PackedDataset, "__getitem__"),
+            ("fim", FillInMiddle, "_rearranged"),
+            ("logits in chunks", LogitsInChunks, "cross_entropy"),
+        ):
             patch.setattr(owner, method, _counting(name, getattr(owner, method), calls))
         yield calls
 
@@ -163,4 +202,5 @@ def _counting(name, method, calls):
     def counted(*args, **kwargs):
         calls.append(name)
         return method(*args, **kwargs)
+
     return counted

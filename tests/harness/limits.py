@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 GIGABYTE = 10**9
-SECONDS = 20.0                           # of processor time: the load of the machine does not matter
+SECONDS = 20.0  # of processor time: the load of the machine does not matter
 
 
 @contextmanager
 def bounded(more_bytes: int = GIGABYTE, seconds: float = SECONDS) -> Iterator[None]:
     """At most so many bytes more than now are mapped inside, then MemoryError is raised; afterwards, asserts
     that the process took at most `seconds`."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    mapped = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + more_bytes, hard))
     began = time.process_time()
@@ -26,7 +28,9 @@ def bounded(more_bytes: int = GIGABYTE, seconds: float = SECONDS) -> Iterator[No
     assert time.process_time() - began <= seconds
 
 
-def refusal_in_child(call: Callable[[], object], kinds: type | tuple[type, ...], seconds: float = 60) -> str:
+def refusal_in_child(
+    call: Callable[[], object], kinds: type | tuple[type, ...], seconds: float = 60
+) -> str:
     """The text of the exception that `call()` raises in a child, which may hang or crash."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

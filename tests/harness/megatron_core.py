@@ -14,15 +14,39 @@ from megatron_ds.data.samples.bert_data import BertOptions, MockBertDataset
 from megatron_ds.data.samples.masking import Masking
 
 SEQUENCE, ROWS = 16, 128
-LLAMA = dict(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-             normalization="RMSNorm", swiglu=True, add_bias_linear=False, position_embedding_type="rope",
-             share_embeddings_and_output_weights=False, vocab_size=ROWS, max_sequence_length=SEQUENCE)
-GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64,
-            position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True,
-            vocab_size=ROWS, max_sequence_length=SEQUENCE)
-MOE = {**LLAMA, "num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_router_topk": 2,
-       "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none",
-       "moe_token_dispatcher_type": "allgather"}
+LLAMA = dict(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    position_embedding_type="rope",
+    share_embeddings_and_output_weights=False,
+    vocab_size=ROWS,
+    max_sequence_length=SEQUENCE,
+)
+GPT2 = dict(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=64,
+    position_embedding_type="learned_absolute",
+    share_embeddings_and_output_weights=True,
+    vocab_size=ROWS,
+    max_sequence_length=SEQUENCE,
+)
+MOE = {
+    **LLAMA,
+    "num_moe_experts": 4,
+    "moe_layer_freq": [0, 1],
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+}
 BERT = {**GPT2, "bert": True}
 LR, STEPS = 1e-2, 2
 # without rotary embedding the bias of keys has no gradient but rounding, of which a smaller eps makes steps
@@ -31,28 +55,51 @@ EPS = 1e-7
 
 def skip_reason() -> str:
     """Why there is no megatron-core; empty where there is."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    if (
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None
+    ):
         return "megatron-core is not installed"
     return ""
 
 
 def make_batches(path: Path) -> torch.Tensor:
     """int64 [4, 4, SEQUENCE + 1] of ids that the mock data of layout runs leave as they are."""
-    tokens = torch.randint(ROWS - 2, (4, 4, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        ROWS - 2, (4, 4, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)
+    )
     tokens += (tokens % 11 == 0).long()
-    torch.save([{"tokens": batch[:, :-1], "labels": batch[:, 1:]} for batch in tokens], path)
+    torch.save(
+        [{"tokens": batch[:, :-1], "labels": batch[:, 1:]} for batch in tokens], path
+    )
     return tokens
 
 
 def make_sentences(path: Path) -> list[list[dict]]:
     """4 batches of 4 samples for BERT as our datasets have them. The file has them as megatron-core does."""
-    options = BertOptions(SEQUENCE, 3, Masking(0.3, 2, False), pairs=True, short_seq_prob=0.1)
+    options = BertOptions(
+        SEQUENCE, 3, Masking(0.3, 2, False), pairs=True, short_seq_prob=0.1
+    )
     made = MockBertDataset(16, ROWS, options)
     batches = [[made[4 * step + i] for i in range(4)] for step in range(4)]
-    names = {"tokens": "text", "labels": "labels", "mask": "loss_mask", "types": "types",
-             "padding": "padding_mask", "order": "is_random"}
-    torch.save([{theirs: torch.from_numpy(np.stack([sample[ours] for sample in batch]))
-                 for theirs, ours in names.items()} for batch in batches], path)
+    names = {
+        "tokens": "text",
+        "labels": "labels",
+        "mask": "loss_mask",
+        "types": "types",
+        "padding": "padding_mask",
+        "order": "is_random",
+    }
+    torch.save(
+        [
+            {
+                theirs: torch.from_numpy(np.stack([sample[ours] for sample in batch]))
+                for theirs, ours in names.items()
+            }
+            for batch in batches
+        ],
+        path,
+    )
     return batches
 
 
@@ -66,20 +113,50 @@ class MegatronCore:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._errors = open(folder / "errors.txt", "w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.megatron_core_program"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
-            cwd=Path(__file__).parents[2])
+            [sys.executable, "-m", "tests.harness.megatron_core_program"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
 
-    def run(self, name: str, model: dict, *, ranks: int = 2, tp: int = 1, pp: int = 1, ep: int = 1,
-            vp: int = 1, **job) -> list[dict]:
+    def run(
+        self,
+        name: str,
+        model: dict,
+        *,
+        ranks: int = 2,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        vp: int = 1,
+        **job,
+    ) -> list[dict]:
         """What each rank has after one more step than was saved. Raises AssertionError with its errors."""
         self._count += 1
         after = self.folder / name / "after"
         batches = "sentences.pt" if model.get("bert") else "batches.pt"
-        defaults = dict(dtype="float32", distributed=False, load=None, steps=STEPS, saves=[])
-        job = {**defaults, **job, "model": model, "ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "vp": vp,
-               "lr": LR, "eps": EPS, "batches": str(self.folder / batches), "after": str(after),
-               "timeout": 300, "store": str(self.folder / f"store{self._count}")}
+        defaults = dict(
+            dtype="float32", distributed=False, load=None, steps=STEPS, saves=[]
+        )
+        job = {
+            **defaults,
+            **job,
+            "model": model,
+            "ranks": ranks,
+            "tp": tp,
+            "pp": pp,
+            "ep": ep,
+            "vp": vp,
+            "lr": LR,
+            "eps": EPS,
+            "batches": str(self.folder / batches),
+            "after": str(after),
+            "timeout": 300,
+            "store": str(self.folder / f"store{self._count}"),
+        }
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
@@ -105,20 +182,27 @@ def logical_weights(ranks: list[dict], model: dict) -> dict[str, torch.Tensor]:
             found[name] = torch.cat(parts)
         elif "linear_proj.weight" in name or "linear_fc2.weight" in name:
             found[name] = torch.cat(parts, 1)
-        elif any(leaf in name for leaf in ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")):
+        elif any(
+            leaf in name
+            for leaf in ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
+        ):
             found[name] = torch.cat(parts)
         else:
             found[name] = parts[0]
     return found
 
 
-def pipeline_weights(ranks: list[dict], when: str = "weights") -> dict[str, torch.Tensor]:
+def pipeline_weights(
+    ranks: list[dict], when: str = "weights"
+) -> dict[str, torch.Tensor]:
     """Weights of pipeline stages under the names of one process, where each chunk has one layer."""
     found = {}
     for stage, rank in enumerate(ranks):
         for name, weight in rank[when].items():
             number, is_later, rest = name.partition(".")
-            chunk, name = (int(number), rest) if is_later and number.isdecimal() else (0, name)
+            chunk, name = (
+                (int(number), rest) if is_later and number.isdecimal() else (0, name)
+            )
             layer = f"layers.{chunk * len(ranks) + stage}."
             found.setdefault(name.replace("layers.0.", layer), weight)
     return found

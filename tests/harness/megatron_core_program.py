@@ -67,7 +67,9 @@ def run(job: dict, rank: int) -> None:
     import torch
 
     store = torch.distributed.FileStore(job["store"], job["ranks"])
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=job["ranks"])
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=job["ranks"]
+    )
     with without_gpu():
         train(job, rank)
     torch.distributed.barrier()
@@ -99,9 +101,9 @@ def without_gpu():
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.current_stream = lambda *_: None
-    moe_utils.te_general_gemm = None                    # undefined without TransformerEngine
+    moe_utils.te_general_gemm = None  # undefined without TransformerEngine
     random.CudaRNGStatesTracker.fork = lambda self, *_: nullcontext()
-    filesystem_async._process_memory = lambda: 0        # it needs psutil
+    filesystem_async._process_memory = lambda: 0  # it needs psutil
     results = queue.Queue()
     filesystem_async._get_write_results_queue = lambda: results
     with OnCpu():
@@ -113,12 +115,17 @@ def train(job: dict, rank: int) -> None:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        job["tp"], job["pp"], expert_model_parallel_size=job["ep"],
-        virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None)
+        job["tp"],
+        job["pp"],
+        expert_model_parallel_size=job["ep"],
+        virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None,
+    )
     model, optimizer = models.make(job)
-    batches = torch.load(job["batches"])[job.get("first_batch", 0):]
+    batches = torch.load(job["batches"])[job.get("first_batch", 0) :]
     if job["load"]:
-        models.train_step(model, optimizer, batches[0])     # makes state, as torch's Adam needs it
+        models.train_step(
+            model, optimizer, batches[0]
+        )  # makes state, as torch's Adam needs it
         files.load(job, model, optimizer)
     for step in range(job["steps"]):
         models.train_step(model, optimizer, batches[step])
@@ -136,8 +143,11 @@ def train(job: dict, rank: int) -> None:
 
 def weights_of(chunks) -> dict:
     """Layers are numbered from 0 in each chunk; names of chunks after the first begin with its number."""
-    return {f"{number}." * (number > 0) + name: p.detach().clone() for number, chunk in enumerate(chunks)
-            for name, p in chunk.module.named_parameters()}
+    return {
+        f"{number}." * (number > 0) + name: p.detach().clone()
+        for number, chunk in enumerate(chunks)
+        for name, p in chunk.module.named_parameters()
+    }
 
 
 if __name__ == "__main__":

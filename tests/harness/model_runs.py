@@ -24,11 +24,25 @@ class TensorGroup:
         return self.tp if axes == ("tp",) else solo("-".join(axes))
 
 
-def context_of(tp=None, *, sequence_parallel=False, dtype=torch.float32, device="cpu", seed=0,
-               recompute_granularity=None, recompute_num_layers=None) -> ParallelContext:
+def context_of(
+    tp=None,
+    *,
+    sequence_parallel=False,
+    dtype=torch.float32,
+    device="cpu",
+    seed=0,
+    recompute_granularity=None,
+    recompute_num_layers=None,
+) -> ParallelContext:
     """A context of the ranks of one tensor-parallel group; of one process without a group."""
-    return ParallelContext(tp and TensorGroup(tp), sequence_parallel, Precision(dtype), torch.device(device),
-                           seed, Recompute(recompute_granularity, recompute_num_layers))
+    return ParallelContext(
+        tp and TensorGroup(tp),
+        sequence_parallel,
+        Precision(dtype),
+        torch.device(device),
+        seed,
+        Recompute(recompute_granularity, recompute_num_layers),
+    )
 
 
 def make_model(name, config, tp, weights, drops=(), **options):
@@ -52,18 +66,30 @@ def run_model(name, config, weights, batch, tp_size=1, per_token=False, **option
         ledger = Ledger()
         noted = batch.with_ledger(ledger)
         output = run_layers(model, None, noted)
-        shown = getattr(output, "logits", output).detach().clone()          # [s, b, Vp/t]
-        loss = MODELS[name].loss(output, noted, tp=tp, vocab_size=config.vocab_size, per_token=per_token)
-        ledger.close()                                                      # recomputed layers add nothing
+        shown = getattr(output, "logits", output).detach().clone()  # [s, b, Vp/t]
+        loss = MODELS[name].loss(
+            output, noted, tp=tp, vocab_size=config.vocab_size, per_token=per_token
+        )
+        ledger.close()  # recomputed layers add nothing
         entries = ledger.take()
-        means = [e.weight * e.value / max(e.count, 1) for e in entries if e.weight is not None]
-        objective = loss.objective + sum(mean * loss.tokens if per_token else mean for mean in means)
+        means = [
+            e.weight * e.value / max(e.count, 1)
+            for e in entries
+            if e.weight is not None
+        ]
+        objective = loss.objective + sum(
+            mean * loss.tokens if per_token else mean for mean in means
+        )
         objective.backward()
-        loss = SimpleNamespace(objective=objective, total=loss.total, tokens=loss.tokens, entries=entries)
+        loss = SimpleNamespace(
+            objective=objective, total=loss.total, tokens=loss.tokens, entries=entries
+        )
         return loss, shown, [(p.spec, p.grad) for p in model.parameters()]
 
     ranks = run_ranks(tp_size, main)
     losses = [loss.objective.item() for loss, _, _ in ranks]
     assert len(set(losses)) == 1, f"the ranks disagree on the loss: {losses}"
-    logits = torch.cat([shown for _, shown, _ in ranks], dim=-1)[..., :config.vocab_size].transpose(0, 1)
+    logits = torch.cat([shown for _, shown, _ in ranks], dim=-1)[
+        ..., : config.vocab_size
+    ].transpose(0, 1)
     return ranks[0][0], logits, gather_logical([grads for _, _, grads in ranks])

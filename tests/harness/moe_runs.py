@@ -21,8 +21,8 @@ from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
 from tools.compare_layouts import TOLERANCE, tiny_job
 from tools.layout_comparison import difference
 
-FEW = 5                             # steps
-MARGIN = 1e-6                       # of choices, far above rounding in fp32
+FEW = 5  # steps
+MARGIN = 1e-6  # of choices, far above rounding in fp32
 EXPERTS = "--num-experts 4 --moe-router-dtype fp64 --moe-aux-loss-coeff 0.02 --moe-ffn-hidden-size 48".split()
 
 
@@ -50,25 +50,34 @@ class ExpertsSeen:
     @property
     def dropped(self) -> int:
         """Rows that no expert computed."""
-        return int(sum(map(torch.sum, self.chosen.values())) - sum(map(torch.sum, self.kept.values())))
+        return int(
+            sum(map(torch.sum, self.chosen.values()))
+            - sum(map(torch.sum, self.kept.values()))
+        )
 
     def loads(self) -> dict[tuple[str, int], tuple[int, ...]]:
         """`kept` as numbers, to compare."""
         return {key: tuple(rows.tolist()) for key, rows in self.kept.items()}
 
-    def add(self, layer: str, batch: Batch, ctx: ParallelContext, before, routing) -> None:
+    def add(
+        self, layer: str, batch: Batch, ctx: ParallelContext, before, routing
+    ) -> None:
         """The slots of a micro-batch, from each rank that holds tokens of its own. before: without drops."""
         if not batch.ledger.is_open or ctx.tp.rank and not ctx.sequence_parallel:
             return
         experts, num = routing.experts, routing.scores.shape[1]
         b, k = batch.size, experts.shape[1]
-        there, kept = (torch.ones_like(experts, dtype=torch.bool) if r.kept is None else r.kept
-                       for r in (before, routing))
+        there, kept = (
+            torch.ones_like(experts, dtype=torch.bool) if r.kept is None else r.kept
+            for r in (before, routing)
+        )
         for i, sample in enumerate(batch.sample_ids):
             of_sample = experts.view(-1, b, k)[:, i]
             for rows, mask in ((self.chosen, there), (self.kept, kept)):
                 rows.setdefault((layer, sample), torch.zeros(num, dtype=torch.int64))
-                rows[layer, sample] += of_sample[mask.view(-1, b, k)[:, i]].bincount(minlength=num)
+                rows[layer, sample] += of_sample[mask.view(-1, b, k)[:, i]].bincount(
+                    minlength=num
+                )
 
     def add_ranking(self, values: torch.Tensor, k: int) -> None:
         """A choice of k of the last dimension."""
@@ -76,16 +85,25 @@ class ExpertsSeen:
             ordered = values.detach().sort(dim=-1, descending=True).values
             gap = ordered[..., k - 1] - ordered[..., k]
             finite = gap[gap.isfinite()]
-            self.choice_margin = min(self.choice_margin, float(finite.min()) if len(finite) else float("inf"))
+            self.choice_margin = min(
+                self.choice_margin, float(finite.min()) if len(finite) else float("inf")
+            )
 
-    def add_drops(self, experts: torch.Tensor, weights: torch.Tensor, keeps: torch.Tensor) -> None:
+    def add_drops(
+        self, experts: torch.Tensor, weights: torch.Tensor, keeps: torch.Tensor
+    ) -> None:
         """Rows [b, s, k] that competed."""
         for expert in range(int(experts.max()) + 1):
             mine = experts == expert
             for i in range(len(experts)):
-                kept, lost = weights[i][mine[i] & keeps[i]], weights[i][mine[i] & ~keeps[i]]
+                kept, lost = (
+                    weights[i][mine[i] & keeps[i]],
+                    weights[i][mine[i] & ~keeps[i]],
+                )
                 if len(kept) and len(lost):
-                    self.drop_margin = min(self.drop_margin, float(kept.min() - lost.max()))
+                    self.drop_margin = min(
+                        self.drop_margin, float(kept.min() - lost.max())
+                    )
 
 
 @contextmanager
@@ -105,7 +123,10 @@ def watched_experts(margins: bool = False):
 
     def watched_limit(before, *args):
         routing = limit(before, *args)
-        batch, ctx = (next(a for a in args if isinstance(a, kind)) for kind in (Batch, ParallelContext))
+        batch, ctx = (
+            next(a for a in args if isinstance(a, kind))
+            for kind in (Batch, ParallelContext)
+        )
         seen.add(here.layer, batch, ctx, before, routing)
         return routing
 
@@ -131,7 +152,9 @@ def watched_experts(margins: bool = False):
 # ------------------------------------------------------------------ short runs
 
 
-def job_of(*flags, style="llama", dtype="fp32", layers=2, without=(), documents="joined"):
+def job_of(
+    *flags, style="llama", dtype="fp32", layers=2, without=(), documents="joined"
+):
     """Flags of a short job with four experts; initial weights in fp32 give choices wide margins."""
     job = tiny_job(style, dtype, True, 0.0, layers, GLOBAL_BATCH, FEW, documents)
     wide = ["--init-method-std", "0.1"] * (dtype == "fp32")
@@ -164,7 +187,9 @@ def check_equal(job, layout, steps=FEW, dtype="fp32", same_loads=True):
     """Train under the layout and in one process; returns both runs' (run, seen)."""
     ours, reference = train(job, layout, steps), alone(job, steps)
     if dtype == "fp32":
-        assert min(reference[1].choice_margin, reference[1].drop_margin) > MARGIN, "choose another --seed"
+        assert min(reference[1].choice_margin, reference[1].drop_margin) > MARGIN, (
+            "choose another --seed"
+        )
     found = difference(ours[0].merged, reference[0].merged, ours[0].model)
     assert found.is_within(TOLERANCE[dtype]), found
     assert not same_loads or ours[1].loads() == reference[1].loads()

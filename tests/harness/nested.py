@@ -20,4 +20,8 @@ def mapped(function: Callable[[Any], Any], x: Any) -> Any:
     """The same structure, with the function of each value."""
     if isinstance(x, list | tuple):
         return type(x)([mapped(function, part) for part in x])
-    return {k: mapped(function, part) for k, part in x.items()} if isinstance(x, dict) else function(x)
+    return (
+        {k: mapped(function, part) for k, part in x.items()}
+        if isinstance(x, dict)
+        else function(x)
+    )

@@ -9,13 +9,25 @@ from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import Trace, merge, parse_layout, train_layout
 
-SPELLINGS = {("activation", "swiglu"): "--swiglu", ("add_bias_linear", False): "--disable-bias-linear"}
+SPELLINGS = {
+    ("activation", "swiglu"): "--swiglu",
+    ("add_bias_linear", False): "--disable-bias-linear",
+}
 
 
 def flags_of(options: dict) -> list[str]:
     """Options as flags of a run on mock data: 9 steps of 4 samples at a constant learning rate."""
-    flags = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--lr-decay-style", "constant",
-             "--train-iters", "9", "--global-batch-size", "4"]
+    flags = [
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--lr-decay-style",
+        "constant",
+        "--train-iters",
+        "9",
+        "--global-batch-size",
+        "4",
+    ]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if spelling := SPELLINGS.get((name, value)):
@@ -29,19 +41,29 @@ def flags_of(options: dict) -> list[str]:
     return flags
 
 
-def next_step(found, batch, layout: str, **options) -> tuple[Trace, dict[str, torch.Tensor]]:
+def next_step(
+    found, batch, layout: str, **options
+) -> tuple[Trace, dict[str, torch.Tensor]]:
     """(trace, logical weights) of one step on the batch, in micro-batches of 2, from the state that was read.
 
     options: of the run; those of the model come from the checkpoint where they are not given
     """
     request = parse_layout(layout, mbs="2")
-    config = parse([*flags_of(found.model | options), *request.flags], world_size=request.world_size)
+    config = parse(
+        [*flags_of(found.model | options), *request.flags],
+        world_size=request.world_size,
+    )
     grid = config.grid(request.world_size)
 
     def rank_trains(rank, world):
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return train_layout(config, mesh, 1, batch,
-                            watch=lambda engine: load_foreign(engine, found, all_pieces(engine)))
+        return train_layout(
+            config,
+            mesh,
+            1,
+            batch,
+            watch=lambda engine: load_foreign(engine, found, all_pieces(engine)),
+        )
 
     return merge(run_ranks(request.world_size, rank_trains))
 
@@ -49,4 +71,6 @@ def next_step(found, batch, layout: str, **options) -> tuple[Trace, dict[str, to
 def difference(ours: dict, theirs: dict) -> float:
     """The largest of any element."""
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name].float()).abs().max()) for name in theirs)
+    return max(
+        float((ours[name] - theirs[name].float()).abs().max()) for name in theirs
+    )

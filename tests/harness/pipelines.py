@@ -28,13 +28,16 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(draw(VOCABULARY, HIDDEN))
 
     def forward(self, x, batch):
-        return self.weight[batch.tokens.t()]                                     # [s, b, h]
+        return self.weight[batch.tokens.t()]  # [s, b, h]
 
 
 class Block(nn.Module):
     def __init__(self, draw):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(draw(HIDDEN, HIDDEN)), nn.Parameter(draw(HIDDEN))
+        self.weight, self.bias = (
+            nn.Parameter(draw(HIDDEN, HIDDEN)),
+            nn.Parameter(draw(HIDDEN)),
+        )
 
     def forward(self, x, batch):
         return x + torch.tanh(x @ self.weight + self.bias)
@@ -46,14 +49,19 @@ class Head(nn.Module):
         self.weight = nn.Parameter(draw(VOCABULARY, HIDDEN))
 
     def forward(self, x, batch):
-        return x @ self.weight.t()                                               # [s, b, v]
+        return x @ self.weight.t()  # [s, b, v]
 
 
 def token_loss(logits, batch):
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none")
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none"
+    )
     losses = losses * batch.loss_mask.t().flatten()
-    return SimpleNamespace(objective=losses.sum() / batch.loss_mask.sum(), total=losses.sum().detach(),
-                           tokens=batch.loss_mask.sum())
+    return SimpleNamespace(
+        objective=losses.sum() / batch.loss_mask.sum(),
+        total=losses.sum().detach(),
+        tokens=batch.loss_mask.sum(),
+    )
 
 
 def make_layers(num_blocks: int, seed: int = 3) -> list[nn.Module]:
@@ -63,15 +71,22 @@ def make_layers(num_blocks: int, seed: int = 3) -> list[nn.Module]:
     return [Embedding(draw), *(Block(draw) for _ in range(num_blocks)), Head(draw)]
 
 
-def make_batches(num_microbatches: int, seed: int = 5, length: int = SEQUENCE) -> tuple[Batch, ...]:
+def make_batches(
+    num_microbatches: int, seed: int = 5, length: int = SEQUENCE
+) -> tuple[Batch, ...]:
     """Micro-batches of 2 samples, the last of 1."""
     generator = torch.Generator().manual_seed(seed)
     rows = 2 * num_microbatches - 1
     tokens = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
     mask = torch.ones(rows, length)
     mask[::2, 1] = 0
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, torch.arange(length).expand(rows, -1),
-                  tuple(range(rows)))
+    batch = Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        mask,
+        torch.arange(length).expand(rows, -1),
+        tuple(range(rows)),
+    )
     return batch.split(2)
 
 
@@ -90,18 +105,34 @@ def train_in_one_piece(layers, microbatches, scale) -> list[torch.Tensor]:
 
 def make_stage(layers, bounds, index: int, stage_class=Stage) -> Stage:
     last = index == len(bounds) - 2
-    return stage_class(index, layers[bounds[index]:bounds[index + 1]], is_first=index == 0, is_last=last,
-                       loss=token_loss if last else None)
+    return stage_class(
+        index,
+        layers[bounds[index] : bounds[index + 1]],
+        is_first=index == 0,
+        is_last=last,
+        loss=token_loss if last else None,
+    )
 
 
-def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=None,
-                  stage_class=Stage) -> Executor:
+def make_executor(
+    program, layers, bounds, channels, stage_rank, rank, hooks=None, stage_class=Stage
+) -> Executor:
     """The executor of one rank; the layers may be the whole model, only the slices of its stages are used."""
-    stages = {s: make_stage(layers, bounds, s, stage_class) for s in range(len(bounds) - 1)
-              if stage_rank(s) == rank}
-    return Executor(program, stages, channels, stage_rank,
-                    lambda batch: (batch.seq_length, batch.size, HIDDEN),
-                    torch.float32, torch.device("cpu"), hooks)
+    stages = {
+        s: make_stage(layers, bounds, s, stage_class)
+        for s in range(len(bounds) - 1)
+        if stage_rank(s) == rank
+    }
+    return Executor(
+        program,
+        stages,
+        channels,
+        stage_rank,
+        lambda batch: (batch.seq_length, batch.size, HIDDEN),
+        torch.float32,
+        torch.device("cpu"),
+        hooks,
+    )
 
 
 def pipeline_group(world, rank):
@@ -116,27 +147,45 @@ def run_pipeline(schedule, bounds, microbatches, stage_rank, make_channels=None)
 
     def main(rank, world):
         layers = make_layers(num_blocks)
-        channels = make_channels(rank, world) if make_channels else Channels(pipeline_group(world, rank))
+        channels = (
+            make_channels(rank, world)
+            if make_channels
+            else Channels(pipeline_group(world, rank))
+        )
         reduced = []
-        executor = make_executor(lowered[rank], layers, bounds, channels, stage_rank, rank,
-                                 {Op.REDUCE: reduced.append})
+        executor = make_executor(
+            lowered[rank],
+            layers,
+            bounds,
+            channels,
+            stage_rank,
+            rank,
+            {Op.REDUCE: reduced.append},
+        )
         losses = executor.run(microbatches, SCALE)
         assert sorted(reduced) == sorted(executor.stages)
         mine = {at for s in executor.stages for at in range(bounds[s], bounds[s + 1])}
         return losses, {at: [p.grad for p in layers[at].parameters()] for at in mine}
 
     results = run_ranks(len(schedule), main)
-    return [losses for losses, _ in results], {at: grads for _, held in results for at, grads in held.items()}
+    return [losses for losses, _ in results], {
+        at: grads for _, held in results for at, grads in held.items()
+    }
 
 
 def assert_equals_one_process(losses, gradients, microbatches, num_blocks):
     layers = make_layers(num_blocks)
     objectives = train_in_one_piece(layers, microbatches, SCALE)
-    assert all(torch.equal(ours.objective, theirs) for ours, theirs in zip(losses, objectives, strict=True))
+    assert all(
+        torch.equal(ours.objective, theirs)
+        for ours, theirs in zip(losses, objectives, strict=True)
+    )
     assert sorted(gradients) == list(range(len(layers)))
     for at, layer in enumerate(layers):
-        assert all(torch.equal(ours, p.grad)
-                   for ours, p in zip(gradients[at], layer.parameters(), strict=True)), at
+        assert all(
+            torch.equal(ours, p.grad)
+            for ours, p in zip(gradients[at], layer.parameters(), strict=True)
+        ), at
 
 
 def split_backwards(schedule, delay: int = 0):
@@ -172,13 +221,20 @@ class RendezvousChannels:
     """The strictest legal transport: a send blocks until the peer has posted its receive."""
 
     def __init__(self, office: PostOffice, rank: int, world, timeout: float = 20):
-        self.office, self.rank, self.baton, self.timeout = office, rank, world.baton, timeout
+        self.office, self.rank, self.baton, self.timeout = (
+            office,
+            rank,
+            world.baton,
+            timeout,
+        )
 
     def announce(self, shapes, dtype):
         pass
 
     def send(self, kind, destination, tensor):
-        self.baton.take(self.office.box("posted", self.rank, destination, kind), self.timeout)
+        self.baton.take(
+            self.office.box("posted", self.rank, destination, kind), self.timeout
+        )
         self.office.box("mail", self.rank, destination, kind).put(tensor.clone())
 
     def recv(self, kind, source, shape, dtype, device):
@@ -189,6 +245,10 @@ class RendezvousChannels:
         pass
 
     def _take(self, kind, source, shape):
-        tensor = self.baton.take(self.office.box("mail", source, self.rank, kind), self.timeout)
-        assert tuple(tensor.shape) == tuple(shape), f"expected {shape}, received {tuple(tensor.shape)}"
+        tensor = self.baton.take(
+            self.office.box("mail", source, self.rank, kind), self.timeout
+        )
+        assert tuple(tensor.shape) == tuple(shape), (
+            f"expected {shape}, received {tuple(tensor.shape)}"
+        )
         return tensor

@@ -15,7 +15,9 @@ from megatron_ds.config.options.attention_options import AttentionOptions
 from megatron_ds.config.options.moe_options import MoEOptions
 from megatron_ds.config.options.sparse_options import SparseOptions
 
-PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
+PADDING = (
+    5.0  # what `load_logical` leaves in padded vocabulary rows: any use of them shows
+)
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,37 @@ class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
         return -(-self.vocab_size // (4 * tp)) * 4 * tp
 
 
-LLAMA = dict(query_groups=2, head_dim=8, position_embedding_type="rope", normalization="RMSNorm",
-             activation="swiglu", add_bias_linear=False, untie_embeddings_and_output_weights=True)
-ALIBI = TinyConfig(**LLAMA | dict(position_embedding_type="alibi"), num_attention_heads=6)
+LLAMA = dict(
+    query_groups=2,
+    head_dim=8,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
+ALIBI = TinyConfig(
+    **LLAMA | dict(position_embedding_type="alibi"), num_attention_heads=6
+)
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
 def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     """Names and true shapes of every parameter, written out by hand from the naming rules."""
-    h, d, n, g, f = (config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups,
-                     config.ffn_size)
+    h, d, n, g, f = (
+        config.hidden_size,
+        config.head_dim,
+        config.num_attention_heads,
+        config.query_groups,
+        config.ffn_size,
+    )
     gated = 2 if config.activation == "swiglu" else 1
-    linear = {"self_attention.linear_qkv": ((n + 2 * g) * d, h), "self_attention.linear_proj": (h, n * d),
-              "mlp.linear_fc1": (gated * f, h), "mlp.linear_fc2": (h, f)}
+    linear = {
+        "self_attention.linear_qkv": ((n + 2 * g) * d, h),
+        "self_attention.linear_proj": (h, n * d),
+        "mlp.linear_fc1": (gated * f, h),
+        "mlp.linear_fc2": (h, f),
+    }
     shapes = {"embedding.word_embeddings.weight": (config.vocab_size, h)}
     if config.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (config.positions, h)
@@ -114,15 +134,29 @@ def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
     """Weights large enough that every term matters: nothing is near 0, the scales of norms are not near 1.
     float64."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
+    draw = lambda shape: (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        / math.sqrt(shape[-1])
+    )
     scale = 0.7 - config.apply_layernorm_1p
-    return {name: draw(shape) * 1.5 + (scale if "norm.weight" in name else 0.0)
-            for name, shape in logical_shapes(config).items()}
+    return {
+        name: draw(shape) * 1.5 + (scale if "norm.weight" in name else 0.0)
+        for name, shape in logical_shapes(config).items()
+    }
 
 
-def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_ids, *, attention_mask=None,
-              drop=lambda site, x: x, drop_scores=lambda site, p: p,
-              kept_by=lambda layer: None, feed_forward=None) -> torch.Tensor:
+def plain_gpt(
+    w: dict[str, torch.Tensor],
+    config: TinyConfig,
+    tokens,
+    position_ids,
+    *,
+    attention_mask=None,
+    drop=lambda site, x: x,
+    drop_scores=lambda site, p: p,
+    kept_by=lambda layer: None,
+    feed_forward=None,
+) -> torch.Tensor:
     """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout
     goes.
 
@@ -134,22 +168,49 @@ def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_i
     if "embedding.position_embeddings.weight" in w:
         x = x + w["embedding.position_embeddings.weight"][position_ids]
     x = drop("embedding", x)
-    hidden = (torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None
-              else attention_mask[:, 0])
+    hidden = (
+        torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool()
+        if attention_mask is None
+        else attention_mask[:, 0]
+    )
     hidden = hidden.expand(len(tokens), -1, -1)
-    x = plain_blocks(w, "decoder", x, position_ids, hidden, config, drop, drop_scores, kept_by,
-                     feed_forward or plain_mlp)
+    x = plain_blocks(
+        w,
+        "decoder",
+        x,
+        position_ids,
+        hidden,
+        config,
+        drop,
+        drop_scores,
+        kept_by,
+        feed_forward or plain_mlp,
+    )
     x = _norm(w, "decoder.final_layernorm", x, config)
     return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
 
 
 def plain_mlp(w, name, x, config):
     """The feed-forward of every token."""
-    return _linear(w, f"{name}.linear_fc2", _activation(_linear(w, f"{name}.linear_fc1", x), config))
+    return _linear(
+        w,
+        f"{name}.linear_fc2",
+        _activation(_linear(w, f"{name}.linear_fc1", x), config),
+    )
 
 
-def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, kept_by,
-                 feed_forward=plain_mlp):
+def plain_blocks(
+    w,
+    name,
+    x,
+    position_ids,
+    hidden,
+    config,
+    drop,
+    drop_scores,
+    kept_by,
+    feed_forward=plain_mlp,
+):
     """x [b, s, h] through all blocks. hidden: bool [b, query, key], True where a query may not look; others
     as `plain_gpt`."""
     everywhere = hidden
@@ -157,15 +218,32 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
         layer, kept = f"{name}.layers.{i}", kept_by(i)
         hidden = everywhere | _outside_window(config, i, x.shape[1])
         if kept is None:
-            x = _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward)
+            x = _block(
+                w,
+                layer,
+                x,
+                position_ids,
+                hidden,
+                config,
+                drop,
+                drop_scores,
+                feed_forward,
+            )
             continue
         samples = []
-        for n, places in enumerate(kept):                                   # one sample at a time
+        for n, places in enumerate(kept):  # one sample at a time
             one = slice(n, n + 1)
-            part = _block(w, layer, x[one, places], position_ids[one, places],
-                          hidden[one, places][..., places], config,
-                          _among_all(drop, n, places, x.shape),
-                          _scores_among_all(drop_scores, n, places, x.shape), feed_forward)
+            part = _block(
+                w,
+                layer,
+                x[one, places],
+                position_ids[one, places],
+                hidden[one, places][..., places],
+                config,
+                _among_all(drop, n, places, x.shape),
+                _scores_among_all(drop_scores, n, places, x.shape),
+                feed_forward,
+            )
             samples.append(x[n].index_put((places,), part[0]))
         x = torch.stack(samples)
     return x
@@ -173,19 +251,28 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
 
 def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward):
     y = _norm(w, f"{layer}.input_layernorm", x, config)
-    y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
+    y = _attention(
+        w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores
+    )
     first, x = x, x + drop(f"{layer}.self_attention", y)
-    y = _norm(w, f"{layer}.pre_mlp_layernorm", first if config.use_parallel_residual else x, config)
+    y = _norm(
+        w,
+        f"{layer}.pre_mlp_layernorm",
+        first if config.use_parallel_residual else x,
+        config,
+    )
     return x + drop(f"{layer}.mlp", feed_forward(w, f"{layer}.mlp", y, config))
 
 
 def _among_all(drop, n, places, shape):
     """Dropout of the tokens of sample n at these places: what would befall them among all tokens of all
     samples."""
+
     def dropped(site, x):
         whole = x.new_zeros(*shape[:2], x.shape[-1])
         whole[n, places] = x[0]
-        return drop(site, whole)[n:n + 1, places]
+        return drop(site, whole)[n : n + 1, places]
+
     return dropped
 
 
@@ -193,7 +280,8 @@ def _scores_among_all(drop_scores, n, places, shape):
     def dropped(site, p):
         whole = p.new_zeros(shape[0], p.shape[1], shape[1], shape[1])
         whole[n, :, places[:, None], places] = p[0]
-        return drop_scores(site, whole)[n:n + 1, :, places[:, None], places]
+        return drop_scores(site, whole)[n : n + 1, :, places[:, None], places]
+
     return dropped
 
 
@@ -221,28 +309,48 @@ def _activation(x, config):
         gate, up = x.chunk(2, dim=-1)
         return gate / (1 + (-gate).exp()) * up
     assert config.activation == "gelu"
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _attention(w, name, x, position_ids, hidden, config, drop_scores):
     n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
-    rows = _linear(w, f"{name}.linear_qkv", x).split(d, dim=-1)             # (n + 2g) slabs of [b, s, d]
+    rows = _linear(w, f"{name}.linear_qkv", x).split(
+        d, dim=-1
+    )  # (n + 2g) slabs of [b, s, d]
     per_group, scores, values = n // g + 2, [], []
     for head in range(n):
         group, place = divmod(head, n // g)
-        q, k, v = (rows[group * per_group + place], rows[(group + 1) * per_group - 2],
-                   rows[(group + 1) * per_group - 1])
+        q, k, v = (
+            rows[group * per_group + place],
+            rows[(group + 1) * per_group - 2],
+            rows[(group + 1) * per_group - 1],
+        )
         if config.qk_layernorm:
-            q, k = _norm(w, f"{name}.q_layernorm", q, config), _norm(w, f"{name}.k_layernorm", k, config)
+            q, k = (
+                _norm(w, f"{name}.q_layernorm", q, config),
+                _norm(w, f"{name}.k_layernorm", k, config),
+            )
         if config.is_rotary:
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
         score = q @ k.transpose(1, 2) / math.sqrt(d)
         if config.position_embedding_type == "alibi":
-            score = score - plain_slopes(n)[head] * (position_ids[:, :, None] - position_ids[:, None]).abs()
-        scores.append(_softmax(score.masked_fill(hidden, -math.inf), _sink(w, name, head, config)))
+            score = (
+                score
+                - plain_slopes(n)[head]
+                * (position_ids[:, :, None] - position_ids[:, None]).abs()
+            )
+        scores.append(
+            _softmax(score.masked_fill(hidden, -math.inf), _sink(w, name, head, config))
+        )
         values.append(v)
-    p = drop_scores(f"{name}.core_attention", torch.stack(scores, dim=1))   # [b, n, s, s]
-    return _linear(w, f"{name}.linear_proj", torch.cat([p[:, i] @ values[i] for i in range(n)], dim=-1))
+    p = drop_scores(
+        f"{name}.core_attention", torch.stack(scores, dim=1)
+    )  # [b, n, s, s]
+    return _linear(
+        w,
+        f"{name}.linear_proj",
+        torch.cat([p[:, i] @ values[i] for i in range(n)], dim=-1),
+    )
 
 
 def plain_slopes(n):
@@ -252,7 +360,7 @@ def plain_slopes(n):
     if math.log2(n).is_integer():
         return [ratio ** (i + 1) for i in range(n)]
     lower = 2 ** math.floor(math.log2(n))
-    return plain_slopes(lower) + plain_slopes(2 * lower)[::2][:n - lower]
+    return plain_slopes(lower) + plain_slopes(2 * lower)[::2][: n - lower]
 
 
 def _outside_window(config, layer, s):
@@ -260,12 +368,21 @@ def _outside_window(config, layer, s):
     layer."""
     if config.sparse_attention == "local":
         block = torch.arange(s) // config.sparse_block
-        return (block - block[:, None]).abs() > config.sparse_num_sliding_window_blocks // 2
+        return (
+            block - block[:, None]
+        ).abs() > config.sparse_num_sliding_window_blocks // 2
     freq = config.window_attn_skip_freq
-    if config.window_size is None or freq and freq.isdigit() and (layer + 1) % int(freq) == 0:
+    if (
+        config.window_size is None
+        or freq
+        and freq.isdigit()
+        and (layer + 1) % int(freq) == 0
+    ):
         return torch.zeros(s, s, dtype=torch.bool)
     left, right = (s if side == -1 else side for side in config.window_size)
-    return torch.tensor([[not -left <= key - query <= right for key in range(s)] for query in range(s)])
+    return torch.tensor(
+        [[not -left <= key - query <= right for key in range(s)] for query in range(s)]
+    )
 
 
 def _sink(w, name, head, config):
@@ -286,29 +403,50 @@ def _rotate(x, position_ids, config):
     turned = int(x.shape[-1] * config.rotary_percent)
     half = turned // 2
     base, size = config.rotary_base, 1.0
-    if config.rotary_ntk_factor:                    # the slowest of the pairs is slowed down by `stretch`
-        stretch = 1 + config.rotary_ntk_factor * (config.positions / config.original_max_position_embeddings
-                                                  - 1)
+    if config.rotary_ntk_factor:  # the slowest of the pairs is slowed down by `stretch`
+        stretch = 1 + config.rotary_ntk_factor * (
+            config.positions / config.original_max_position_embeddings - 1
+        )
         base *= stretch ** (half / (half - 1))
     frequencies = base ** (-torch.arange(half, dtype=x.dtype) / half)
     if config.use_rope_scaling:
-        frequencies = torch.stack([_llama3(f, config.rope_scaling_factor) for f in frequencies])
+        frequencies = torch.stack(
+            [_llama3(f, config.rope_scaling_factor) for f in frequencies]
+        )
     if config.position_embedding_type == "yarn":
-        frequencies = torch.stack([_yarn(f, i, half, config) for i, f in enumerate(frequencies)])
+        frequencies = torch.stack(
+            [_yarn(f, i, half, config) for i, f in enumerate(frequencies)]
+        )
         log = math.log(config.yarn_factor)
-        size = (0.1 * config.yarn_mscale * log + 1) / (0.1 * config.yarn_mscale_all_dim * log + 1)
-    angles = position_ids[..., None] / (config.rotary_seq_len_interpolation_factor or 1) * frequencies
-    pairs = ((x[..., 0:turned:2], x[..., 1:turned:2]) if config.rotary_interleaved
-             else (x[..., :half], x[..., half:turned]))
+        size = (0.1 * config.yarn_mscale * log + 1) / (
+            0.1 * config.yarn_mscale_all_dim * log + 1
+        )
+    angles = (
+        position_ids[..., None]
+        / (config.rotary_seq_len_interpolation_factor or 1)
+        * frequencies
+    )
+    pairs = (
+        (x[..., 0:turned:2], x[..., 1:turned:2])
+        if config.rotary_interleaved
+        else (x[..., :half], x[..., half:turned])
+    )
     z = torch.complex(*pairs) * torch.polar(torch.full_like(angles, size), angles)
-    y = torch.view_as_real(z) if config.rotary_interleaved else torch.stack([z.real, z.imag], dim=-2)
+    y = (
+        torch.view_as_real(z)
+        if config.rotary_interleaved
+        else torch.stack([z.real, z.imag], dim=-2)
+    )
     return torch.cat([y.flatten(-2), x[..., turned:]], dim=-1)
 
 
 def _yarn(frequency, i, half, config):
     """Peng et al. 2023 (arXiv:2309.00071), with the bounds of the authors' code: pair i of `half`."""
     bounds = []
-    for turns in (config.yarn_beta_fast, config.yarn_beta_slow):     # the pair that turns so often
+    for turns in (
+        config.yarn_beta_fast,
+        config.yarn_beta_slow,
+    ):  # the pair that turns so often
         wave = config.original_max_position_embeddings / turns
         bounds.append(half * math.log(wave / (2 * math.pi), config.rotary_base))
     if config.yarn_correction_range_round_to_int:
@@ -335,8 +473,9 @@ def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:
         for p in parameters:
             p.fill_(PADDING)
             for box in p.spec.boxes({"tp": (tp.rank, tp.size)}):
-                p[_slices(box.local, box.sizes)] = weights[p.spec.name][_slices(box.logical,
-                                                                                box.sizes)].to(p.dtype)
+                p[_slices(box.local, box.sizes)] = weights[p.spec.name][
+                    _slices(box.logical, box.sizes)
+                ].to(p.dtype)
 
 
 def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
@@ -345,14 +484,23 @@ def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
     result, size = {}, len(per_rank)
     for rank, held in enumerate(per_rank):
         for spec, tensor in held:
-            whole = result.setdefault(spec.name, torch.zeros(spec.shape, dtype=tensor.dtype))
+            whole = result.setdefault(
+                spec.name, torch.zeros(spec.shape, dtype=tensor.dtype)
+            )
             if not spec.is_split_over("tp") and not spec.partial_over and rank > 0:
-                torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=1e-6,
-                                           msg=lambda m, n=spec.name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    whole,
+                    tensor,
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda m, n=spec.name: f"{n}: {m}",
+                )
                 continue
             rest = tensor.clone()
             for box in spec.boxes({"tp": (rank, size)}):
-                whole[_slices(box.logical, box.sizes)] += tensor[_slices(box.local, box.sizes)]
+                whole[_slices(box.logical, box.sizes)] += tensor[
+                    _slices(box.local, box.sizes)
+                ]
                 rest[_slices(box.local, box.sizes)] = 0
             assert not rest.any(), f"{spec.name}: padding received a gradient"
     return result

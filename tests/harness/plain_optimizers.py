@@ -7,7 +7,9 @@ class Plain(torch.optim.Optimizer):
     """Updates each parameter in double precision by `formula`, which returns the new p."""
 
     def __init__(self, params, lr, betas, weight_decay=0.0, **more):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, **more))
+        super().__init__(
+            params, dict(lr=lr, betas=betas, weight_decay=weight_decay, **more)
+        )
 
     @torch.no_grad()
     def step(self):
@@ -17,7 +19,14 @@ class Plain(torch.optim.Optimizer):
                     state = self.state[p]
                     state.setdefault("t", 0)
                     state["t"] += 1
-                    p.copy_(self.formula(state.setdefault("p", p.double()), p.grad.double(), state, group))
+                    p.copy_(
+                        self.formula(
+                            state.setdefault("p", p.double()),
+                            p.grad.double(),
+                            state,
+                            group,
+                        )
+                    )
 
     def formula(self, p, g, state, group):
         raise NotImplementedError
@@ -38,20 +47,41 @@ class PlainLion(Plain):
 class PlainLamb(Plain):
     """You et al. 2019, algorithm 2 (paper=True), or as DeepSpeed has it; the ratio is in state["r"]."""
 
-    def __init__(self, params, lr, betas, weight_decay=0.0, eps=1e-8, paper=False, bounds=(0.01, 10.0)):
-        super().__init__(params, lr, betas, weight_decay, eps=eps, paper=paper, bounds=bounds)
+    def __init__(
+        self,
+        params,
+        lr,
+        betas,
+        weight_decay=0.0,
+        eps=1e-8,
+        paper=False,
+        bounds=(0.01, 10.0),
+    ):
+        super().__init__(
+            params, lr, betas, weight_decay, eps=eps, paper=paper, bounds=bounds
+        )
 
     def formula(self, p, g, state, group):
         (beta1, beta2), t = group["betas"], state["t"]
         state["m"] = m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
-        state["v"] = v = beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * g * g
+        state["v"] = v = (
+            beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * g * g
+        )
         if group["paper"]:
-            u, factor = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"]), 1.0
+            u, factor = (
+                m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"]),
+                1.0,
+            )
         else:
-            u, factor = m / (v.sqrt() + group["eps"]), (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+            u, factor = (
+                m / (v.sqrt() + group["eps"]),
+                (1 - beta2**t) ** 0.5 / (1 - beta1**t),
+            )
         u = u + group["weight_decay"] * p
         low, high = group["bounds"]
-        state["r"] = min(max(float(p.norm() / u.norm()) if p.norm() and u.norm() else 1.0, low), high)
+        state["r"] = min(
+            max(float(p.norm() / u.norm()) if p.norm() and u.norm() else 1.0, low), high
+        )
         state["p"] = p - group["lr"] * factor * state["r"] * u
         return state["p"]
 
@@ -60,8 +90,17 @@ class PlainMuon(Plain):
     """Jordan et al. 2024 without Nesterov's momentum, on a matrix of `columns` columns: the polynomials
     (a, b, c) of `coefficients` are of its singular values."""
 
-    def __init__(self, params, lr, coefficients, columns, momentum=0.9, weight_decay=0.0):
-        super().__init__(params, lr, (momentum, 0), weight_decay, coefficients=coefficients, columns=columns)
+    def __init__(
+        self, params, lr, coefficients, columns, momentum=0.9, weight_decay=0.0
+    ):
+        super().__init__(
+            params,
+            lr,
+            (momentum, 0),
+            weight_decay,
+            coefficients=coefficients,
+            columns=columns,
+        )
 
     def formula(self, p, g, state, group):
         mu = group["betas"][0]
@@ -72,5 +111,7 @@ class PlainMuon(Plain):
         for a, b, c in group["coefficients"]:
             s = a * s + b * s**3 + c * s**5
         update = (u * s @ vh).view_as(p) * max(matrix.shape) ** 0.5
-        state["p"] = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+        state["p"] = (
+            p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+        )
         return state["p"]

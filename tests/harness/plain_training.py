@@ -7,10 +7,18 @@ import torch
 from torch import nn
 
 
-def train_plainly(module: nn.Module, loss_of: Callable[[nn.Module, object], torch.Tensor],
-                  steps: Sequence[Sequence], *,
-                  lr: float | Callable[[int], float], clip: float = 0.0, weight_decay: float = 0.0,
-                  eps: float = 1e-8, decays=None, dtype: torch.dtype = torch.float32) -> list[float]:
+def train_plainly(
+    module: nn.Module,
+    loss_of: Callable[[nn.Module, object], torch.Tensor],
+    steps: Sequence[Sequence],
+    *,
+    lr: float | Callable[[int], float],
+    clip: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    decays=None,
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:
     """AdamW on the mean loss of each step's micro-batches, with fp32 masters; the gradient norms of all
     steps.
 
@@ -20,8 +28,13 @@ def train_plainly(module: nn.Module, loss_of: Callable[[nn.Module, object], torc
     module.to(dtype)
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     masters = [nn.Parameter(p.detach().float().clone()) for _, p in trained]
-    groups = [{"params": [m], "weight_decay": weight_decay if decays is None or decays(n, p) else 0.0}
-              for m, (n, p) in zip(masters, trained)]
+    groups = [
+        {
+            "params": [m],
+            "weight_decay": weight_decay if decays is None or decays(n, p) else 0.0,
+        }
+        for m, (n, p) in zip(masters, trained)
+    ]
     adam, norms = torch.optim.AdamW(groups, lr=1.0, eps=eps, foreach=False), []
     for step, microbatches in enumerate(steps):
         total = [torch.zeros_like(m) for m in masters]

@@ -22,14 +22,46 @@ from tests.harness.processes import TIMEOUT_SECONDS, run_processes
 from tools.free_port import free_port
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
-TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
-        "--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH),
-        "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "1",
-        "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1",
-        "--global-batch-size", str(GLOBAL_BATCH),
-        "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2",
-        "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--eval-iters", "0", "--log-interval", "1",
-        "--distributed-timeout-minutes", "3"]
+TINY = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    str(SEQ_LENGTH),
+    "--max-position-embeddings",
+    str(SEQ_LENGTH),
+    "--vocab-size",
+    str(VOCAB),
+    "--make-vocab-size-divisible-by",
+    "1",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    str(GLOBAL_BATCH),
+    "--lr",
+    "1e-3",
+    "--min-lr",
+    "1e-4",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    "2",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+    "--eval-iters",
+    "0",
+    "--log-interval",
+    "1",
+    "--distributed-timeout-minutes",
+    "3",
+]
 MOCK = [*TINY, "--mock-data", "--train-iters", str(STEPS)]
 
 
@@ -42,24 +74,41 @@ class Ended:
     err: str
 
 
-def run_pretrain(ranks: int, argv: Sequence[str], *, spoil=None,
-                 timeout: float = TIMEOUT_SECONDS) -> list[Ended]:
+def run_pretrain(
+    ranks: int, argv: Sequence[str], *, spoil=None, timeout: float = TIMEOUT_SECONDS
+) -> list[Ended]:
     """Every rank's end, in rank order. A rank that dies or raises fails the call."""
-    return run_processes(ranks, _rank, free_port(), [str(word) for word in argv], spoil, timeout=timeout,
-                         joined=False)
+    return run_processes(
+        ranks,
+        _rank,
+        free_port(),
+        [str(word) for word in argv],
+        spoil,
+        timeout=timeout,
+        joined=False,
+    )
 
 
 def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
     """`run_pretrain`, where every rank must end well."""
     ended = run_pretrain(ranks, argv, **options)
-    assert [e.code for e in ended] == [0] * ranks, "\n".join(e.out[-2000:] + e.err for e in ended)
+    assert [e.code for e in ended] == [0] * ranks, "\n".join(
+        e.out[-2000:] + e.err for e in ended
+    )
     return ended
 
 
 def _rank(rank, world, port, argv, spoil) -> Ended:
     from megatron_ds.training.pretrain import pretrain
 
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     values = (rank, world.size, rank, world.size, "127.0.0.1", port)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -77,10 +126,15 @@ def _rank(rank, world, port, argv, spoil) -> Ended:
 
 # What a run left behind.
 
+
 def records(folder, kind: str = "train") -> list[dict]:
     """The records of metrics.jsonl, in order of steps; of a repeated step the last one in the file."""
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    last = {record["step"]: record for record in map(json.loads, lines) if record["kind"] == kind}
+    last = {
+        record["step"]: record
+        for record in map(json.loads, lines)
+        if record["kind"] == kind
+    }
     return [last[step] for step in sorted(last)]
 
 
@@ -98,7 +152,10 @@ def saved_state(folder, step: int) -> dict[str, torch.Tensor]:
 
     path = Path(folder) / f"iter_{step:07d}"
     index = dcp.FileSystemReader(path).read_metadata()
-    state = {name: torch.empty(entry.size) for name, entry in index.state_dict_metadata.items()}
+    state = {
+        name: torch.empty(entry.size)
+        for name, entry in index.state_dict_metadata.items()
+    }
     # that there is one process, which is meant
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(state, checkpoint_id=path, no_dist=True)

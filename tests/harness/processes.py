@@ -32,18 +32,20 @@ from pathlib import Path
 
 from tests.harness.warm import warm_python
 
-MEETING = "rendezvous"            # name of the thread in megatron_ds/mpu/rendezvous.py
+MEETING = "rendezvous"  # name of the thread in megatron_ds/mpu/rendezvous.py
 
 # Note: unfinished meetings.  torch cannot be stopped while it connects to a store: the thread of `meet` goes
 # on after the error. It would join whichever store listens next at its port, as a rank of that job, and all
 # ranks there would wait for it. So a process with such a thread is not used again.
 
 TIMEOUT_SECONDS = 150
-START_SECONDS = 200               # to import torch, on a busy machine
-GRACE_SECONDS = 1                 # for the peers of a failed rank to tell their own error
+START_SECONDS = 200  # to import torch, on a busy machine
+GRACE_SECONDS = 1  # for the peers of a failed rank to tell their own error
 
 
-def run_processes(size: int, function, *args, timeout: float = TIMEOUT_SECONDS, joined: bool = True) -> list:
+def run_processes(
+    size: int, function, *args, timeout: float = TIMEOUT_SECONDS, joined: bool = True
+) -> list:
     """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first
     error.
 
@@ -51,7 +53,15 @@ def run_processes(size: int, function, *args, timeout: float = TIMEOUT_SECONDS, 
     """
     ranks = _started(size)
     with tempfile.TemporaryDirectory() as folder:
-        job = pickle.dumps((function, args, size, os.path.join(folder, "store") if joined else None, timeout))
+        job = pickle.dumps(
+            (
+                function,
+                args,
+                size,
+                os.path.join(folder, "store") if joined else None,
+                timeout,
+            )
+        )
         for i, rank in enumerate(ranks):
             rank.connection.send((i, job))
         answers, unfinished = _collect(ranks, timeout)
@@ -79,7 +89,9 @@ def _started(size: int) -> list["_Rank"]:
     new = [_Rank() for _ in range(size - len(_POOL))]
     for rank in new:
         if not rank.is_ready():
-            raise RuntimeError(f"a rank did not start within {START_SECONDS} s: {rank.last_words()}")
+            raise RuntimeError(
+                f"a rank did not start within {START_SECONDS} s: {rank.last_words()}"
+            )
     _POOL.extend(new)
     return _POOL[:size]
 
@@ -90,18 +102,32 @@ class _Rank:
     def __init__(self):
         self.connection, theirs = Pipe()
         self.errors = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".stderr")
-        environment = {k: v for k, v in os.environ.items()
-                       if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
-                        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         self.process = subprocess.Popen(
-            [warm_python(), "-c", "from tests.harness.processes import serve; serve()"], env=environment,
-            stdin=theirs.fileno(), stderr=self.errors, cwd=Path(__file__).parents[2])
+            [warm_python(), "-c", "from tests.harness.processes import serve; serve()"],
+            env=environment,
+            stdin=theirs.fileno(),
+            stderr=self.errors,
+            cwd=Path(__file__).parents[2],
+        )
         theirs.close()
 
     def is_ready(self) -> bool:
         try:
-            return self.connection.poll(START_SECONDS) and self.connection.recv() == "ready"
+            return (
+                self.connection.poll(START_SECONDS)
+                and self.connection.recv() == "ready"
+            )
         except EOFError:
             return False
 
@@ -123,7 +149,9 @@ class _Rank:
         self.errors.close()
 
 
-def _collect(ranks: list[_Rank], timeout: float) -> tuple[dict[int, tuple[bool, bytes]], list[int]]:
+def _collect(
+    ranks: list[_Rank], timeout: float
+) -> tuple[dict[int, tuple[bool, bytes]], list[int]]:
     """(answers in order of arrival, till all came, or the time is over, or a while after the first bad one;
     the ranks whose meeting is unfinished)."""
     answers, unfinished = {}, []
@@ -149,8 +177,14 @@ def _fail(ranks, answers, function, timeout) -> None:
     there is other."""
     from megatron_ds.errors import CommunicationError
 
-    bad = [(i, *pickle.loads(answer)) for i, (good, answer) in answers.items() if not good]
-    stacks = {i: rank.where() for i, rank in enumerate(ranks) if i not in answers} if not bad else {}
+    bad = [
+        (i, *pickle.loads(answer)) for i, (good, answer) in answers.items() if not good
+    ]
+    stacks = (
+        {i: rank.where() for i, rank in enumerate(ranks) if i not in answers}
+        if not bad
+        else {}
+    )
     words = {i: ranks[i].last_words() for i, error, _ in bad if error is None}
     codes = {i: ranks[i].process.poll() for i, error, _ in bad if error is None}
     for i, rank in enumerate(ranks):
@@ -158,14 +192,18 @@ def _fail(ranks, answers, function, timeout) -> None:
             rank.kill()
             _POOL.remove(rank)
     if not bad:
-        raise TimeoutError(f"{function.__name__}: ranks {sorted(stacks)} of {len(ranks)} did not end within "
-                           f"{timeout} s. "
-                           + "".join(f"\n--- rank {i} is at\n{text}" for i, text in stacks.items()))
+        raise TimeoutError(
+            f"{function.__name__}: ranks {sorted(stacks)} of {len(ranks)} did not end within "
+            f"{timeout} s. "
+            + "".join(f"\n--- rank {i} is at\n{text}" for i, text in stacks.items())
+        )
     # the earliest, as min is stable
     i, error, story = min(bad, key=lambda b: isinstance(b[1], CommunicationError))
     if error is None:
-        error = RuntimeError(f"rank {i} of {len(ranks)} died in {function.__name__} with exit code "
-                             f"{codes[i]}: {words[i]}")
+        error = RuntimeError(
+            f"rank {i} of {len(ranks)} died in {function.__name__} with exit code "
+            f"{codes[i]}: {words[i]}"
+        )
     error.add_note(f"on rank {i} of {len(ranks)}:\n{story}")
     raise error
 
@@ -202,7 +240,9 @@ class ProcessWorld:
         ranks = tuple(ranks)
         transport = None
         if len(ranks) > 1:
-            transport = transport_over(dist.new_group(list(ranks), use_local_synchronization=True), axes)
+            transport = transport_over(
+                dist.new_group(list(ranks), use_local_synchronization=True), axes
+            )
         return Group(axes, ranks, ranks.index(rank), transport, self.traffic[rank])
 
 
@@ -230,7 +270,9 @@ def _is_unfinished() -> bool:
     """Whether a meeting goes on, or has made a process group that the job has left."""
     import torch.distributed as dist
 
-    return dist.is_initialized() or any(thread.name == MEETING for thread in threading.enumerate())
+    return dist.is_initialized() or any(
+        thread.name == MEETING for thread in threading.enumerate()
+    )
 
 
 def _work(rank: int, job: bytes):
@@ -240,12 +282,14 @@ def _work(rank: int, job: bytes):
     from megatron_ds.mpu.mesh import set_mesh
 
     torch.set_num_threads(1)
-    set_mesh(None)              # of an earlier job, whose groups are gone
+    set_mesh(None)  # of an earlier job, whose groups are gone
     function, args, size, store, timeout = pickle.loads(job)
     if store is None:
         return function(rank, ProcessWorld(size), *args)
     store, time_limit = dist.FileStore(store, size), timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=time_limit)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=time_limit
+    )
     try:
         _wait_for_peers(store, size, time_limit)
         return function(rank, ProcessWorld(size), *args)

@@ -24,22 +24,33 @@ def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
     """Train from step `begin` (of the checkpoint in `folder`) to step `steps`, and save there. Returns the
     losses of rank 0, and what `visit` makes of each rank's engine."""
     request = parse_layout(layout, mbs="1")
-    config = parse([*job, *request.flags, "--load", str(folder), "--save", str(folder)],
-                   world_size=request.world_size)
+    config = parse(
+        [*job, *request.flags, "--load", str(folder), "--save", str(folder)],
+        world_size=request.world_size,
+    )
     samples, rate = mock_samples(config, 4 * BATCH, seed=1), make_learning_rate(config)
 
     def main(rank, world):
-        mesh = Mesh(config.grid(request.world_size), rank, world.connect, torch.device("cpu"))
+        mesh = Mesh(
+            config.grid(request.world_size), rank, world.connect, torch.device("cpu")
+        )
         engine, progress, losses = build_engine(config, mesh), Progress(), []
         if begin:
             progress = load_run(engine, Start(begin, read_run(folder, begin), "id"))
         with closing(open_loader(config, samples, mesh)) as loader:
             while progress.step < steps:
-                outcome = train_step(engine, engine.batches.training(loader, progress, BATCH), progress,
-                                     learning_rate=rate(progress), weight_decay=0.1)
+                outcome = train_step(
+                    engine,
+                    engine.batches.training(loader, progress, BATCH),
+                    progress,
+                    learning_rate=rate(progress),
+                    weight_decay=0.1,
+                )
                 progress = progress.after(BATCH, BATCH * config.model.seq_length)
                 losses.append(outcome.loss)
-        save_run(engine, progress, {"identity": {"model": model_identity(config.model)}})
+        save_run(
+            engine, progress, {"identity": {"model": model_identity(config.model)}}
+        )
         return losses, visit(engine)
 
     results = run_ranks(request.world_size, main)

@@ -5,10 +5,14 @@ import torch
 from megatron_ds.mpu.param_spec import Coordinates, ParamSpec
 
 
-def cut(logical: torch.Tensor, spec: ParamSpec, coordinates: Coordinates) -> torch.Tensor:
+def cut(
+    logical: torch.Tensor, spec: ParamSpec, coordinates: Coordinates
+) -> torch.Tensor:
     """The shard of the rank at `coordinates`; padding is zero."""
-    local = torch.zeros(spec.local_shape({axis: size for axis, (_, size) in coordinates.items()}),
-                        dtype=logical.dtype)
+    local = torch.zeros(
+        spec.local_shape({axis: size for axis, (_, size) in coordinates.items()}),
+        dtype=logical.dtype,
+    )
     for box in spec.boxes(coordinates):
         _at(local, box.local, box.sizes).copy_(_at(logical, box.logical, box.sizes))
     return local
@@ -24,5 +28,7 @@ def assemble(shards: list[torch.Tensor], spec: ParamSpec) -> torch.Tensor:
     return logical
 
 
-def _at(tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+def _at(
+    tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
+) -> torch.Tensor:
     return tensor[tuple(slice(a, a + n) for a, n in zip(start, sizes))]

@@ -44,7 +44,10 @@ def samples_logged(rank: int, *, path, kill_at: int | None = None, victim: int =
 
     def train_step(engine, batch, progress, **options):
         step = progress.step + 1
-        rows = [[place, row] for place, row in zip(batch.sample_ids, batch.tokens.tolist(), strict=True)]
+        rows = [
+            [place, row]
+            for place, row in zip(batch.sample_ids, batch.tokens.tolist(), strict=True)
+        ]
         with open(path, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(json.dumps([step, engine.mesh.coordinate("dp"), rows]) + "\n")
@@ -120,8 +123,10 @@ def state_written_instead_of_training(rank: int, *, path):
     from megatron_ds.training.trainer import Trainer
 
     def run(self):
-        state = {f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone()
-                 for p in all_pieces(self.engine)}
+        state = {
+            f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone()
+            for p in all_pieces(self.engine)
+        }
         torch.save((self.progress.to_dict(), state), path)
         return "finished"
 
@@ -179,7 +184,11 @@ def spoiled_weight(rank: int, *, step: int, victim: int, value: float):
     def train_step(engine, batch, progress, **options):
         outcome = real(engine, batch, progress, **options)
         if rank == victim and progress.step + 1 == step:
-            weights = [piece.tensor for piece in engine.optimizer.pieces() if piece.kind == "weight"]
+            weights = [
+                piece.tensor
+                for piece in engine.optimizer.pieces()
+                if piece.kind == "weight"
+            ]
             next(filter(len, weights))[0] = value
         return outcome
 

@@ -29,7 +29,12 @@ from megatron_ds.ops.gpu.nvrtc import Program
 HERE = Path(__file__).parent
 BUILT = Path(tempfile.gettempdir()) / f"megatron_ds-stand-in-{os.getuid()}"
 WORDS = ("g++", "-std=c++20", "-shared", "-fPIC", "-O1", "-w")
-OF_KERNELS = ("-fno-gnu-unique", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
+OF_KERNELS = (
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+)
 SYMBOL = "emulated_kernel"
 LAUNCHER = """#include "{file}"
 extern "C" __attribute__((visibility("default")))
@@ -80,12 +85,25 @@ class StandInGpu:
     cache: folder of compiled kernels, or None. names: of the driver's functions, CUDA's or HIP's
     """
 
-    def __init__(self, cache: Path | None, ordinal: int = 0, hollow: bool = False,
-                 names: DriverNames = CUDA):
-        self.compiler, self.capturing, self.current_stream = StandInCompiler(hollow), False, 0x5000
+    def __init__(
+        self,
+        cache: Path | None,
+        ordinal: int = 0,
+        hollow: bool = False,
+        names: DriverNames = CUDA,
+    ):
+        self.compiler, self.capturing, self.current_stream = (
+            StandInCompiler(hollow),
+            False,
+            0x5000,
+        )
         self._driver = ctypes.CDLL(libcuda())
-        device = GpuDevice(ordinal, "sm_90", 3, lambda: self.current_stream, lambda: self.capturing)
-        self.backend = CudaBackend(device, Driver(libcuda(), names), self.compiler, KernelCache(cache))
+        device = GpuDevice(
+            ordinal, "sm_90", 3, lambda: self.current_stream, lambda: self.capturing
+        )
+        self.backend = CudaBackend(
+            device, Driver(libcuda(), names), self.compiler, KernelCache(cache)
+        )
 
     def driver_counts(self) -> tuple[int, int]:
         """(modules loaded, kernels launched) in this process."""
@@ -102,8 +120,12 @@ class StandInGpu:
 
 
 @contextmanager
-def stand_in_gpu(cache: Path | None, ordinal: int = 0, hollow: bool = False,
-                 names: DriverNames = CUDA) -> Iterator[StandInGpu]:
+def stand_in_gpu(
+    cache: Path | None,
+    ordinal: int = 0,
+    hollow: bool = False,
+    names: DriverNames = CUDA,
+) -> Iterator[StandInGpu]:
     """CPU tensors are launched by the stand-in driver within the context."""
     gpu, before = StandInGpu(cache, ordinal, hollow, names), dict(gpu_kernel.BACKENDS)
     gpu_kernel.BACKENDS["cpu"] = lambda device: gpu.backend
@@ -128,8 +150,11 @@ def _built(text: str, key: str, *flags: str) -> Path:
     if not library.exists():
         BUILT.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=BUILT, suffix=".so", delete=False) as f:
-            done = subprocess.run([*words, "-x", "c++", "-", "-o", f.name], input=text.encode(),
-                                  capture_output=True)
+            done = subprocess.run(
+                [*words, "-x", "c++", "-", "-o", f.name],
+                input=text.encode(),
+                capture_output=True,
+            )
         if done.returncode:
             os.unlink(f.name)
             raise KernelError(f"does not compile:\n{done.stderr.decode()}")

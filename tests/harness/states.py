@@ -19,30 +19,70 @@ VOCABULARY, HIDDEN = 13, 6
 KINDS = ("weight", "exp_avg")
 
 
-def model_specs(padded: int = 24, num_layers: int = 2, hidden: int = HIDDEN) -> list[ParamSpec]:
+def model_specs(
+    padded: int = 24, num_layers: int = 2, hidden: int = HIDDEN
+) -> list[ParamSpec]:
     """Divides over 1, 2, 3, 4 tensor-parallel ranks, in every way of packing. The last is a copy of the
     first, tied."""
     rows = Split("tp", 0, padded=padded)
-    specs = [ParamSpec("embedding.word_embeddings.weight", (VOCABULARY, hidden), NORMAL, (rows,),
-                       tied="embedding")]
+    specs = [
+        ParamSpec(
+            "embedding.word_embeddings.weight",
+            (VOCABULARY, hidden),
+            NORMAL,
+            (rows,),
+            tied="embedding",
+        )
+    ]
     for i in range(num_layers):
         name = f"decoder.layers.{i}"
         specs += [
-            ParamSpec(f"{name}.input_layernorm.weight", (hidden,), Init("ones"), decay=False),
-            ParamSpec(f"{name}.self_attention.linear_qkv.weight", (36, hidden), NORMAL, (Split("tp", 0),)),
-            ParamSpec(f"{name}.self_attention.linear_proj.weight", (hidden, 12), NORMAL, (Split("tp", 1),)),
-            ParamSpec(f"{name}.mlp.linear_fc1.weight", (24, hidden), NORMAL, (Split("tp", 0, parts=2),)),
-            ParamSpec(f"{name}.mlp.linear_fc1.bias", (24,), Init("zeros"), (Split("tp", 0, parts=2),)),
-            ParamSpec(f"{name}.mlp.experts", (3, hidden, 24), NORMAL, (Split("tp", 2, parts=2),)),
+            ParamSpec(
+                f"{name}.input_layernorm.weight", (hidden,), Init("ones"), decay=False
+            ),
+            ParamSpec(
+                f"{name}.self_attention.linear_qkv.weight",
+                (36, hidden),
+                NORMAL,
+                (Split("tp", 0),),
+            ),
+            ParamSpec(
+                f"{name}.self_attention.linear_proj.weight",
+                (hidden, 12),
+                NORMAL,
+                (Split("tp", 1),),
+            ),
+            ParamSpec(
+                f"{name}.mlp.linear_fc1.weight",
+                (24, hidden),
+                NORMAL,
+                (Split("tp", 0, parts=2),),
+            ),
+            ParamSpec(
+                f"{name}.mlp.linear_fc1.bias",
+                (24,),
+                Init("zeros"),
+                (Split("tp", 0, parts=2),),
+            ),
+            ParamSpec(
+                f"{name}.mlp.experts",
+                (3, hidden, 24),
+                NORMAL,
+                (Split("tp", 2, parts=2),),
+            ),
         ]
-    return specs + [ParamSpec("temperature", (), Init("ones")),
-                    replace(specs[0], tied_copy=True)]
+    return specs + [
+        ParamSpec("temperature", (), Init("ones")),
+        replace(specs[0], tied_copy=True),
+    ]
 
 
 @dataclass(frozen=True)
 class Layout:
     tp: int = 1
-    cuts: tuple[int, ...] = ()        # indices into the list of parameters where a new stage begins
+    cuts: tuple[
+        int, ...
+    ] = ()  # indices into the list of parameters where a new stage begins
     dp: int = 1
     stage: int = 0
     padded: int = 24
@@ -73,7 +113,9 @@ class StatePiece:
 
 @functools.cache
 def logical_tensor(kind: str, spec: ParamSpec, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{kind}/{spec.name}".encode()))
+    generator = torch.Generator().manual_seed(
+        zlib.crc32(f"{seed}/{kind}/{spec.name}".encode())
+    )
     return torch.randn(spec.shape, generator=generator)
 
 
@@ -87,11 +129,18 @@ def shard(logical: torch.Tensor, spec: ParamSpec, rank: int, size: int) -> torch
         missing = list(spec.shape)
         missing[d] = split.padded - spec.shape[d]
         logical = torch.cat([logical, logical.new_zeros(missing)], d)
-    return torch.cat([part.chunk(size, d)[rank] for part in logical.chunk(split.parts, d)], d).contiguous()
+    return torch.cat(
+        [part.chunk(size, d)[rank] for part in logical.chunk(split.parts, d)], d
+    ).contiguous()
 
 
-def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2,
-              hidden: int = HIDDEN) -> list[StatePiece]:
+def pieces_of(
+    layout: Layout,
+    rank: int,
+    seed: int | None,
+    num_layers: int = 2,
+    hidden: int = HIDDEN,
+) -> list[StatePiece]:
     """What `rank` holds: the state of `seed`, or nan everywhere when None.
 
     Stage 0: whole shards, the same on all data-parallel ranks. Stage 1: the shards laid end to end in a flat
@@ -102,11 +151,22 @@ def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2,
     bounds = (0, *layout.cuts, len(specs))
     pieces = []
     for kind in KINDS:
-        flats = [(spec, shard(logical_tensor(kind, spec, seed or 0), spec, tp_rank, layout.tp).reshape(-1))
-                 for spec in specs[bounds[pp_rank]:bounds[pp_rank + 1]]]
+        flats = [
+            (
+                spec,
+                shard(
+                    logical_tensor(kind, spec, seed or 0), spec, tp_rank, layout.tp
+                ).reshape(-1),
+            )
+            for spec in specs[bounds[pp_rank] : bounds[pp_rank + 1]]
+        ]
         total = sum(flat.numel() for _, flat in flats)
         slice_size = -(-total // layout.dp)
-        low, high = (dp_rank * slice_size, (dp_rank + 1) * slice_size) if layout.stage else (0, total)
+        low, high = (
+            (dp_rank * slice_size, (dp_rank + 1) * slice_size)
+            if layout.stage
+            else (0, total)
+        )
         # longer than needed: pieces are views
         buffer = torch.full((min(high, total) - low + 64,), float("nan"))
         replica, replicas = (0, 1) if layout.stage else (dp_rank, layout.dp)
@@ -114,10 +174,12 @@ def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2,
         for spec, flat in flats:
             start, stop = max(low - at, 0), min(high - at, flat.numel())
             if start < stop:
-                tensor = buffer[at + start - low:at + stop - low]
+                tensor = buffer[at + start - low : at + stop - low]
                 if seed is not None:
                     tensor.copy_(flat[start:stop])
-                pieces.append(StatePiece(spec, kind, start, stop, tensor, replica, replicas))
+                pieces.append(
+                    StatePiece(spec, kind, start, stop, tensor, replica, replicas)
+                )
             at += flat.numel()
     return pieces
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 HOST = "host"
 Clock = dict[str, int]
-Range = tuple["Memory", int, int]               # memory, first byte, end
+Range = tuple["Memory", int, int]  # memory, first byte, end
 
 
 class Access(NamedTuple):
@@ -36,7 +36,7 @@ class Memory:
     def __init__(self, order: "StreamOrder", owner: str):
         self.order, self.owner = order, owner
         self.accesses: list[Access] = []
-        self.streams: set[str] = set()          # of record_stream
+        self.streams: set[str] = set()  # of record_stream
 
     def __del__(self):
         self.order.free(self)
@@ -54,11 +54,17 @@ class StreamOrder:
         self.clocks: dict[str, Clock] = {HOST: {}}
         self.problems: list[str] = []
         self.waits: list[str] = []
-        self.launches: list[tuple[str, str]] = []           # (stream, what)
+        self.launches: list[tuple[str, str]] = []  # (stream, what)
 
     # -------------------------------------------------------------------------------- what is recorded
-    def run(self, actor: str, what: str, reads: Iterable[Range], writes: Iterable[Range],
-            is_launch: bool = True) -> None:
+    def run(
+        self,
+        actor: str,
+        what: str,
+        reads: Iterable[Range],
+        writes: Iterable[Range],
+        is_launch: bool = True,
+    ) -> None:
         """A kernel or copy is launched on a stream, or the host uses memory, or memory is allocated."""
         clock = self.clocks.setdefault(actor, {})
         if actor != HOST:
@@ -68,9 +74,13 @@ class StreamOrder:
         clock[actor] = clock.get(actor, 0) + 1
         label = f"{what} on {actor} at {place()}"
         for memory, start, stop in reads:
-            self._access(memory, Access(start, stop, actor, clock[actor], False, label), clock)
+            self._access(
+                memory, Access(start, stop, actor, clock[actor], False, label), clock
+            )
         for memory, start, stop in writes:
-            self._access(memory, Access(start, stop, actor, clock[actor], True, label), clock)
+            self._access(
+                memory, Access(start, stop, actor, clock[actor], True, label), clock
+            )
 
     def event(self, stream: str) -> Clock:
         """An event is recorded on a stream: what has happened when it is reached."""
@@ -89,14 +99,21 @@ class StreamOrder:
 
     def free(self, memory: Memory) -> None:
         """The allocator may give the memory to the next kernel of its stream."""
-        if memory.owner == HOST:                # torch's host allocator waits for the copies that use it
+        if (
+            memory.owner == HOST
+        ):  # torch's host allocator waits for the copies that use it
             return
         clock = dict(self.clocks.setdefault(memory.owner, {}))
         _join(clock, self.clocks[HOST])
         for a in memory.accesses:
-            if a.actor not in (memory.owner, *memory.streams) and clock.get(a.actor, 0) < a.time:
-                self._report(f"memory of {memory.owner} is freed at {place()} while {a.what} uses it: no "
-                             "event and no record_stream orders the next owner after it")
+            if (
+                a.actor not in (memory.owner, *memory.streams)
+                and clock.get(a.actor, 0) < a.time
+            ):
+                self._report(
+                    f"memory of {memory.owner} is freed at {place()} while {a.what} uses it: no "
+                    "event and no record_stream orders the next owner after it"
+                )
         memory.accesses.clear()
 
     # -------------------------------------------------------------------------------- the check
@@ -105,8 +122,10 @@ class StreamOrder:
         for a in memory.accesses:
             overlaps = a.start < new.stop and new.start < a.stop
             if overlaps and (a.writes or new.writes) and clock.get(a.actor, 0) < a.time:
-                self._report(f"{new.what} {'writes' if new.writes else 'reads'} what {a.what} "
-                             f"{'writes' if a.writes else 'reads'}: no event orders them")
+                self._report(
+                    f"{new.what} {'writes' if new.writes else 'reads'} what {a.what} "
+                    f"{'writes' if a.writes else 'reads'}: no event orders them"
+                )
             inside = new.start <= a.start and a.stop <= new.stop
             if not (inside and (new.writes or not a.writes and a.actor == new.actor)):
                 kept.append(a)

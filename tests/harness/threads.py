@@ -18,7 +18,7 @@ import torch
 from megatron_ds.host.memory_maps import share_pages
 from megatron_ds.mpu.group import DONE, AllOf, Group, Traffic
 
-TIMEOUT_SECONDS = 200              # for a rank that waits for ranks of a busy machine
+TIMEOUT_SECONDS = 200  # for a rank that waits for ranks of a busy machine
 _ABORTED = object()
 
 
@@ -55,14 +55,18 @@ class ThreadWorld:
         transport = self.connect(axes, [ranks], rank)
         return Group(axes, ranks, ranks.index(rank), transport, self.traffic[rank])
 
-    def connect(self, axes: str, groups: list[tuple[int, ...]], rank: int) -> "ThreadTransport | None":
+    def connect(
+        self, axes: str, groups: list[tuple[int, ...]], rank: int
+    ) -> "ThreadTransport | None":
         """What `Mesh` asks for: the transport of the group among `groups` that holds `rank`; None for a group
         of one."""
         ranks = next(tuple(g) for g in groups if rank in g)
         if len(ranks) == 1:
             return None
         with self._lock:
-            room = self._rooms.setdefault((axes, ranks), _Room(len(ranks), self.baton, self.shares_memory))
+            room = self._rooms.setdefault(
+                (axes, ranks), _Room(len(ranks), self.baton, self.shares_memory)
+            )
         return ThreadTransport(room, ranks.index(rank))
 
     def abort(self) -> None:
@@ -90,7 +94,9 @@ class _Room:
         return self._mail.get(key) or self._mail.setdefault(key, queue.SimpleQueue())
 
     def take(self, mailbox: queue.SimpleQueue):
-        message = _ABORTED if self.is_aborted else self.baton.take(mailbox, TIMEOUT_SECONDS)
+        message = (
+            _ABORTED if self.is_aborted else self.baton.take(mailbox, TIMEOUT_SECONDS)
+        )
         if message is _ABORTED:
             raise threading.BrokenBarrierError
         return message
@@ -110,7 +116,10 @@ class ThreadTransport:
         """The object of every rank. All ranks share them, so no rank may write to one."""
         for mailbox in self._to:
             mailbox.put(thing)
-        return [thing if r == self.rank else self.room.take(self._from[r]) for r in range(self.size)]
+        return [
+            thing if r == self.rank else self.room.take(self._from[r])
+            for r in range(self.size)
+        ]
 
     def _reduced(self, tensor, op):
         stack = self._exchange(tensor.detach().clone())
@@ -125,7 +134,9 @@ class ThreadTransport:
         return DONE
 
     def all_gather(self, out, tensor):
-        out.detach().copy_(torch.cat([t.reshape(-1) for t in self._exchange(tensor.detach().clone())]))
+        out.detach().copy_(
+            torch.cat([t.reshape(-1) for t in self._exchange(tensor.detach().clone())])
+        )
         return DONE
 
     def reduce_scatter(self, out, tensor, op):
@@ -133,16 +144,24 @@ class ThreadTransport:
         return DONE
 
     def all_to_all(self, out, tensor, sent=None, received=None):
-        pieces = tensor.detach().clone().split(list(sent or [len(tensor) // self.size] * self.size))
+        pieces = (
+            tensor.detach()
+            .clone()
+            .split(list(sent or [len(tensor) // self.size] * self.size))
+        )
         mine = [of_rank[self.rank] for of_rank in self._exchange(pieces)]
         assert received is None or [len(piece) for piece in mine] == list(received), (
-            "another number of rows was sent")
+            "another number of rows was sent"
+        )
         out.detach().copy_(torch.cat(mine))
         return DONE
 
     def broadcast(self, tensor, source):
-        tensor.detach().copy_(self._exchange(tensor.detach().clone() if self.rank == source
-                                             else None)[source])
+        tensor.detach().copy_(
+            self._exchange(tensor.detach().clone() if self.rank == source else None)[
+                source
+            ]
+        )
         return DONE
 
     def isend(self, tensor, destination, tag):
@@ -155,7 +174,9 @@ class ThreadTransport:
     def exchange(self, sends, receives):
         for tensor, destination in sends:
             self.isend(tensor, destination, "exchanged")
-        return AllOf([self.irecv(tensor, source, "exchanged") for tensor, source in receives])
+        return AllOf(
+            [self.irecv(tensor, source, "exchanged") for tensor, source in receives]
+        )
 
     def all_gather_object(self, obj):
         return self._exchange(obj)
@@ -164,7 +185,9 @@ class ThreadTransport:
         self._exchange(None)
 
     def share_memory(self):
-        return share_pages(self.rank, self._exchange) if self.room.shares_memory else None
+        return (
+            share_pages(self.rank, self._exchange) if self.room.shares_memory else None
+        )
 
     def share_signals(self):
         return _ThreadSignals(self.room, self.rank)
@@ -194,13 +217,20 @@ class _Receive:
 
     def wait(self):
         message = self.room.take(self.mailbox)
-        assert message.shape == self.tensor.shape and message.dtype == self.tensor.dtype, (
+        assert (
+            message.shape == self.tensor.shape and message.dtype == self.tensor.dtype
+        ), (
             f"received {list(message.shape)} {message.dtype}, expected {list(self.tensor.shape)} "
-            f"{self.tensor.dtype}")
+            f"{self.tensor.dtype}"
+        )
         self.tensor.detach().copy_(message)
 
 
-def run_ranks(size: int, function: Callable[[int, ThreadWorld], object], shares_memory: bool = False) -> list:
+def run_ranks(
+    size: int,
+    function: Callable[[int, ThreadWorld], object],
+    shares_memory: bool = False,
+) -> list:
     """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any
     rank.
 
@@ -213,10 +243,18 @@ def run_ranks(size: int, function: Callable[[int, ThreadWorld], object], shares_
             with world.baton.held:
                 results[rank] = function(rank, world)
         except BaseException as error:  # noqa: BLE001  the test must see whatever it was
-            errors.append((isinstance(error, threading.BrokenBarrierError | queue.Empty), rank, error))
+            errors.append(
+                (
+                    isinstance(error, threading.BrokenBarrierError | queue.Empty),
+                    rank,
+                    error,
+                )
+            )
             world.abort()
 
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

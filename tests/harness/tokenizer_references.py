@@ -15,8 +15,16 @@ from megatron_ds.data.tokenizers.file_tokenizers import LONGEST_WORD, Pair
 # A word with the space before it, a number, a run of signs, or white space (all of it but the last before a
 # word).
 PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
-              (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))     # each is a word of its own
+IDEOGRAPHS = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B920, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)  # each is a word of its own
 
 
 class ByteLevelBPE:
@@ -30,16 +38,28 @@ class ByteLevelBPE:
         self._letters = byte_letters()
 
     def encode(self, text: str) -> list[int]:
-        return [self._ids[token] for piece in self._pieces.findall(text) for token in self._merged(piece)]
+        return [
+            self._ids[token]
+            for piece in self._pieces.findall(text)
+            for token in self._merged(piece)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        tokens, bytes_of = {i: t for t, i in self._ids.items()}, {c: b for b, c in self._letters.items()}
-        return bytes(bytes_of[c] for i in ids for c in tokens[i]).decode("utf-8", errors="replace")
+        tokens, bytes_of = (
+            {i: t for t, i in self._ids.items()},
+            {c: b for b, c in self._letters.items()},
+        )
+        return bytes(bytes_of[c] for i in ids for c in tokens[i]).decode(
+            "utf-8", errors="replace"
+        )
 
     def _merged(self, piece: str) -> list[str]:
         word = [self._letters[b] for b in piece.encode("utf-8")]
         while len(word) > 1:
-            first = min(zip(word, word[1:]), key=lambda pair: self._order.get(pair, len(self._order)))
+            first = min(
+                zip(word, word[1:]),
+                key=lambda pair: self._order.get(pair, len(self._order)),
+            )
             if first not in self._order:
                 break
             word = _merge(word, first)
@@ -50,7 +70,7 @@ def _merge(word: list[str], pair: Pair) -> list[str]:
     """Each occurrence of `pair`, from the left, becomes one token."""
     out, i = [], 0
     while i < len(word):
-        if tuple(word[i:i + 2]) == pair:
+        if tuple(word[i : i + 2]) == pair:
             out.append(word[i] + word[i + 1])
             i += 2
         else:
@@ -69,7 +89,11 @@ class WordPiece:
     def encode(self, text: str) -> list[int]:
         text = "".join(_spaced(c) for c in text if not _is_junk(c))
         if self._lower:
-            text = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn")
+            text = "".join(
+                c
+                for c in unicodedata.normalize("NFD", text)
+                if unicodedata.category(c) != "Mn"
+            )
             # each by itself: a sigma at the end of a word is like any other
             text = "".join(c.lower() for c in text)
         words = "".join(f" {c} " if _is_punctuation(c) else c for c in text).split()
@@ -82,7 +106,9 @@ class WordPiece:
         while start < len(word):
             ends = range(len(word), start, -1)
             prefix = "##" if start else ""
-            end = next((end for end in ends if prefix + word[start:end] in self._vocab), None)
+            end = next(
+                (end for end in ends if prefix + word[start:end] in self._vocab), None
+            )
             if end is None:
                 return unknown
             ids.append(self._vocab[prefix + word[start:end]])
@@ -97,9 +123,18 @@ def _spaced(c: str) -> str:
 
 
 def _is_junk(c: str) -> bool:
-    return c in "\0\ufffd" or unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn", "Cs") and c not in "\t\n\r"
+    return (
+        c in "\0\ufffd"
+        or unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn", "Cs")
+        and c not in "\t\n\r"
+    )
 
 
 def _is_punctuation(c: str) -> bool:
-    return (c.isascii() and not c.isalnum() and c.isprintable() and c != " "
-            or unicodedata.category(c).startswith("P"))
+    return (
+        c.isascii()
+        and not c.isalnum()
+        and c.isprintable()
+        and c != " "
+        or unicodedata.category(c).startswith("P")
+    )

@@ -27,13 +27,24 @@ import tempfile
 import threading
 from pathlib import Path
 
-PRELOADED = ("torch", "torch.distributed", "torch.distributed.run", "torch.distributed.checkpoint",
-             "torch.utils.tensorboard", "torch._dynamo", "megatron_ds.training.pretrain",
-             "tests.harness.processes")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.run",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "torch._dynamo",
+    "megatron_ds.training.pretrain",
+    "tests.harness.processes",
+)
 START_SECONDS = 200
 
 # Name of a command → the words before its arguments.
-CLIENTS = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "megatron-ds": ["-m", "megatron_ds"]}
+CLIENTS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "megatron-ds": ["-m", "megatron_ds"],
+}
 
 # It must start quickly, so it knows no more than the standard library: {real} {socket}
 CLIENT = """#!{real} -IS
@@ -74,19 +85,29 @@ def warm_python() -> str:
 def _started() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     path = os.path.join(folder.name, "socket")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                                "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    server = subprocess.Popen([sys.executable, "-m", "tests.harness.warm", path], env=environment,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.warm", path],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
     atexit.register(folder.cleanup)
-    atexit.register(server.communicate)                    # which closes its stdin: it ends
+    atexit.register(server.communicate)  # which closes its stdin: it ends
     reader = selectors.DefaultSelector()
     reader.register(server.stdout, selectors.EVENT_READ)
     if not reader.select(START_SECONDS) or server.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the warm Python did not start within {START_SECONDS} s")
     for name, before in CLIENTS.items():
         client = Path(folder.name, name)
-        client.write_text(CLIENT.format(real=sys.executable, socket=path, before=before))
+        client.write_text(
+            CLIENT.format(real=sys.executable, socket=path, before=before)
+        )
         client.chmod(0o755)
     return Path(folder.name)
 
@@ -117,7 +138,9 @@ def serve(path: str) -> list[str]:
             elif key.fileobj is wake:
                 wake.recv(4096)
                 _tell_the_ended(running, selector)
-            elif key.fileobj is not listening:             # a client was killed: its command is to go as well
+            elif (
+                key.fileobj is not listening
+            ):  # a client was killed: its command is to go as well
                 selector.unregister(key.fileobj)
                 os.kill(key.data, signal.SIGKILL)
             else:
@@ -125,11 +148,20 @@ def serve(path: str) -> list[str]:
                 words, folder, environment, descriptors = _receive(client)
                 child = os.fork()
                 if child == 0:
-                    for opened in (client, listening, wake, woken, selector, *running.values()):
+                    for opened in (
+                        client,
+                        listening,
+                        wake,
+                        woken,
+                        selector,
+                        *running.values(),
+                    ):
                         opened.close()
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    return _take_place(os.path.dirname(path), words, folder, environment, descriptors)
+                    return _take_place(
+                        os.path.dirname(path), words, folder, environment, descriptors
+                    )
                 for descriptor in descriptors:
                     os.close(descriptor)
                 running[child] = client
@@ -145,27 +177,38 @@ def _receive(client: socket.socket):
     return *json.loads(told), descriptors
 
 
-def _tell_the_ended(running: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+def _tell_the_ended(
+    running: dict[int, socket.socket], selector: selectors.BaseSelector
+) -> None:
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child == 0:
             return
         with running.pop(child) as client:
-            if client in selector.get_map():                # or it was killed
+            if client in selector.get_map():  # or it was killed
                 selector.unregister(client)
                 with contextlib.suppress(BrokenPipeError):
                     client.sendall(status.to_bytes(8, "little"))
 
 
-def _take_place(bin_folder: str, words: list[str], folder: str, environment: dict[str, str],
-                descriptors: list[int]) -> list[str]:
+def _take_place(
+    bin_folder: str,
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    descriptors: list[int],
+) -> list[str]:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update({"PYTHON_EXEC": os.path.join(bin_folder, "python")} | environment)   # for torchrun
-    ours = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ.update(
+        {"PYTHON_EXEC": os.path.join(bin_folder, "python")} | environment
+    )  # for torchrun
+    ours = [
+        path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path
+    ]
     sys.path[1:] = [*ours, *(path for path in sys.path[1:] if path not in ours)]
     return words
 
@@ -177,7 +220,10 @@ def run(words: list[str]) -> None:
         sys.stdout.reconfigure(write_through=True)
     if words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        exec(
+            compile(words[1], "<string>", "exec"),
+            {"__name__": "__main__", "__builtins__": __builtins__},
+        )
     elif words[0] == "-m":
         sys.argv, sys.path[0] = words[1:], os.getcwd()
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -202,7 +248,7 @@ def exit_code(words: list[str]) -> int:
         run(words)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
-            return (ended.code or 0) & 0xff
+            return (ended.code or 0) & 0xFF
         print(ended.code, file=sys.stderr)
         return 1
     except Exception:
@@ -215,12 +261,15 @@ def cheapen_torchrun() -> None:
     """torchrun notes each of its steps with the name of the calling function, for which it looks through all
     files of all modules: 1.2 s of processor time of each start where as much as here is imported."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: (
+        sys._getframe(depth).f_code.co_name
+    )
 
 
 if __name__ == "__main__":
     for module in PRELOADED:
         __import__(module)
     cheapen_torchrun()
-    gc.freeze()    # else each copy's collections look at all that was imported, and so copy its memory
+    gc.freeze()  # else each copy's collections look at all that was imported, and so copy its memory
     end(exit_code(serve(sys.argv[1])))

@@ -21,33 +21,49 @@ for _module in pkgutil.iter_modules(megatron_ds.ops.__path__):
 # torch's own layer_norm sums gradients of weights in 16 bits on a CPU: it may be four tolerances off.
 SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))
 # Of implementations that take no others, and need the processor's products of 16 bits.
-OWN_SIZES = {("attention", "c++"): ((65, 32), (130, 64), (7, 128)),
-             ("affine", "one row"): ((1, 8), (1, 1001)),
-             **{(name, "c++"): ((64, 64), (101, 99), (150, 1101), (260, 1000))
-                for name in ("product", "affine", "add_product_")}}
+OWN_SIZES = {
+    ("attention", "c++"): ((65, 32), (130, 64), (7, 128)),
+    ("affine", "one row"): ((1, 8), (1, 1001)),
+    **{
+        (name, "c++"): ((64, 64), (101, 99), (150, 1101), (260, 1000))
+        for name in ("product", "affine", "add_product_")
+    },
+}
 # An example is plain causal attention, which these do not take: tests/plans/test_windows.py compares the
 # first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
 # test_flex_attention.py of tests/plans and of tests/gpu.
 OTHER_CASES = {("attention", "tiled"), ("attention", "flex")}
-ENTRIES = [pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
-           for operation in OPERATIONS.values() for entry in operation.implementations
-           if (operation.name, entry.name) not in OTHER_CASES]
+ENTRIES = [
+    pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
+    for operation in OPERATIONS.values()
+    for entry in operation.implementations
+    if (operation.name, entry.name) not in OTHER_CASES
+]
 
 
 @pytest.mark.parametrize("operation, entry", ENTRIES)
-def test_an_implementation_equals_torchs_operations_in_double_precision(operation, entry, monkeypatch):
+def test_an_implementation_equals_torchs_operations_in_double_precision(
+    operation, entry, monkeypatch
+):
     sizes = OWN_SIZES.get((operation.name, entry.name))
     if sizes is None:
-        monkeypatch.setattr(widened_products, "has_products", lambda dtype: dtype == torch.float32)
+        monkeypatch.setattr(
+            widened_products, "has_products", lambda dtype: dtype == torch.float32
+        )
     assert operation.make_example, f"{operation.name} has no example"
     if entry.devices != GPU and entry.available():
         pytest.skip(entry.available())
-    cases = [(rows, width, dtype, torch.device("cpu")) for dtype in entry.dtypes or TOLERANCES
-             for rows, width in sizes or SIZES]
+    cases = [
+        (rows, width, dtype, torch.device("cpu"))
+        for dtype in entry.dtypes or TOLERANCES
+        for rows, width in sizes or SIZES
+    ]
     taken = [case for case in cases if takes(entry, operation.make_example(*case))]
     assert taken, "no size of the test is taken"
     with selected("auto"):
-        compile_together(lambda: [largest_error(operation, entry, *case) for case in taken])
+        compile_together(
+            lambda: [largest_error(operation, entry, *case) for case in taken]
+        )
         for case in taken:
             with emulated_gpu(seed=case[0]):
                 error = largest_error(operation, entry, *case)
@@ -61,6 +77,8 @@ def takes(entry, arguments):
 
 def test_a_wrong_implementation_is_found():
     operation = OPERATIONS["swiglu"]
-    wrong = type(operation.implementations[0])("wrong", lambda x: operation.in_torch(x) * 1.02)
+    wrong = type(operation.implementations[0])(
+        "wrong", lambda x: operation.in_torch(x) * 1.02
+    )
     for dtype in TOLERANCES:
         assert largest_error(operation, wrong, 7, 24, dtype, torch.device("cpu")) > 1

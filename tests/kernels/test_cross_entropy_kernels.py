@@ -21,17 +21,32 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # fp16 gradients are multiples of 2^-24: as in training, the loss is scaled.
 SCALES = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 2.0**15}
 # Ranks, true vocabulary, columns of a rank. A thread takes 4 or 8 columns at once, of long rows 8 or 16.
-SHAPES = [(1, 1, 1), (1, 5, 7), (1, 264, 264), (1, 1000, 1003), (1, 4611, 4613), (1, 9000, 9000),
-          (2, 1999, 1000), (3, 2500, 835), (2, 300, 304), (4, 17, 8)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 5, 7),
+    (1, 264, 264),
+    (1, 1000, 1003),
+    (1, 4611, 4613),
+    (1, 9000, 9000),
+    (2, 1999, 1000),
+    (3, 2500, 835),
+    (2, 300, 304),
+    (4, 17, 8),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels_are_compiled():
     def launch_all():
         for dtype in DTYPES:
-            logits, labels = torch.zeros(1, 8, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+            logits, labels = (
+                torch.zeros(1, 8, dtype=dtype),
+                torch.zeros(1, dtype=torch.int64),
+            )
             (lse, _) = kernels.cross_entropy_facts(logits, labels, 8, False)
-            kernels.cross_entropy_gradient_(logits, labels, lse, torch.ones(1), 8, 1.0, 0.0)
+            kernels.cross_entropy_gradient_(
+                logits, labels, lse, torch.ones(1), 8, 1.0, 0.0
+            )
 
     compile_together(launch_all)
 
@@ -40,6 +55,7 @@ def _kernels_are_compiled():
 def on_gpu(monkeypatch):
     """Gives what `emulated_gpu` gives; vocabulary-parallel cross entropy runs its kernels, also on several
     threads, of which one at a time launches."""
+
     def start(seed=0):
         gpu = context.append(emulated_gpu(seed)) or context[-1].__enter__()
         launch, one_at_a_time = gpu.launch, threading.Lock()
@@ -82,8 +98,11 @@ def exact(whole, labels, dloss, vocab, smoothing):
 
 def run_ranked(ranks, whole, labels, dloss, vocab, smoothing):
     """(losses of all ranks, gradient [rows, 1, ranks * width])."""
+
     def main(rank, world):
-        group = world.group("tp", tuple(range(ranks)), rank) if ranks > 1 else solo("tp")
+        group = (
+            world.group("tp", tuple(range(ranks)), rank) if ranks > 1 else solo("tp")
+        )
         logits = whole.chunk(ranks, dim=-1)[rank].clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(logits, labels, group, vocab, smoothing)
         loss.backward(dloss)
@@ -120,21 +139,31 @@ def test_loss_and_gradient_equal_float64(ranks, vocab, width, smoothing, dtype, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("first", [0, 1, 3])
 @pytest.mark.parametrize("columns", [1, 3, 31, 4500])
-def test_rows_may_begin_anywhere_and_what_lies_between_them_is_left_alone(columns, first, dtype, on_gpu):
+def test_rows_may_begin_anywhere_and_what_lies_between_them_is_left_alone(
+    columns, first, dtype, on_gpu
+):
     whole, labels, dloss = sample(1, columns, columns, dtype, rows=3)
     memory = torch.full((3, first + columns + 5), 77.0, dtype=dtype)
-    rows = memory[:, first:first + columns]
+    rows = memory[:, first : first + columns]
     rows.copy_(whole[:, 0])
     before = memory.clone()
     on_gpu()
     facts = kernels.cross_entropy_facts(rows, labels[:, 0], columns, True)
-    assert torch.equal(memory, before)                                       # forward reads
-    gradient = kernels.cross_entropy_gradient_(rows, labels[:, 0], facts[0], dloss[:, 0], columns, 1.0, 0.0)
+    assert torch.equal(memory, before)  # forward reads
+    gradient = kernels.cross_entropy_gradient_(
+        rows, labels[:, 0], facts[0], dloss[:, 0], columns, 1.0, 0.0
+    )
     assert gradient.data_ptr() == rows.data_ptr()
-    assert (memory[:, :first] == 77).all() and (memory[:, first + columns:] == 77).all()
+    assert (memory[:, :first] == 77).all() and (
+        memory[:, first + columns :] == 77
+    ).all()
     loss, wanted = exact(whole, labels, dloss, columns, 0.0)
-    torch.testing.assert_close((facts[0] - facts[1]).double(), loss[:, 0], rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(facts[2].double(), whole[:, 0].double().sum(-1), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(
+        (facts[0] - facts[1]).double(), loss[:, 0], rtol=2e-6, atol=2e-6
+    )
+    torch.testing.assert_close(
+        facts[2].double(), whole[:, 0].double().sum(-1), rtol=1e-5, atol=1e-3
+    )
     assert_exact(gradient, wanted[:, 0], dtype, SCALES[dtype])
 
 
@@ -162,14 +191,22 @@ def test_a_vocabulary_of_common_size_is_summed_as_exactly_as_a_small_one(on_gpu)
 def test_large_logits_and_certain_labels(dtype, on_gpu):
     whole = torch.zeros(4, 1, 40, dtype=dtype)
     whole[0, 0, 4], whole[1, 0, 4] = 500.0, 500.0
-    whole[2, 0, 3], whole[2, 0, 7] = 8.0, -10.0        # p = 1 - 0.013 and 1.5e-8: no numbers of 16 bits
+    whole[2, 0, 3], whole[2, 0, 7] = (
+        8.0,
+        -10.0,
+    )  # p = 1 - 0.013 and 1.5e-8: no numbers of 16 bits
     whole[3] = -600.0
-    labels, dloss = torch.tensor([[4], [7], [3], [0]]), torch.full((4, 1), SCALES[dtype])
+    labels, dloss = (
+        torch.tensor([[4], [7], [3], [0]]),
+        torch.full((4, 1), SCALES[dtype]),
+    )
     on_gpu()
     losses, gradient = run_ranked(1, whole, labels, dloss, 40, 0.0)
     loss, wanted = exact(whole, labels, dloss, 40, 0.0)
     assert losses[0][:2].tolist() == [[0.0], [500.0]]
-    torch.testing.assert_close(losses[0].double(), loss, rtol=0, atol=3.1e-5)     # half a unit of lse, 596
+    torch.testing.assert_close(
+        losses[0].double(), loss, rtol=0, atol=3.1e-5
+    )  # half a unit of lse, 596
     # The difference to 1 has the rounding of lse, 8: half a unit of it is 5e-7.
     rtol = max(torch.finfo(dtype).eps, 1e-4)
     torch.testing.assert_close(gradient[2].double(), wanted[2], rtol=rtol, atol=0)
@@ -186,9 +223,11 @@ def test_a_row_without_gradient_becomes_zeros_unless_its_loss_is_not_finite(on_g
     assert gradient[:2].isfinite().all() and gradient[5:].isfinite().all()
 
 
-def test_logits_of_minus_infinity_have_no_probability_also_where_a_rank_has_nothing_else(on_gpu):
+def test_logits_of_minus_infinity_have_no_probability_also_where_a_rank_has_nothing_else(
+    on_gpu,
+):
     whole, _, dloss = sample(2, 1990, 1000, torch.float32)
-    whole[..., 990:1990] = -torch.inf                                        # all columns of the second rank
+    whole[..., 990:1990] = -torch.inf  # all columns of the second rank
     whole[..., :40] = -torch.inf
     labels = torch.full((7, 1), 50)
     on_gpu()
@@ -196,7 +235,10 @@ def test_logits_of_minus_infinity_have_no_probability_also_where_a_rank_has_noth
     loss, wanted = exact(whole[..., 40:990], labels - 40, dloss, 950, 0.0)
     torch.testing.assert_close(losses[1].double(), loss, rtol=2e-6, atol=2e-6)
     assert_exact(gradient[..., 40:990], wanted, torch.float32)
-    assert gradient[..., :40].count_nonzero() == 0 and gradient[..., 990:].count_nonzero() == 0
+    assert (
+        gradient[..., :40].count_nonzero() == 0
+        and gradient[..., 990:].count_nonzero() == 0
+    )
 
 
 def test_infinite_logits_give_a_loss_that_is_not_finite(on_gpu):
@@ -204,29 +246,46 @@ def test_infinite_logits_give_a_loss_that_is_not_finite(on_gpu):
     whole[3, 0, 17] = torch.inf
     on_gpu()
     losses, gradient = run_ranked(1, whole, labels, dloss, 300, 0.0)
-    assert [bool(x.isfinite()) for x in losses[0][:, 0]] == [True] * 3 + [False] + [True] * 3
+    assert [bool(x.isfinite()) for x in losses[0][:, 0]] == [True] * 3 + [False] + [
+        True
+    ] * 3
     assert gradient[3].isnan().any()
 
 
 def test_no_rows_launch_nothing(on_gpu):
     gpu = on_gpu()
-    facts = kernels.cross_entropy_facts(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 9, True)
+    facts = kernels.cross_entropy_facts(
+        torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 9, True
+    )
     assert facts.shape == (3, 0) and not gpu.launches
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_check_at_the_start_of_a_run_passes_and_finds_a_wrong_kernel(dtype, on_gpu, monkeypatch):
+def test_the_check_at_the_start_of_a_run_passes_and_finds_a_wrong_kernel(
+    dtype, on_gpu, monkeypatch
+):
     gpu, cpu = on_gpu(), torch.device("cpu")
-    operations = [OPERATIONS[name] for name in ("cross_entropy_facts", "cross_entropy_gradient_")]
-    assert [failure(o, o.implementations[0], dtype, cpu) for o in operations] == ["", ""]
+    operations = [
+        OPERATIONS[name] for name in ("cross_entropy_facts", "cross_entropy_gradient_")
+    ]
+    assert [failure(o, o.implementations[0], dtype, cpu) for o in operations] == [
+        "",
+        "",
+    ]
     assert len(gpu.launches) == 2
-    monkeypatch.setattr(kernels, "cross_entropy_facts", lambda x, *_: x.new_ones(3, len(x)))
+    monkeypatch.setattr(
+        kernels, "cross_entropy_facts", lambda x, *_: x.new_ones(3, len(x))
+    )
     monkeypatch.setattr(kernels, "cross_entropy_gradient_", lambda x, *_: x)
-    assert all("wrong" in failure(o, o.implementations[0], dtype, cpu) for o in operations)
+    assert all(
+        "wrong" in failure(o, o.implementations[0], dtype, cpu) for o in operations
+    )
 
 
 def test_a_plan_counts_twelve_bytes_a_row_besides_the_logits():
-    logits = torch.zeros(64, 2, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    logits = torch.zeros(
+        64, 2, 512, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     labels = torch.zeros(64, 2, dtype=torch.int64, device="meta")
     with AliveBytes(peak=True) as alive:
         loss = vocab_parallel_cross_entropy(logits, labels, solo("tp"), 500).sum()
@@ -237,5 +296,7 @@ def test_a_plan_counts_twelve_bytes_a_row_besides_the_logits():
 
 def test_logits_beyond_the_limits_are_left_to_torch():
     logits = torch.empty(2**31, 8, device="meta", dtype=torch.bfloat16)
-    assert "too many" in kernels.fits(logits, None, 8) and not kernels.fits(logits[:7], None, 8)
+    assert "too many" in kernels.fits(logits, None, 8) and not kernels.fits(
+        logits[:7], None, 8
+    )
     assert "side by side" in kernels.fits(logits[:8].t(), None, 8)

@@ -7,32 +7,64 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.ops.dropout import KeepMask, dropout, dropout_add, fill_attention_mask_, sample_keys
+from megatron_ds.ops.dropout import (
+    KeepMask,
+    dropout,
+    dropout_add,
+    fill_attention_mask_,
+    sample_keys,
+)
 from megatron_ds.ops.gpu import dropout_kernels
 from megatron_ds.ops.keep_tables import LEVELS, threshold_of
 from megatron_ds.ops.keyed_random import seed_of
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-SHAPES = [(1, 1, 1), (7, 3, 40), (5, 2, 33), (3, 1, 16), (2, 2, 1000), (1, 66, 24), (2, 1, 8200)]
-KERNELS = {operation: next(i.function for i in operation.implementations if i.name == "cuda")
-           for operation in (dropout, dropout_add, fill_attention_mask_)}
+BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+SHAPES = [
+    (1, 1, 1),
+    (7, 3, 40),
+    (5, 2, 33),
+    (3, 1, 16),
+    (2, 2, 1000),
+    (1, 66, 24),
+    (2, 1, 8200),
+]
+KERNELS = {
+    operation: next(i.function for i in operation.implementations if i.name == "cuda")
+    for operation in (dropout, dropout_add, fill_attention_mask_)
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """All instantiations, in one call of g++."""
+
     def launched():
         for dtype in DTYPES:
             for h in (8, 5):
                 for operation in (dropout, dropout_add):
                     run(KERNELS[operation], operation, *tensors((2, 2, h), dtype))
         for cols in (16, 24, 12, 10, 5):
-            mask_by_kernel(KeepMask(0.5, sample_keys(1, "a", (0,)), range(1), range(1), cols))
+            mask_by_kernel(
+                KeepMask(0.5, sample_keys(1, "a", (0,)), range(1), range(1), cols)
+            )
         for cols in (16, 1030):
-            mask_by_kernel(KeepMask(0.5, sample_keys(1, "a", (0,)), range(1), range(1), cols,
-                                    torch.zeros(1, 1, dtype=torch.int64)))
+            mask_by_kernel(
+                KeepMask(
+                    0.5,
+                    sample_keys(1, "a", (0,)),
+                    range(1),
+                    range(1),
+                    cols,
+                    torch.zeros(1, 1, dtype=torch.int64),
+                )
+            )
+
     compile_together(launched)
 
 
@@ -48,8 +80,15 @@ def run(function, operation, x, residual, dy, p=0.3, first=0, picked=None):
     x, residual = (t.detach().requires_grad_() for t in (x, residual))
     length = s if picked is None else 40
     inputs = [x] if operation is dropout else [x, residual]
-    y = function(*inputs, p, seed=9, site="here", sample_ids=tuple(range(5, 5 + b)),
-                 rows=range(first, first + length), picked=picked)
+    y = function(
+        *inputs,
+        p,
+        seed=9,
+        site="here",
+        sample_ids=tuple(range(5, 5 + b)),
+        rows=range(first, first + length),
+        picked=picked,
+    )
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
@@ -57,7 +96,9 @@ def assert_equal_bits(got, expected):
     assert len(got) == len(expected)
     for a, b in zip(got, expected):
         assert a.dtype == b.dtype and a.shape == b.shape
-        assert torch.equal(a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype]))
+        assert torch.equal(
+            a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype])
+        )
 
 
 def assert_same_as_on_cpu(operation, *arguments, seed=0, **named):
@@ -70,10 +111,14 @@ def assert_same_as_on_cpu(operation, *arguments, seed=0, **named):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("operation", [dropout, dropout_add], ids=lambda operation: operation.name)
+@pytest.mark.parametrize(
+    "operation", [dropout, dropout_add], ids=lambda operation: operation.name
+)
 def test_values_and_gradients_have_the_bits_of_the_cpu(operation, shape, dtype):
     for seed, p, first in zip(SEEDS, (0.1, 0.5, 0.9), (0, 3, 1 << 40)):
-        launches = assert_same_as_on_cpu(operation, *tensors(shape, dtype), seed=seed, p=p, first=first)
+        launches = assert_same_as_on_cpu(
+            operation, *tensors(shape, dtype), seed=seed, p=p, first=first
+        )
         assert len(launches) == 2 * -(-shape[1] // dropout_kernels.MOST_SAMPLES)
 
 
@@ -91,18 +136,26 @@ def test_any_memory_is_taken(dtype):
 @pytest.mark.parametrize("shape", [(0, 2, 16), (3, 0, 16), (3, 2, 0)], ids=str)
 def test_nothing_is_launched_for_nothing(shape):
     with emulated_gpu() as gpu:
-        y, dx, _ = run(KERNELS[dropout_add], dropout_add, *tensors(shape, torch.float32))
+        y, dx, _ = run(
+            KERNELS[dropout_add], dropout_add, *tensors(shape, torch.float32)
+        )
     assert y.shape == dx.shape == shape
-    assert not gpu.launches or shape[2] == 0                    # blocks that do nothing
+    assert not gpu.launches or shape[2] == 0  # blocks that do nothing
 
 
-@pytest.mark.parametrize("operation", [dropout, dropout_add], ids=lambda operation: operation.name)
+@pytest.mark.parametrize(
+    "operation", [dropout, dropout_add], ids=lambda operation: operation.name
+)
 def test_picked_positions_have_the_rows_of_the_whole_table(operation):
     picked = torch.tensor([[39, 0, 7, 7, 12], [3, 4, 5, 38, 1]])
     arguments = tensors((5, 2, 33), torch.bfloat16)
     assert_same_as_on_cpu(operation, *arguments, first=11, picked=picked)
-    assert_same_as_on_cpu(operation, *arguments, first=11, picked=picked.t().contiguous().t())
-    assert_same_as_on_cpu(operation, *arguments, first=11, picked=picked[:1].expand(2, -1))
+    assert_same_as_on_cpu(
+        operation, *arguments, first=11, picked=picked.t().contiguous().t()
+    )
+    assert_same_as_on_cpu(
+        operation, *arguments, first=11, picked=picked[:1].expand(2, -1)
+    )
 
 
 def test_a_probability_that_drops_nothing_keeps_all():
@@ -110,7 +163,9 @@ def test_a_probability_that_drops_nothing_keeps_all():
     assert threshold_of(1e-6) == LEVELS
     assert_same_as_on_cpu(dropout_add, *arguments, p=1e-6)
     with emulated_gpu() as gpu:
-        assert_equal_bits(run(KERNELS[dropout], dropout, *arguments, p=0.0)[:1], arguments[:1])
+        assert_equal_bits(
+            run(KERNELS[dropout], dropout, *arguments, p=0.0)[:1], arguments[:1]
+        )
         run(KERNELS[dropout_add], dropout_add, *arguments, p=0.0)
     assert not gpu.launches
 
@@ -150,8 +205,15 @@ def test_results_do_not_depend_on_the_launch(monkeypatch):
 
 def test_backward_keeps_nothing_but_picked_positions():
     kept = []
-    with emulated_gpu(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        x, residual, _ = (t.requires_grad_() for t in tensors((5, 2, 40), torch.float32))
+    with (
+        emulated_gpu(),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t) or t, lambda t: t
+        ),
+    ):
+        x, residual, _ = (
+            t.requires_grad_() for t in tensors((5, 2, 40), torch.float32)
+        )
         table = {"seed": 1, "site": "a", "sample_ids": (0, 1), "rows": range(40)}
         KERNELS[dropout_add](x, residual, 0.3, **(table | {"rows": range(5)}))
         assert not kept
@@ -175,27 +237,52 @@ def test_the_gradient_has_a_gradient():
 
 
 def test_without_memory_results_are_made_and_nothing_is_launched():
-    x, residual = (torch.empty(5, 2, 40, dtype=torch.bfloat16, device="meta", requires_grad=True)
-                   for _ in range(2))
-    y = dropout_add(x, residual, 0.3, seed=1, site="a", sample_ids=(0, 1), rows=range(5))
+    x, residual = (
+        torch.empty(5, 2, 40, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for _ in range(2)
+    )
+    y = dropout_add(
+        x, residual, 0.3, seed=1, site="a", sample_ids=(0, 1), rows=range(5)
+    )
     y.backward(torch.empty_like(y))
-    assert y.shape == x.grad.shape == residual.grad.shape and y.dtype == x.grad.dtype == x.dtype
-    keep = KeepMask(0.3, sample_keys(1, "a", (0, 1)), range(3), range(4), 5, device="meta")
+    assert (
+        y.shape == x.grad.shape == residual.grad.shape
+        and y.dtype == x.grad.dtype == x.dtype
+    )
+    keep = KeepMask(
+        0.3, sample_keys(1, "a", (0, 1)), range(3), range(4), 5, device="meta"
+    )
     assert keep.mask.shape == (2, 3, 4, 5) and keep.mask.dtype == torch.bool
 
 
 def mask_by_kernel(keep):
     """The mask that the kernel draws, in memory of no defined values before."""
-    sq, sk = (len(keep.rows), keep.cols) if keep.picked is None else 2 * keep.picked.shape[1:]
-    out = torch.full((len(keep.keys), len(keep.heads), sq, sk), 7, dtype=torch.uint8).view(torch.bool)
-    KERNELS[fill_attention_mask_](out, keep.p, keep.of_heads, keep.rows, keep.cols, keep.picked)
+    sq, sk = (
+        (len(keep.rows), keep.cols)
+        if keep.picked is None
+        else 2 * keep.picked.shape[1:]
+    )
+    out = torch.full(
+        (len(keep.keys), len(keep.heads), sq, sk), 7, dtype=torch.uint8
+    ).view(torch.bool)
+    KERNELS[fill_attention_mask_](
+        out, keep.p, keep.of_heads, keep.rows, keep.cols, keep.picked
+    )
     return out
 
 
 def check_mask(cols, *, picked, seed=0, p=0.4, first=5):
     samples, rows = (4, 9), range(first, first + cols)
-    index = torch.stack([torch.randperm(cols, generator=torch.Generator().manual_seed(i))[:7]
-                         for i in range(2)]) if picked else None
+    index = (
+        torch.stack(
+            [
+                torch.randperm(cols, generator=torch.Generator().manual_seed(i))[:7]
+                for i in range(2)
+            ]
+        )
+        if picked
+        else None
+    )
     rows = rows if picked else rows[:6]
     keep = KeepMask(p, sample_keys(3, "layer", samples), range(2, 5), rows, cols, index)
     with emulated_gpu(seed) as gpu:
@@ -227,7 +314,9 @@ def test_masks_that_the_kernel_does_not_take_are_named():
 def test_the_order_of_numbers_in_words_is_numpys():
     """Sixteen numbers a counter, the lowest bits of the first word first, on processors of any byte order."""
     words = np.random.Philox(key=seed_of(3, "layer", 4, 2), counter=5).random_raw(4)
-    numbers = [int(word) >> shift & 0xffff for word in words for shift in (0, 16, 32, 48)]
+    numbers = [
+        int(word) >> shift & 0xFFFF for word in words for shift in (0, 16, 32, 48)
+    ]
     keep = KeepMask(0.5, sample_keys(3, "layer", (4,)), range(2, 3), range(5, 6), 16)
     with emulated_gpu():
         got = mask_by_kernel(keep)

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from megatron_ds.ops.gpu import kernel_cache, norm_kernels
-from megatron_ds.ops.gpu.kernel_cache import CompiledKernel, KernelCache, cache_folder, cache_key
+from megatron_ds.ops.gpu.kernel_cache import (
+    CompiledKernel,
+    KernelCache,
+    cache_folder,
+    cache_key,
+)
 from megatron_ds.ops.gpu.kernel_sources import KernelSource
 from tests.harness.stand_in_gpu import stand_in_gpu
 
@@ -36,11 +41,18 @@ def test_an_absent_kernel_and_an_absent_folder_are_none(tmp_path):
     KernelCache(None).write(KEY, KERNEL)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: b"", lambda content: content[:-1], lambda content: content[:30],
-    lambda content: content.replace(b"code", b"c0de", 1), lambda content: content + b"\0",
-    lambda content: content.replace(b"kernel 2", b"kernel 1")],
-    ids=["empty", "cut", "cut head", "one letter", "longer", "another format"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content[:30],
+        lambda content: content.replace(b"code", b"c0de", 1),
+        lambda content: content + b"\0",
+        lambda content: content.replace(b"kernel 2", b"kernel 1"),
+    ],
+    ids=["empty", "cut", "cut head", "one letter", "longer", "another format"],
+)
 def test_a_damaged_file_is_none_and_is_written_anew(tmp_path, caplog, damage):
     cache, file = KernelCache(tmp_path), tmp_path / KEY
     cache.write(KEY, KERNEL)
@@ -58,7 +70,10 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
         for _ in range(3):
             KernelCache(tmp_path / "file/kernels").write(KEY, KERNEL)
     assert len(caplog.records) == 1
-    assert "cannot be written (Not a directory): each process compiles its kernels" in caplog.text
+    assert (
+        "cannot be written (Not a directory): each process compiles its kernels"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("call", ["mkdir", "mkstemp", "fdopen", "replace"])
@@ -70,34 +85,50 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, caplog, monkeypatch, call):
     monkeypatch.setattr(place, call, full)
     with caplog.at_level(logging.WARNING):
         KernelCache(tmp_path).write(KEY, KERNEL)
-    assert "No space left on device" in caplog.text and "MEGATRON_DS_CACHE" in caplog.text
+    assert (
+        "No space left on device" in caplog.text and "MEGATRON_DS_CACHE" in caplog.text
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_disk_that_fills_in_the_middle_of_a_file_leaves_nothing_behind(tmp_path, caplog, monkeypatch):
+def test_a_disk_that_fills_in_the_middle_of_a_file_leaves_nothing_behind(
+    tmp_path, caplog, monkeypatch
+):
     """/dev/full accepts no byte; the buffered writer learns it when it closes."""
-    monkeypatch.setattr(kernel_cache.os, "fdopen",
-                        lambda descriptor, mode: (os.close(descriptor), open("/dev/full", mode))[1])
+    monkeypatch.setattr(
+        kernel_cache.os,
+        "fdopen",
+        lambda descriptor, mode: (os.close(descriptor), open("/dev/full", mode))[1],
+    )
     KernelCache(tmp_path).write(KEY, KERNEL)
     assert "No space left on device" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_the_folder_follows_the_environment():
     home = os.path.expanduser("~/.cache/megatron_ds/kernels")
-    assert cache_folder({"MEGATRON_DS_CACHE": "/fast", "XDG_CACHE_HOME": "/x"}) == Path("/fast/kernels")
+    assert cache_folder({"MEGATRON_DS_CACHE": "/fast", "XDG_CACHE_HOME": "/x"}) == Path(
+        "/fast/kernels"
+    )
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/megatron_ds/kernels")
-    assert cache_folder({"XDG_CACHE_HOME": "relative"}) == cache_folder({}) == Path(home)
-    assert cache_folder({"MEGATRON_DS_CACHE": "~/here"}) == Path(os.path.expanduser("~/here/kernels"))
+    assert (
+        cache_folder({"XDG_CACHE_HOME": "relative"}) == cache_folder({}) == Path(home)
+    )
+    assert cache_folder({"MEGATRON_DS_CACHE": "~/here"}) == Path(
+        os.path.expanduser("~/here/kernels")
+    )
 
 
 def test_the_key_depends_on_all_that_the_code_depends_on():
     source = KernelSource("a.cu", "text", (("b.cuh", "more"),))
     inputs = [(source, "k<1>", "nvrtc 13.0", ("--gpu-architecture=sm_90",))]
-    inputs += [(source, "k<2>", *inputs[0][2:]), (source, "k<1>", "nvrtc 13.1", inputs[0][3]),
-               (source, "k<1>", "nvrtc 13.0", ("--gpu-architecture=sm_80",)),
-               (KernelSource("a.cu", "text", (("b.cuh", "other"),)), *inputs[0][1:]),
-               (KernelSource("a.cu", "edited", source.headers), *inputs[0][1:])]
+    inputs += [
+        (source, "k<2>", *inputs[0][2:]),
+        (source, "k<1>", "nvrtc 13.1", inputs[0][3]),
+        (source, "k<1>", "nvrtc 13.0", ("--gpu-architecture=sm_80",)),
+        (KernelSource("a.cu", "text", (("b.cuh", "other"),)), *inputs[0][1:]),
+        (KernelSource("a.cu", "edited", source.headers), *inputs[0][1:]),
+    ]
     keys = [cache_key(*each) for each in inputs]
     assert len(set(keys)) == len(inputs)
     assert keys[0] == cache_key(*inputs[0]) and set(keys[0]) <= set("0123456789abcdef")
@@ -151,14 +182,24 @@ print(found)
 def test_two_processes_at_once_need_no_lock(tmp_path):
     """Each finds a whole file or none, also while the other writes the same one or deletes it."""
     root = Path(__file__).parents[2]
-    both = [subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path), str(seed)], cwd=root, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for seed in range(2)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path), str(seed)],
+            cwd=root,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for seed in range(2)
+    ]
     assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
     for process in both:
         process.stdin.write("go\n")
         process.stdin.flush()
     results = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0] and not any(e for _, e in results), results
+    assert [process.returncode for process in both] == [0, 0] and not any(
+        e for _, e in results
+    ), results
     assert all(int(found) > 1000 for found, _ in results)
     assert not list(tmp_path.glob(".*"))

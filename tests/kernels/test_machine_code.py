@@ -19,10 +19,15 @@ from megatron_ds.ops.gpu.kernel_sources import kernel_source, source_folder
 from tests.harness.real_nvrtc import nvrtc_or_skip
 
 # PTX of a 16-byte access to global memory, by its address space or by an address of any, whatever its parts.
-WIDE = re.compile(r"\b(?:ld|st)(?!\.(?:shared|local|param|const))[.\w:]*"
-                  r"\.(?:v4\.[bfus]32|v2\.[bfus]64|b128)\b")
-PROPERTIES = re.compile(r"Function properties for (\w+).*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-                        r".*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?", re.DOTALL)
+WIDE = re.compile(
+    r"\b(?:ld|st)(?!\.(?:shared|local|param|const))[.\w:]*"
+    r"\.(?:v4\.[bfus]32|v2\.[bfus]64|b128)\b"
+)
+PROPERTIES = re.compile(
+    r"Function properties for (\w+).*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
+    re.DOTALL,
+)
 STATIC_SHARED_MEMORY = 48 << 10
 
 
@@ -31,8 +36,12 @@ def all_kernels():
     found = {}
     for module in pkgutil.iter_modules(gpu.__path__):
         if module.name.endswith("_kernels"):
-            for value in vars(importlib.import_module(f"{gpu.__name__}.{module.name}")).values():
-                if isinstance(value, GpuKernel) and value not in found.setdefault(value.file, []):
+            for value in vars(
+                importlib.import_module(f"{gpu.__name__}.{module.name}")
+            ).values():
+                if isinstance(value, GpuKernel) and value not in found.setdefault(
+                    value.file, []
+                ):
                     found[value.file].append(value)
     return found
 
@@ -52,7 +61,9 @@ def register_bounds(head, names):
     found = re.search(r"Registers\b[^:]*:([^.]*)", head)
     if not found:
         return {}
-    parts = re.split(rf"\b({'|'.join(sorted(names, key=len, reverse=True))})\b", found[1])
+    parts = re.split(
+        rf"\b({'|'.join(sorted(names, key=len, reverse=True))})\b", found[1]
+    )
     numbers = lambda text: [int(n) for n in re.findall(r"\b\d+\b", text)]
     for_all = max(numbers(parts[0]), default=None)
     bounds = {name: max(numbers(text)) for name, text in zip(parts[1::2], parts[2::2])}
@@ -61,9 +72,16 @@ def register_bounds(head, names):
 
 @functools.cache
 def program_of(file, target):
-    if target.startswith("sm_") and int(target[3:]) not in nvrtc_or_skip().architectures:
+    if (
+        target.startswith("sm_")
+        and int(target[3:]) not in nvrtc_or_skip().architectures
+    ):
         pytest.skip(f"{nvrtc_or_skip().name} has no {target}")
-    expressions = [kernel.expression(template) for kernel in KERNELS[file] for template in kernel.examples]
+    expressions = [
+        kernel.expression(template)
+        for kernel in KERNELS[file]
+        for template in kernel.examples
+    ]
     extra = ("--ptxas-options=-v",) if target.startswith("sm_") else ()
     return nvrtc_or_skip().compile(kernel_source(file), expressions, target, extra)
 
@@ -79,38 +97,58 @@ def test_every_source_has_a_wrapper_and_every_kernel_examples_and_a_bound_of_reg
         bounds = register_bounds(head_of(file), [kernel.name for kernel in kernels])
         for kernel in kernels:
             assert kernel.examples, f"{kernel.name} of {file} has no examples"
-            assert bounds.get(kernel.name), f"the head of {file} has no bound of registers for {kernel.name}"
+            assert bounds.get(kernel.name), (
+                f"the head of {file} has no bound of registers for {kernel.name}"
+            )
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("file", sorted(KERNELS))
 def test_machine_code_spills_nothing_and_keeps_its_bound_of_registers(file, target):
     program = program_of(file, target)
-    found = {symbol: [int(n or 0) for n in numbers] for symbol, *numbers in PROPERTIES.findall(program.log)}
-    assert set(found) == set(program.symbols.values()) and program.code.startswith(b"\x7fELF")
+    found = {
+        symbol: [int(n or 0) for n in numbers]
+        for symbol, *numbers in PROPERTIES.findall(program.log)
+    }
+    assert set(found) == set(program.symbols.values()) and program.code.startswith(
+        b"\x7fELF"
+    )
     bounds = register_bounds(head_of(file), [kernel.name for kernel in KERNELS[file]])
     for expression, symbol in program.symbols.items():
         stores, loads, registers, shared = found[symbol]
-        assert stores == loads == 0, f"{expression} spills {stores} and {loads} bytes on {target}"
+        assert stores == loads == 0, (
+            f"{expression} spills {stores} and {loads} bytes on {target}"
+        )
         assert shared <= STATIC_SHARED_MEMORY
         if target == "sm_90":
-            assert registers <= bounds[expression.partition("<")[0]], f"{expression}: {registers} registers"
+            assert registers <= bounds[expression.partition("<")[0]], (
+                f"{expression}: {registers} registers"
+            )
 
 
 @pytest.mark.parametrize("file", sorted(KERNELS))
 def test_global_memory_is_accessed_16_bytes_at_a_time(file):
     program = program_of(file, "compute_90")
-    bodies = dict(re.findall(r"\.entry (\w+)\((.*?)\n\}", program.code.decode(), re.DOTALL))
-    narrow = [expression for expression, symbol in program.symbols.items()
-              if not WIDE.search(bodies[symbol]) and not is_narrow(file, expression.partition("<")[0])]
+    bodies = dict(
+        re.findall(r"\.entry (\w+)\((.*?)\n\}", program.code.decode(), re.DOTALL)
+    )
+    narrow = [
+        expression
+        for expression, symbol in program.symbols.items()
+        if not WIDE.search(bodies[symbol])
+        and not is_narrow(file, expression.partition("<")[0])
+    ]
     assert not narrow
 
 
 def test_bounds_are_read_from_heads():
     names = ["dropout", "dropout_backward", "mask"]
-    assert register_bounds("Registers on sm_90: dropout 64, without packets 96; mask 40, "
-                           "dropout_backward 72. More 999", names) == {
-        "dropout": 96, "dropout_backward": 72, "mask": 40}
-    assert register_bounds("float. Registers a thread: at most 40, nothing spilled.", names) == dict.fromkeys(
-        names, 40)
+    assert register_bounds(
+        "Registers on sm_90: dropout 64, without packets 96; mask 40, "
+        "dropout_backward 72. More 999",
+        names,
+    ) == {"dropout": 96, "dropout_backward": 72, "mask": 40}
+    assert register_bounds(
+        "float. Registers a thread: at most 40, nothing spilled.", names
+    ) == dict.fromkeys(names, 40)
     assert register_bounds("stay in registers", names) == {}

@@ -11,17 +11,33 @@ from megatron_ds.ops.gpu.packets import lanes
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 # One rounding of the result in 16 bits, and fp32 sums of up to 32768 products.
-ROUNDING = {torch.float32: 2 ** -24, torch.bfloat16: 2 ** -8, torch.float16: 2 ** -11}
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 IN_FP32 = 2e-6
 EPS = 1e-5
 # Columns: one packet; a warp with an odd packet; several warps; backward looped; forward looped, too.
-SIZES = [(torch.float32, 4), (torch.float32, 132), (torch.float32, 1032), (torch.bfloat16, 264),
-         (torch.bfloat16, 1000), (torch.bfloat16, 16392), (torch.float16, 1000), (torch.float32, 33000)]
+SIZES = [
+    (torch.float32, 4),
+    (torch.float32, 132),
+    (torch.float32, 1032),
+    (torch.bfloat16, 264),
+    (torch.bfloat16, 1000),
+    (torch.bfloat16, 16392),
+    (torch.float16, 1000),
+    (torch.float32, 33000),
+]
 KINDS = [(rms, residual) for rms in (True, False) for residual in (True, False)]
-CASES = [(dtype, cols, *kind) for dtype, cols in SIZES for kind in KINDS
-         if cols in (132, 1032, 1000) and dtype != torch.float16 or kind in ((True, False), (False, True))]
-NAMES = [f"{str(dtype)[6:]}-{cols}-{'rms' if rms else 'layer'}{'-residual' * residual}"
-         for dtype, cols, rms, residual in CASES]
+CASES = [
+    (dtype, cols, *kind)
+    for dtype, cols in SIZES
+    for kind in KINDS
+    if cols in (132, 1032, 1000)
+    and dtype != torch.float16
+    or kind in ((True, False), (False, True))
+]
+NAMES = [
+    f"{str(dtype)[6:]}-{cols}-{'rms' if rms else 'layer'}{'-residual' * residual}"
+    for dtype, cols, rms, residual in CASES
+]
 
 
 def compute(x, residual, weight, bias, grads):
@@ -33,11 +49,18 @@ def compute(x, residual, weight, bias, grads):
         y, total = norm_kernels.residual_norm(x, residual, weight, bias, EPS)
         torch.autograd.backward([y, total] if len(grads) > 1 else [y], grads)
     else:
-        y = norm_kernels.rms_norm(x, weight, EPS) if bias is None else norm_kernels.layer_norm(
-            x, weight, bias, EPS)
+        y = (
+            norm_kernels.rms_norm(x, weight, EPS)
+            if bias is None
+            else norm_kernels.layer_norm(x, weight, bias, EPS)
+        )
         total = None
         y.backward(grads[0])
-    return [y.detach(), None if total is None else total.detach(), *(t.grad for t in leaves)]
+    return [
+        y.detach(),
+        None if total is None else total.detach(),
+        *(t.grad for t in leaves),
+    ]
 
 
 def expected(x, residual, weight, bias, grads):
@@ -53,15 +76,25 @@ def expected(x, residual, weight, bias, grads):
     y.backward(grads[0].double())
     if len(grads) > 1:
         total.grad += grads[1].double()
-    return [y.detach(), None if residual is None else x + residual, *(t.grad for t in leaves)]
+    return [
+        y.detach(),
+        None if residual is None else x + residual,
+        *(t.grad for t in leaves),
+    ]
 
 
 def inputs(dtype, cols, rms, residual, rows=3):
     torch.manual_seed(cols)
     x, r, dy, past = (torch.randn(rows, cols).to(dtype) for _ in range(4))
-    x += 3                                                  # a mean that is not small
+    x += 3  # a mean that is not small
     weight, bias = (torch.randn(cols).to(dtype) for _ in range(2))
-    return x, r if residual else None, weight, None if rms else bias, [dy, past] if residual else [dy]
+    return (
+        x,
+        r if residual else None,
+        weight,
+        None if rms else bias,
+        [dy, past] if residual else [dy],
+    )
 
 
 def check(got, want, dtype):
@@ -87,7 +120,9 @@ def test_norms_equal_float64(case):
     check(got, expected(*arguments), case[0])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[1] in (132, 1032, 16392)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[1] in (132, 1032, 16392)], ids=str
+)
 def test_seeds_and_numbers_of_chunks(case):
     """Every order of threads gives the same bits, and every number of chunks of rows right results."""
     arguments = inputs(*case, rows=7)
@@ -98,14 +133,19 @@ def test_seeds_and_numbers_of_chunks(case):
                 results.append(compute(*arguments))
             check(results[-1], want, case[0])
     for other in results[1:]:
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert all(
+            a is b is None or torch.equal(a, b)
+            for a, b in zip(results[0], other, strict=True)
+        )
 
 
 def test_many_rows_share_chunks():
     """More rows than chunks, both of warps and of blocks."""
     for cols, rows in ((4, 3100), (1032, 650)):
         arguments = inputs(torch.float32, cols, False, True, rows=rows)
-        assert rows > norm_kernels.chunks_of(norm_kernels.rows_of(arguments[0], 16, 512).threads)
+        assert rows > norm_kernels.chunks_of(
+            norm_kernels.rows_of(arguments[0], 16, 512).threads
+        )
         with emulated_gpu():
             check(compute(*arguments), expected(*arguments), torch.float32)
 
@@ -128,8 +168,13 @@ def test_strided_and_misaligned_tensors():
     misaligned = torch.cat((torch.zeros(1), dy.flatten()))[1:].view_as(dy)
     assert misaligned.data_ptr() % 16
     with emulated_gpu():
-        got, want = compute(strided, None, weight, bias, [misaligned]), compute(x, None, weight, bias, [dy])
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None)
+        got, want = (
+            compute(strided, None, weight, bias, [misaligned]),
+            compute(x, None, weight, bias, [dy]),
+        )
+    assert all(
+        torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 132), (2, 0, 132)])
@@ -146,7 +191,7 @@ def test_no_rows(shape):
 def test_infinity_and_nan_stay_in_their_rows():
     x, residual, weight, bias, _ = inputs(torch.float16, 1000, False, True)
     x[0, 5], x[1, 6] = 65504, float("nan")
-    residual[0, 5] = 65504                                              # the sum is infinite, as in torch
+    residual[0, 5] = 65504  # the sum is infinite, as in torch
     with emulated_gpu():
         y, total = norm_kernels.residual_norm(x, residual, weight, bias, EPS)
     assert total[0, 5].isinf() and torch.equal(total.isnan(), (x + residual).isnan())
@@ -156,7 +201,7 @@ def test_infinity_and_nan_stay_in_their_rows():
 def test_tiny_variances_and_large_means():
     """The variance of x + 1000 is that of x: it is taken from differences to the mean."""
     x, _, weight, bias, (dy,) = inputs(torch.float32, 1032, False, False)
-    x = (x * 2 ** -4).round(decimals=2) + 1000                          # exact to 2^-14 or so
+    x = (x * 2**-4).round(decimals=2) + 1000  # exact to 2^-14 or so
     with emulated_gpu():
         got = compute(x, None, weight, bias, [dy])
     want = expected(x, None, weight, bias, [dy])
@@ -167,7 +212,9 @@ def test_tiny_variances_and_large_means():
 def test_limits_are_named():
     x, weight = torch.ones(2, 132), torch.ones(132)
     assert norm_kernels.fits(x, weight, EPS) == ""
-    assert "not a multiple of 16 bytes" in norm_kernels.fits(x[:, :130], weight[:130], EPS)
+    assert "not a multiple of 16 bytes" in norm_kernels.fits(
+        x[:, :130], weight[:130], EPS
+    )
     assert "not a multiple of 16 bytes" in norm_kernels.fits(torch.ones(0), weight, EPS)
     assert "address" in norm_kernels.fits(torch.ones(265)[1:].view(2, 132), weight, EPS)
     assert "address" in norm_kernels.fits(x, torch.ones(133)[1:], EPS)
@@ -179,10 +226,14 @@ def test_limits_are_named():
 
 def test_plans_count_what_backward_keeps():
     """On the meta device the wrappers allocate and launch nothing."""
-    x, weight, bias = (torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
-                       for shape in ((2, 3, 264), (264,), (264,)))
+    x, weight, bias = (
+        torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((2, 3, 264), (264,), (264,))
+    )
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or t, lambda t: t
+    ):
         y, total = norm_kernels.residual_norm(x, x, weight, bias, EPS)
     assert [list(t.shape) for t in kept] == [[2, 3, 264], [264], [6], [6]]
     assert y.shape == total.shape == x.shape
@@ -191,11 +242,16 @@ def test_plans_count_what_backward_keeps():
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("cols", [8, 128, 520, 1600, 4096, 5120, 12288, 16384, 32768, 65536])
+@pytest.mark.parametrize(
+    "cols", [8, 128, 520, 1600, 4096, 5120, 12288, 16384, 32768, 65536]
+)
 def test_rows_in_registers_stay_within_their_limits(dtype, cols):
     x = torch.empty(1, cols, dtype=dtype, device="meta")
     backward = norm_kernels.BACKWARD_NUMBERS[x.element_size(), False]
-    for most_numbers, most_threads in ((norm_kernels.FORWARD_NUMBERS, 1024), (backward, 512)):
+    for most_numbers, most_threads in (
+        (norm_kernels.FORWARD_NUMBERS, 1024),
+        (backward, 512),
+    ):
         rows = norm_kernels.rows_of(x, most_numbers, most_threads)
         if rows.threads:
             packets = -(-cols // (lanes(x) * rows.threads))

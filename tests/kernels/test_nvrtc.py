@@ -12,7 +12,9 @@ from megatron_ds.ops.gpu.nvrtc import RuntimeCompiler, load_nvrtc
 from tests.harness.real_nvrtc import nvrtc_or_skip
 from tests.harness.stand_in_gpu import libcuda
 
-TOY = KernelSource("toy.cu", "template <int N> __global__ void toy(float* p) { p[N] = 1.0f; }", ())
+TOY = KernelSource(
+    "toy.cu", "template <int N> __global__ void toy(float* p) { p[N] = 1.0f; }", ()
+)
 
 
 def test_the_compiler_has_a_version_and_the_architectures_of_today():
@@ -33,8 +35,11 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx_of_the_newest_architecture_below
 
 def test_a_compile_error_has_the_compilers_message_and_the_line():
     wrong = replace(TOY, text=TOY.text.replace("1.0f", "unknown_name"))
-    with pytest.raises(KernelError, match=r"toy<3> of toy.cu does not compile for sm_90 with nvrtc .*"
-                                          r'(?s:.*)toy.cu\(1\): error: identifier "unknown_name"'):
+    with pytest.raises(
+        KernelError,
+        match=r"toy<3> of toy.cu does not compile for sm_90 with nvrtc .*"
+        r'(?s:.*)toy.cu\(1\): error: identifier "unknown_name"',
+    ):
         nvrtc_or_skip().compile(wrong, ["toy<3>"], "sm_90")
 
 
@@ -45,14 +50,21 @@ def test_an_expression_that_names_no_kernel_is_an_error():
 
 def test_contraction_is_off_where_the_source_says_so():
     text = "__global__ void k(float* p) { p[0] = p[1] * p[2] + p[3]; }"
-    ptx = lambda text: nvrtc_or_skip().compile(replace(TOY, text=text), ["k"], "compute_90").code
-    assert b"fma.rn.f32" in ptx(text) and b"fma" not in ptx("// contraction: off\n" + text)
+    ptx = lambda text: (
+        nvrtc_or_skip().compile(replace(TOY, text=text), ["k"], "compute_90").code
+    )
+    assert b"fma.rn.f32" in ptx(text) and b"fma" not in ptx(
+        "// contraction: off\n" + text
+    )
 
 
 def test_an_nvrtc_that_is_too_old_is_refused_with_its_version(monkeypatch):
     nvrtc_or_skip()
     monkeypatch.setattr(nvrtc, "LEAST_NVRTC", (99, 0))
-    with pytest.raises(KernelError, match=r"NVRTC was not found \(.* is nvrtc \d+\.\d+, older than 99\.0"):
+    with pytest.raises(
+        KernelError,
+        match=r"NVRTC was not found \(.* is nvrtc \d+\.\d+, older than 99\.0",
+    ):
         load_nvrtc()
 
 
@@ -69,7 +81,10 @@ def test_the_compiler_of_torchs_cuda_version_is_tried_first(monkeypatch, tmp_pat
     monkeypatch.delenv("MEGATRON_DS_NVRTC", raising=False)
     monkeypatch.setattr(nvrtc, "_nvidia_folders", lambda: [tmp_path])
     monkeypatch.setattr(nvrtc, "_by_pathfinder", lambda: "/found/libnvrtc.so.13")
-    wheels = [str(tmp_path / "cu13/lib/libnvrtc.so.13"), str(tmp_path / "cuda_nvrtc/lib/libnvrtc.so.12")]
+    wheels = [
+        str(tmp_path / "cu13/lib/libnvrtc.so.13"),
+        str(tmp_path / "cuda_nvrtc/lib/libnvrtc.so.12"),
+    ]
     for cuda, order in ((None, (0, 1)), ("13.0", (0, 1)), ("12.8", (1, 0))):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         found = list(nvrtc.nvrtc_candidates())
@@ -77,18 +92,27 @@ def test_the_compiler_of_torchs_cuda_version_is_tried_first(monkeypatch, tmp_pat
         assert sorted(found[3:]) == ["libnvrtc.so.12", "libnvrtc.so.13"]
 
 
-def test_machine_code_that_the_driver_refuses_is_an_error_with_the_kernels_name(monkeypatch, tmp_path):
+def test_machine_code_that_the_driver_refuses_is_an_error_with_the_kernels_name(
+    monkeypatch, tmp_path
+):
     """All of a GPU's path but its hardware: the stand-in driver takes no NVIDIA code."""
     monkeypatch.setattr(cuda_backend, "CUDA", replace(driver.CUDA, library=libcuda()))
     monkeypatch.setenv("MEGATRON_DS_CACHE", str(tmp_path))
     device = cuda_backend.GpuDevice(0, "sm_90", 132, lambda: 0, lambda: False)
-    backend = cuda_backend.CudaBackend(device, driver.Driver(libcuda()), nvrtc_or_skip(),
-                                       cuda_backend.KernelCache(tmp_path))
+    backend = cuda_backend.CudaBackend(
+        device,
+        driver.Driver(libcuda()),
+        nvrtc_or_skip(),
+        cuda_backend.KernelCache(tmp_path),
+    )
     kernel = norm_kernels.FORWARD
-    with pytest.raises(KernelError, match=r"norm_forward<.*> for sm_90 by nvrtc .* was not loaded: "
-                                          r"cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE \(200\)"):
+    with pytest.raises(
+        KernelError,
+        match=r"norm_forward<.*> for sm_90 by nvrtc .* was not loaded: "
+        r"cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE \(200\)",
+    ):
         backend.function(kernel.file, kernel.expression(kernel.examples[0]))
-    assert len(list(tmp_path.iterdir())) == 1              # compiled and kept
+    assert len(list(tmp_path.iterdir())) == 1  # compiled and kept
 
 
 def test_a_name_that_no_loader_knows_is_a_reason():

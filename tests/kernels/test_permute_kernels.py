@@ -15,7 +15,11 @@ from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 ROUNDINGS = 4e-6
 WIDTHS = (1, 7, 24, 250, 520, 2056)
-CASES = {"all kept": (1, 1, 0), "seven tokens": (7, 3, 0), "padded": (13, 2, 5)}      # T, k, padding
+CASES = {
+    "all kept": (1, 1, 0),
+    "seven tokens": (7, 3, 0),
+    "padded": (13, 2, 5),
+}  # T, k, padding
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -37,8 +41,11 @@ def table(tokens, k, padding, kept=0.7, seed=0):
 def cycle(module, x, weights, slots, place, k, *, padded):
     """(rows, sums, gradients of x, rows and weights); module: of operations in torch, or of kernels."""
     x, weights = (t.detach().requires_grad_() for t in (x, weights))
-    function = lambda name: (getattr(kernels, name.removesuffix("_padded")) if module is kernels
-                             else OPERATIONS[name].in_torch)
+    function = lambda name: (
+        getattr(kernels, name.removesuffix("_padded"))
+        if module is kernels
+        else OPERATIONS[name].in_torch
+    )
     end = "_padded" if padded else ""
     rows = function(f"permute{end}")(x, slots, place, *([] if padded else [k]))
     rows.retain_grad()
@@ -62,24 +69,35 @@ def assert_equal(got, want, x, weights, k, slots):
 
 def inputs(case, width, dtype):
     tokens, k, padding = CASES[case]
-    return randn(tokens, width, dtype=dtype), randn(tokens, k, seed=1), *table(tokens, k, padding), k
+    return (
+        randn(tokens, width, dtype=dtype),
+        randn(tokens, k, seed=1),
+        *table(tokens, k, padding),
+        k,
+    )
 
 
 def strided():
     """[6, 40]: not contiguous, at an odd address, every other column."""
     base = randn(7, 2, 40, dtype=torch.bfloat16)
-    return base[1:, 0], base.flatten()[1:1 + 6 * 40].view(6, 40), base[:6, 1].repeat(1, 2)[:, ::2]
+    return (
+        base[1:, 0],
+        base.flatten()[1 : 1 + 6 * 40].view(6, 40),
+        base[:6, 1].repeat(1, 2)[:, ::2],
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """All instantiations that the tests launch in one call of g++."""
+
     def run():
         for dtype in FLOATS:
             for width in WIDTHS:
                 cycle(kernels, *inputs("padded", width, dtype), padded=True)
         for x in strided():
             cycle(kernels, x, randn(6, 2), *table(6, 2, 0), 2, padded=False)
+
     compile_together(run)
 
 
@@ -106,7 +124,7 @@ def test_no_tokens_and_no_rows(tokens, kept, used):
 
 
 def test_slots_behind_those_in_use_have_no_rows():
-    slots = torch.tensor([7, 0, 4, 3, 8])                                # slots 0, 1 of 3 of four tokens
+    slots = torch.tensor([7, 0, 4, 3, 8])  # slots 0, 1 of 3 of four tokens
     slots = slots[slots % 3 < 2]
     place = torch.full((12,), -1)
     place[slots] = torch.arange(len(slots))
@@ -135,7 +153,14 @@ def test_other_strides_and_addresses_are_taken():
     for x in strided():
         with emulated_gpu():
             got = cycle(kernels, x, weights, slots, place, 2, padded=False)
-        assert_equal(got, cycle(ops, x, weights, slots, place, 2, padded=False), x, weights, 2, slots)
+        assert_equal(
+            got,
+            cycle(ops, x, weights, slots, place, 2, padded=False),
+            x,
+            weights,
+            2,
+            slots,
+        )
 
 
 def test_the_gradient_may_be_expanded():
@@ -144,11 +169,15 @@ def test_the_gradient_may_be_expanded():
     with emulated_gpu():
         y = kernels.reorder(x, order, order.argsort())
         (grad,) = torch.autograd.grad(y, x, torch.arange(3.0)[:, None].expand(3, 40))
-    assert torch.equal(y, x[order]) and torch.equal(grad[order], torch.arange(3.0)[:, None].expand(3, 40))
+    assert torch.equal(y, x[order]) and torch.equal(
+        grad[order], torch.arange(3.0)[:, None].expand(3, 40)
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_results_depend_neither_on_the_order_of_threads_nor_on_their_number(seed, monkeypatch):
+def test_results_depend_neither_on_the_order_of_threads_nor_on_their_number(
+    seed, monkeypatch
+):
     given = inputs("padded", 520, torch.bfloat16)
     with emulated_gpu():
         one = cycle(kernels, *given, padded=True)
@@ -162,8 +191,13 @@ def test_tensors_without_memory_keep_the_place_of_rows_and_what_is_weighted():
     kept = []
     x = torch.empty(5, 32, dtype=torch.bfloat16, device="meta").requires_grad_()
     weights = torch.empty(5, 2, device="meta").requires_grad_()
-    slots, place = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in ((10,), (5, 2)))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    slots, place = (
+        torch.empty(shape, dtype=torch.int64, device="meta")
+        for shape in ((10,), (5, 2))
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or t, lambda t: t
+    ):
         rows = ops.permute(x, slots, place, 2)
         assert [t is place for t in kept] == [True]
         y = ops.combine(rows, weights, slots, place)
@@ -173,16 +207,28 @@ def test_tensors_without_memory_keep_the_place_of_rows_and_what_is_weighted():
 
 
 def test_what_a_kernel_does_not_count_is_refused_with_a_reason():
-    slots, place = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in ((2**20,), (2**19, 2)))
-    wide, narrow = (torch.empty(2**20, h, dtype=torch.bfloat16, device="meta") for h in (2**15 - 1, 2**12))
+    slots, place = (
+        torch.empty(shape, dtype=torch.int64, device="meta")
+        for shape in ((2**20,), (2**19, 2))
+    )
+    wide, narrow = (
+        torch.empty(2**20, h, dtype=torch.bfloat16, device="meta")
+        for h in (2**15 - 1, 2**12)
+    )
     weights = torch.empty(2**19, 2, device="meta")
     assert "packets" in kernels.fits_permute(wide, slots, place)
     assert "packets" in kernels.fits_combine(wide, weights, slots, place)
     assert "packets" in kernels.fits_reorder(wide, slots, slots)
-    assert "weights of torch.float64" in kernels.fits_combine(narrow, weights.double(), slots, place)
+    assert "weights of torch.float64" in kernels.fits_combine(
+        narrow, weights.double(), slots, place
+    )
     assert "slots" in kernels.fits_permute(narrow[:, :1], slots, place, 2**11)
-    assert (kernels.fits_permute(narrow, slots, place) == kernels.fits_combine(narrow, weights, slots, place)
-            == kernels.fits_reorder(narrow, slots, slots) == "")
+    assert (
+        kernels.fits_permute(narrow, slots, place)
+        == kernels.fits_combine(narrow, weights, slots, place)
+        == kernels.fits_reorder(narrow, slots, slots)
+        == ""
+    )
 
 
 @pytest.mark.parametrize("module", [ops, kernels], ids=["torch", "cuda"])
@@ -193,10 +239,16 @@ def test_a_slot_without_a_row_reads_nothing_even_beside_infinity(module, padded)
     x = torch.tensor([[torch.inf] * 4, [1.0, 2.0, 3.0, 4.0]])
     weights = torch.tensor([[0.5, torch.inf], [0.25, torch.nan]])
     with emulated_gpu(seed=1):
-        combine = kernels.combine if module is kernels else OPERATIONS["combine_padded" if padded
-                                                                       else "combine"].in_torch
-        permute = kernels.permute if module is kernels else OPERATIONS["permute_padded" if padded
-                                                                       else "permute"].in_torch
+        combine = (
+            kernels.combine
+            if module is kernels
+            else OPERATIONS["combine_padded" if padded else "combine"].in_torch
+        )
+        permute = (
+            kernels.permute
+            if module is kernels
+            else OPERATIONS["permute_padded" if padded else "permute"].in_torch
+        )
         y = combine(x, weights, slots, place)
         leaf = torch.zeros(2, 4, requires_grad=True)
         permute(leaf, slots, place, *([] if padded else [2])).backward(x)

@@ -24,9 +24,28 @@ from tests.harness.emulated import emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 
 CPU = torch.device("cpu")
-JOB = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "130",
-       "--lr", "1", "--train-iters", "1", "--mock-data", "--normalization", "RMSNorm", "--bf16",
-       "--seq-length", "16", "--micro-batch-size", "2"]
+JOB = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--vocab-size",
+    "130",
+    "--lr",
+    "1",
+    "--train-iters",
+    "1",
+    "--mock-data",
+    "--normalization",
+    "RMSNorm",
+    "--bf16",
+    "--seq-length",
+    "16",
+    "--micro-batch-size",
+    "2",
+]
 
 
 def engine(device="cuda", *flags):
@@ -45,7 +64,9 @@ def gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_kernels, "check_widths", lambda calls, device: None)
     before = list(rms_norm.implementations)
     if "cuda" not in [entry.name for entry in before]:
-        rms_norm.implementation("cuda", devices=GPU, fits=norm_kernels.fits)(norm_kernels.rms_norm)
+        rms_norm.implementation("cuda", devices=GPU, fits=norm_kernels.fits)(
+            norm_kernels.rms_norm
+        )
     with stand_in_gpu(tmp_path, hollow=True) as gpu:
         monkeypatch.setattr(gpu_kernel, "cuda_backend", lambda device: gpu.backend)
         yield gpu
@@ -56,25 +77,45 @@ def test_forward_and_backward_of_a_model_are_compiled_before_the_first_step(gpu)
     assert isinstance(rms_norm, Operation)
     line = prepare_kernels(engine())
     # Other operations of the model may have kernels, too.
-    of_norm = sorted(e.partition(", 1")[0] for e in gpu.compiler.compilations if e.startswith("norm_"))
+    of_norm = sorted(
+        e.partition(", 1")[0]
+        for e in gpu.compiler.compilations
+        if e.startswith("norm_")
+    )
     assert {"norm_backward", "norm_forward"} <= {e.partition("<")[0] for e in of_norm}
-    assert all("<bf16, 64" in e for e in of_norm if e.startswith(("norm_forward<", "norm_backward<")))
-    assert line == gpu.backend.summary() and f"kernels: {len(gpu.compiler.compilations)} compiled in " in line
+    assert all(
+        "<bf16, 64" in e
+        for e in of_norm
+        if e.startswith(("norm_forward<", "norm_backward<"))
+    )
+    assert (
+        line == gpu.backend.summary()
+        and f"kernels: {len(gpu.compiler.compilations)} compiled in " in line
+    )
 
 
 def test_nothing_is_compiled_for_torchs_operations_or_a_cpu(gpu):
-    assert prepare_kernels(engine("cuda", "--kernels", "torch")) == prepare_kernels(engine("cpu")) == ""
+    assert (
+        prepare_kernels(engine("cuda", "--kernels", "torch"))
+        == prepare_kernels(engine("cpu"))
+        == ""
+    )
     assert not gpu.compiler.compilations
 
 
-def test_a_kernel_that_does_not_compile_is_a_warning_before_the_first_step(gpu, monkeypatch, caplog):
+def test_a_kernel_that_does_not_compile_is_a_warning_before_the_first_step(
+    gpu, monkeypatch, caplog
+):
     def fail(*_):
         raise KernelError("norm_forward<bf16> does not compile")
 
     monkeypatch.setattr(gpu.compiler, "compile", fail)
     with caplog.at_level(logging.WARNING):
         assert prepare_kernels(engine()) == ""
-    assert "not all kernels were compiled before the first step: norm_forward<bf16>" in caplog.text
+    assert (
+        "not all kernels were compiled before the first step: norm_forward<bf16>"
+        in caplog.text
+    )
 
 
 # ------------------------------------------------------------------ the widths of a model
@@ -84,15 +125,31 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(prepared_kernels, "reason_against", lambda device: "")
     monkeypatch.setattr(self_check, "reason_against_implementation", lambda *_: "")
     check = self_check.check_widths
-    monkeypatch.setattr(prepared_kernels, "check_widths", lambda calls, device: check(calls, CPU))
+    monkeypatch.setattr(
+        prepared_kernels, "check_widths", lambda calls, device: check(calls, CPU)
+    )
     kernel_table._candidates.cache_clear()
     yield
     kernel_table._candidates.cache_clear()
 
 
-LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu",
-         "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
-DROPS = ["--normalization", "LayerNorm", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+LLAMA = [
+    "--position-embedding-type",
+    "rope",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--untie-embeddings-and-output-weights",
+]
+DROPS = [
+    "--normalization",
+    "LayerNorm",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+]
 KEPT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
@@ -100,15 +157,52 @@ def expressions(launches):
     return {kernel.expression(template) for kernel, template in launches}
 
 
-@pytest.mark.parametrize("flags", [
-    [*LLAMA, *KEPT, "--hidden-size", "2048", "--vocab-size", "32000", "--num-query-groups", "2",
-     "--group-query-attention"],
-    [*LLAMA, *KEPT, "--hidden-size", "40960", "--ffn-hidden-size", "65536"],            # norms in loops
-    [*DROPS, "--hidden-size", "64", "--squared-relu"],
-    [*DROPS, "--hidden-size", "20000", "--seq-length", "16384"],                     # softmax of whole blocks
-    [*LLAMA, *KEPT, "--hidden-size", "1024", "--num-experts", "4", "--moe-router-topk", "2"]],
-    ids=["llama", "wide norms", "dropout", "long sequence", "experts"])
-def test_every_kernel_of_a_step_is_checked_before_it(tmp_path, monkeypatch, as_if_on_a_gpu, flags):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [
+            *LLAMA,
+            *KEPT,
+            "--hidden-size",
+            "2048",
+            "--vocab-size",
+            "32000",
+            "--num-query-groups",
+            "2",
+            "--group-query-attention",
+        ],
+        [
+            *LLAMA,
+            *KEPT,
+            "--hidden-size",
+            "40960",
+            "--ffn-hidden-size",
+            "65536",
+        ],  # norms in loops
+        [*DROPS, "--hidden-size", "64", "--squared-relu"],
+        [
+            *DROPS,
+            "--hidden-size",
+            "20000",
+            "--seq-length",
+            "16384",
+        ],  # softmax of whole blocks
+        [
+            *LLAMA,
+            *KEPT,
+            "--hidden-size",
+            "1024",
+            "--num-experts",
+            "4",
+            "--moe-router-topk",
+            "2",
+        ],
+    ],
+    ids=["llama", "wide norms", "dropout", "long sequence", "experts"],
+)
+def test_every_kernel_of_a_step_is_checked_before_it(
+    tmp_path, monkeypatch, as_if_on_a_gpu, flags
+):
     """Instantiations that the step launches are among those that the checks launch."""
     launched, wanted, failure = [], {}, self_check.failure
 
@@ -119,7 +213,9 @@ def test_every_kernel_of_a_step_is_checked_before_it(tmp_path, monkeypatch, as_i
         return ""
 
     monkeypatch.setattr(self_check, "failure", recorded)
-    monkeypatch.setattr(prepared_kernels, "compile_kernels", lambda launches, _: wanted.update(launches))
+    monkeypatch.setattr(
+        prepared_kernels, "compile_kernels", lambda launches, _: wanted.update(launches)
+    )
     with stand_in_gpu(tmp_path, hollow=True):
         prepare_kernels(engine("cuda", *flags))
     assert len(wanted) >= 6
@@ -128,21 +224,35 @@ def test_every_kernel_of_a_step_is_checked_before_it(tmp_path, monkeypatch, as_i
 
 def wrong_in(width):
     """RMSNorm by the kernels, wrong in rows of one length."""
+
     def function(x, weight, eps):
         y = norm_kernels.rms_norm(x, weight, eps)
         return y * 1.1 if x.shape[-1] == width else y
+
     return function
 
 
-@pytest.mark.parametrize("width, chosen", [(64, "torch"), (72, "cuda")], ids=["wrong", "right"])
-def test_kernels_that_are_wrong_in_a_width_of_the_model_do_not_run(monkeypatch, as_if_on_a_gpu, caplog,
-                                                                   width, chosen):
-    entry = replace(next(e for e in rms_norm.implementations if e.name == "cuda"), function=wrong_in(width))
-    monkeypatch.setattr(rms_norm, "implementations", [entry, rms_norm.implementations[-1]])
-    monkeypatch.setattr(prepared_kernels, "compile_kernels", lambda launches, device: "compiled")
+@pytest.mark.parametrize(
+    "width, chosen", [(64, "torch"), (72, "cuda")], ids=["wrong", "right"]
+)
+def test_kernels_that_are_wrong_in_a_width_of_the_model_do_not_run(
+    monkeypatch, as_if_on_a_gpu, caplog, width, chosen
+):
+    entry = replace(
+        next(e for e in rms_norm.implementations if e.name == "cuda"),
+        function=wrong_in(width),
+    )
+    monkeypatch.setattr(
+        rms_norm, "implementations", [entry, rms_norm.implementations[-1]]
+    )
+    monkeypatch.setattr(
+        prepared_kernels, "compile_kernels", lambda launches, device: "compiled"
+    )
     compared, difference = [], self_check._difference
 
-    def of_norms(operation, *those):                    # the others would be compiled for the emulator, too
+    def of_norms(
+        operation, *those
+    ):  # the others would be compiled for the emulator, too
         compared.append(operation.name)
         return difference(operation, *those) if operation is rms_norm else ""
 
@@ -151,8 +261,12 @@ def test_kernels_that_are_wrong_in_a_width_of_the_model_do_not_run(monkeypatch, 
         assert prepare_kernels(engine()) == "compiled"
     assert {"rms_norm", "dropout_add", "cross_entropy_facts"} <= set(compared)
     assert rms_norm.first_choice("cuda", torch.bfloat16) == chosen
-    assert rms_norm.first_choice("cuda", torch.float32) == "cuda"               # which was not compared
-    assert ("3 rows of 64 elements of torch.bfloat16 are wrong by " in caplog.text) == (chosen == "torch")
+    assert (
+        rms_norm.first_choice("cuda", torch.float32) == "cuda"
+    )  # which was not compared
+    assert ("3 rows of 64 elements of torch.bfloat16 are wrong by " in caplog.text) == (
+        chosen == "torch"
+    )
 
 
 def test_kernels_that_do_not_take_a_width_are_left_alone(as_if_on_a_gpu, caplog):
@@ -165,7 +279,11 @@ def test_kernels_that_do_not_take_a_width_are_left_alone(as_if_on_a_gpu, caplog)
 def test_widths_are_those_of_calls_with_rows():
     with kernel_table.calls_recorded() as calls:
         swiglu(torch.ones(2, 3, 16))
-        rms_norm(torch.ones(5, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16), 1e-5)
+        rms_norm(
+            torch.ones(5, 8, dtype=torch.bfloat16),
+            torch.ones(8, dtype=torch.bfloat16),
+            1e-5,
+        )
         gelu(torch.ones(7))
     swiglu(torch.ones(2, 24))
     assert list(calls) == [(swiglu, torch.float32, 16), (rms_norm, torch.bfloat16, 8)]

@@ -8,7 +8,14 @@ from megatron_ds.ops.gpu import quantize_kernels as kernels
 from megatron_ds.ops.kernel_table import FLOATS
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
-SIZES = [(1, 2), (7, 64), (333, 70), (2056, 1032), (1000, 256), (0, 64)]           # numbers, block
+SIZES = [
+    (1, 2),
+    (7, 64),
+    (333, 70),
+    (2056, 1032),
+    (1000, 256),
+    (0, 64),
+]  # numbers, block
 FP8 = tuple(kernels.MANTISSA)
 
 
@@ -25,18 +32,23 @@ def same_bits(a, b):
 def there_and_back(module, x, bits, block):
     of = (lambda f: f.in_torch) if module is ops else (lambda f: f)
     codes, scales = of(module.quantize)(x, bits, block)
-    return codes, scales, of(module.dequantize)(scales, codes, x.numel(), bits, block, x.dtype)
+    return (
+        codes,
+        scales,
+        of(module.dequantize)(scales, codes, x.numel(), bits, block, x.dtype),
+    )
 
 
 def strided():
     """At an odd address; not contiguous."""
     base = randn(2 * 334, torch.bfloat16)
-    return base[1:1 + 320], base.view(2, 334)[:, ::2]
+    return base[1 : 1 + 320], base.view(2, 334)[:, ::2]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """All instantiations that the tests launch in one call of g++."""
+
     def run():
         for dtype in FLOATS:
             for n, block in SIZES:
@@ -47,6 +59,7 @@ def compiled():
         for x in strided():
             for bits in (8, 4):
                 there_and_back(kernels, x, bits, 64)
+
     compile_together(run)
 
 
@@ -85,7 +98,12 @@ def test_blocks_of_zeros_tiny_infinite_and_undefined_numbers(bits):
     assert all(map(same_bits, (codes, scales), there_and_back(ops, x, bits, 64)))
     assert scales.isnan().tolist() == [False, False, False, True, True, False]
     y = y.view(6, 64)
-    assert not y[:2].any() and y[3:5].isnan().all() and y[5].isfinite().all() and not codes[:32].any()
+    assert (
+        not y[:2].any()
+        and y[3:5].isnan().all()
+        and y[5].isfinite().all()
+        and not codes[:32].any()
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -95,7 +113,9 @@ def test_other_strides_and_addresses_are_taken(bits):
         moved = torch.cat((codes[:1], codes))[1:]
         with emulated_gpu():
             assert all(map(same_bits, kernels.quantize(x, bits, 64), (codes, scales)))
-            assert same_bits(kernels.dequantize(scales, moved, x.numel(), bits, 64, x.dtype), y)
+            assert same_bits(
+                kernels.dequantize(scales, moved, x.numel(), bits, 64, x.dtype), y
+            )
 
 
 @pytest.mark.parametrize("fp8", FP8, ids=str)
@@ -113,8 +133,18 @@ def test_every_8_bit_number_and_every_tie_between_two_is_rounded_to_even(fp8):
     numbers = torch.arange(256, dtype=torch.uint8).view(fp8).float()
     finite = numbers[numbers.isfinite()].sort().values
     ties = (finite[1:] + finite[:-1]) / 2
-    up, down = (ties.nextafter(torch.tensor(end)) for end in (float("inf"), -float("inf")))
-    x = torch.cat((numbers, ties, up, down, torch.tensor([-0.0, 1e9, -1e9, 1e-30, 1e-45, float("nan")])))
+    up, down = (
+        ties.nextafter(torch.tensor(end)) for end in (float("inf"), -float("inf"))
+    )
+    x = torch.cat(
+        (
+            numbers,
+            ties,
+            up,
+            down,
+            torch.tensor([-0.0, 1e9, -1e9, 1e-30, 1e-45, float("nan")]),
+        )
+    )
     with emulated_gpu():
         got = kernels.cast_fp8(x, torch.ones(1), fp8)
     assert same_bits(got, ops.cast_fp8.in_torch(x, torch.ones(1), fp8))
@@ -128,6 +158,11 @@ def test_tensors_without_memory_and_too_many_numbers():
     codes, scales = ops.quantize(x, 4, 64)
     assert codes.shape == (105,) and scales.shape == (4,)
     assert ops.dequantize(scales, codes, 210, 4, 64, torch.float16).shape == (210,)
-    assert ops.cast_fp8(x, torch.empty(1, device="meta"), torch.float8_e5m2).shape == x.shape
+    assert (
+        ops.cast_fp8(x, torch.empty(1, device="meta"), torch.float8_e5m2).shape
+        == x.shape
+    )
     many = torch.empty(2**31, dtype=torch.bfloat16, device="meta")
-    assert "numbers" in kernels.fits_numbers(many) and "numbers" in kernels.fits_codes(x, many)
+    assert "numbers" in kernels.fits_numbers(many) and "numbers" in kernels.fits_codes(
+        x, many
+    )

@@ -15,8 +15,11 @@ from tests.harness.small_launches import small_launches
 
 FILES = sorted(path.name for path in SOURCES.glob("*.cu"))
 PLANTED = Path(__file__).parent / "planted.cu"
-LINES = {line.partition("// @")[2]: number
-         for number, line in enumerate(PLANTED.read_text().splitlines(), 1) if "// @" in line}
+LINES = {
+    line.partition("// @")[2]: number
+    for number, line in enumerate(PLANTED.read_text().splitlines(), 1)
+    if "// @" in line
+}
 
 
 def skip_if_missing(kind):
@@ -26,9 +29,13 @@ def skip_if_missing(kind):
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_kernel_has_a_small_launch(file):
-    kernels = re.findall(r"__global__.*?\bvoid\s+(\w+)\s*\(", (SOURCES / file).read_text(), re.DOTALL)
+    kernels = re.findall(
+        r"__global__.*?\bvoid\s+(\w+)\s*\(", (SOURCES / file).read_text(), re.DOTALL
+    )
     launched = wanted_by(small_launches()[file]).get(file, [])
-    assert kernels and set(kernels) == {expression.partition("<")[0] for expression in launched}
+    assert kernels and set(kernels) == {
+        expression.partition("<")[0] for expression in launched
+    }
 
 
 @pytest.mark.parametrize("kind", FLAGS)
@@ -46,18 +53,30 @@ def launch_planted(*names):
 
 def test_thread_sanitizer_reports_races_within_a_block_and_between_blocks():
     skip_if_missing("thread")
-    report = sanitize("thread", lambda: launch_planted("missing_barrier", "blocks_that_share_an_address"),
-                      PLANTED.parent)
+    report = sanitize(
+        "thread",
+        lambda: launch_planted("missing_barrier", "blocks_that_share_an_address"),
+        PLANTED.parent,
+    )
     for line in ("written", "read", "blocks"):
         assert f"planted.cu:{LINES[line]} " in report, line
 
 
 def test_address_sanitizer_reports_bounds_and_alignment():
     skip_if_missing("address")
-    report = sanitize("address", lambda: launch_planted(
-        "misaligned_packet", "shared_memory_overrun", "tensor_overrun"), PLANTED.parent)
-    for finding in ("runtime error: .* misaligned address", rf"planted.cu:{LINES['shared']}:.* out of bounds",
-                    "heap-buffer-overflow", rf"in tensor_overrun.*planted.cu:{LINES['tensor']}\b"):
+    report = sanitize(
+        "address",
+        lambda: launch_planted(
+            "misaligned_packet", "shared_memory_overrun", "tensor_overrun"
+        ),
+        PLANTED.parent,
+    )
+    for finding in (
+        "runtime error: .* misaligned address",
+        rf"planted.cu:{LINES['shared']}:.* out of bounds",
+        "heap-buffer-overflow",
+        rf"in tensor_overrun.*planted.cu:{LINES['tensor']}\b",
+    ):
         assert re.search(finding, report), finding
 
 
@@ -73,8 +92,15 @@ def test_thread_sanitizer_reports_each_removed_barrier_of_over_block(tmp_path, r
     text = before + calls[0] + after[0] + calls[1] + after[1]
     (tmp_path / "device.cuh").write_text(text)
     (tmp_path / PLANTED.name).write_text(PLANTED.read_text())
-    report = sanitize("thread", lambda: GpuKernel(PLANTED.name, "two_reductions", "ptr")(
-        (), 1, 64, torch.ones(64)), tmp_path)
-    written, read = (1 + text[:text.index(part)].count("\n")
-                     for part in ("of_warp[threadIdx.x / 32] = v", "v = threadIdx.x % 32 <"))
+    report = sanitize(
+        "thread",
+        lambda: GpuKernel(PLANTED.name, "two_reductions", "ptr")(
+            (), 1, 64, torch.ones(64)
+        ),
+        tmp_path,
+    )
+    written, read = (
+        1 + text[: text.index(part)].count("\n")
+        for part in ("of_warp[threadIdx.x / 32] = v", "v = threadIdx.x % 32 <")
+    )
     assert f"device.cuh:{written}" in report and f"device.cuh:{read}" in report

@@ -9,7 +9,13 @@ from megatron_ds.errors import KernelError
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.gpu import norm_kernels, self_check
 from megatron_ds.ops.gpu.self_check import failure, reason_against_implementation
-from megatron_ds.ops.kernel_table import GPU, OPERATIONS, Operation, kernels_text, random_tensors
+from megatron_ds.ops.kernel_table import (
+    GPU,
+    OPERATIONS,
+    Operation,
+    kernels_text,
+    random_tensors,
+)
 from tests.harness.emulated import compile_together, emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 from tests.kernels import test_contract
@@ -19,11 +25,13 @@ CPU = torch.device("cpu")
 
 def wrong_at(index, by):
     """RMSNorm by the kernels, with one element wrong."""
+
     def function(x, weight, eps):
         y = norm_kernels.rms_norm(x, weight, eps)
         spoiled = torch.zeros_like(y)
         spoiled[index] = by
         return y + spoiled
+
     return function
 
 
@@ -56,14 +64,23 @@ def operation():
     del OPERATIONS["checked_norm"]
 
 
-def entry_of(operation, function=norm_kernels.rms_norm, fits=norm_kernels.fits, name="cuda"):
-    operation.implementation(name, devices=GPU, dtypes=(torch.float32,), fits=fits)(function)
+def entry_of(
+    operation, function=norm_kernels.rms_norm, fits=norm_kernels.fits, name="cuda"
+):
+    operation.implementation(name, devices=GPU, dtypes=(torch.float32,), fits=fits)(
+        function
+    )
     return operation.implementations[-2]
 
 
 def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
-    assert failure(operation, entry_of(operation), torch.float32, CPU) == "" and not caplog.records
-    assert {"norm_backward", "norm_forward"} <= {e.partition("<")[0] for e in gpu.compiler.compilations}
+    assert (
+        failure(operation, entry_of(operation), torch.float32, CPU) == ""
+        and not caplog.records
+    )
+    assert {"norm_backward", "norm_forward"} <= {
+        e.partition("<")[0] for e in gpu.compiler.compilations
+    }
 
 
 def test_each_size_of_the_check_is_compared_without_a_gpu_for_all_operations():
@@ -71,9 +88,15 @@ def test_each_size_of_the_check_is_compared_without_a_gpu_for_all_operations():
 
 
 NORM_WIDTHS, VOCABULARIES = (4096, 12288, 65536), (32000, 50304, 151936)
-WIDTHS = {"residual_norm": NORM_WIDTHS, "layer_norm": NORM_WIDTHS, "rms_norm": NORM_WIDTHS,
-          "cross_entropy_facts": VOCABULARIES, "cross_entropy_gradient_": VOCABULARIES,
-          "masked_softmax": (4096, 16384), "swiglu": (11008, 28672)}
+WIDTHS = {
+    "residual_norm": NORM_WIDTHS,
+    "layer_norm": NORM_WIDTHS,
+    "rms_norm": NORM_WIDTHS,
+    "cross_entropy_facts": VOCABULARIES,
+    "cross_entropy_gradient_": VOCABULARIES,
+    "masked_softmax": (4096, 16384),
+    "swiglu": (11008, 28672),
+}
 
 
 @pytest.mark.parametrize("name", WIDTHS)
@@ -82,29 +105,49 @@ def test_right_kernels_pass_in_the_widths_of_models(name, dtype):
     """As `check_widths` compares them, so that no right kernel is disabled."""
     operation = OPERATIONS[name]
     entry = next(entry for entry in operation.implementations if entry.name == "cuda")
-    compare = lambda: [failure(operation, entry, dtype, CPU, [(self_check.ROWS, width)])
-                       for width in WIDTHS[name]]
+    compare = lambda: [
+        failure(operation, entry, dtype, CPU, [(self_check.ROWS, width)])
+        for width in WIDTHS[name]
+    ]
     compile_together(compare)
     with emulated_gpu():
         assert compare() == [""] * len(WIDTHS[name])
 
 
 def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):
-    entry = entry_of(operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else "")
+    entry = entry_of(
+        operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else ""
+    )
     assert failure(operation, entry, torch.float32, CPU) == ""
-    assert any("norm_forward<float, 24, " in expression for expression in gpu.compiler.compilations)
+    assert any(
+        "norm_forward<float, 24, " in expression
+        for expression in gpu.compiler.compilations
+    )
     assert not any("1000" in expression for expression in gpu.compiler.compilations)
 
 
-@pytest.mark.parametrize("function, fits, reason", [
-    (wrong_at((2, 999), 1e-3), norm_kernels.fits, "3 rows of 1000 elements of torch.float32 are wrong by "),
-    (wrong_at((0, 0), float("nan")), norm_kernels.fits, "are wrong by inf times the tolerance"),
-    (wrong_backward, norm_kernels.fits, "are wrong by "),
-    (norm_kernels.rms_norm, lambda *_: "never", "it takes no example"),
-    (without_kernels, norm_kernels.fits, "TypeError: an argument is missing")],
-    ids=["one element", "nan", "backward", "takes nothing", "error"])
-def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(gpu, operation, caplog, function, fits,
-                                                                   reason):
+@pytest.mark.parametrize(
+    "function, fits, reason",
+    [
+        (
+            wrong_at((2, 999), 1e-3),
+            norm_kernels.fits,
+            "3 rows of 1000 elements of torch.float32 are wrong by ",
+        ),
+        (
+            wrong_at((0, 0), float("nan")),
+            norm_kernels.fits,
+            "are wrong by inf times the tolerance",
+        ),
+        (wrong_backward, norm_kernels.fits, "are wrong by "),
+        (norm_kernels.rms_norm, lambda *_: "never", "it takes no example"),
+        (without_kernels, norm_kernels.fits, "TypeError: an argument is missing"),
+    ],
+    ids=["one element", "nan", "backward", "takes nothing", "error"],
+)
+def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(
+    gpu, operation, caplog, function, fits, reason
+):
     entry = entry_of(operation, function, fits)
     with caplog.at_level(logging.WARNING):
         assert reason in failure(operation, entry, torch.float32, CPU)
@@ -117,7 +160,9 @@ def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(gpu, operatio
 def test_kernels_that_do_not_run_are_disabled(gpu, operation, caplog):
     gpu.fail_next_launch(700)
     with caplog.at_level(logging.WARNING):
-        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failure(operation, entry_of(operation), torch.float32, CPU)
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failure(
+            operation, entry_of(operation), torch.float32, CPU
+        )
     assert "kernels norm_forward (norm.cu) failed" in caplog.text
 
 
@@ -142,9 +187,17 @@ def test_a_check_leaves_the_random_numbers_of_the_run_alone(gpu, operation):
     assert torch.equal(torch.randn(4), expected)
 
 
-@pytest.mark.parametrize("name, only", [("quantize", 4), ("quantize", 8),
-                                        ("dequantize", 4), ("dequantize", 8),
-                                        ("cast_fp8", torch.float8_e4m3fn), ("cast_fp8", torch.float8_e5m2)])
+@pytest.mark.parametrize(
+    "name, only",
+    [
+        ("quantize", 4),
+        ("quantize", 8),
+        ("dequantize", 4),
+        ("dequantize", 8),
+        ("cast_fp8", torch.float8_e4m3fn),
+        ("cast_fp8", torch.float8_e5m2),
+    ],
+)
 def test_each_format_is_checked(name, only):
     """A kernel that is wrong for one number of bits, or one format, is disabled."""
     operation = OPERATIONS[name]
@@ -152,7 +205,9 @@ def test_each_format_is_checked(name, only):
     def wrong(*arguments):
         made = operation.in_torch(*arguments)
         first, *others = made if isinstance(made, tuple) else (made,)
-        spoiled = torch.where(first > 0, first + 1, first) if only in arguments else first
+        spoiled = (
+            torch.where(first > 0, first + 1, first) if only in arguments else first
+        )
         return (spoiled, *others) if others else spoiled
 
     for function, is_wrong in ((wrong, True), (operation.in_torch, False)):
@@ -178,9 +233,14 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(self_check, "failure", lambda *those: compare(*those[:-1], CPU))
 
 
-@pytest.mark.parametrize("function, chosen", [(norm_kernels.rms_norm, ["cuda", "torch"]),
-                                              (wrong_at((0, 0), 1.0), ["torch"])], ids=["right", "wrong"])
-def test_the_table_has_only_kernels_that_are_right(gpu, operation, as_if_on_a_gpu, caplog, function, chosen):
+@pytest.mark.parametrize(
+    "function, chosen",
+    [(norm_kernels.rms_norm, ["cuda", "torch"]), (wrong_at((0, 0), 1.0), ["torch"])],
+    ids=["right", "wrong"],
+)
+def test_the_table_has_only_kernels_that_are_right(
+    gpu, operation, as_if_on_a_gpu, caplog, function, chosen
+):
     entry_of(operation, function)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -198,13 +258,26 @@ def test_plans_check_nothing(gpu, operation, as_if_on_a_gpu):
 
 def test_other_implementations_for_gpus_need_no_compiler(operation, monkeypatch):
     monkeypatch.setattr(self_check, "reason_against", lambda device: "no NVRTC")
-    assert reason_against_implementation(operation, entry_of(operation, name="flash"), torch.float32) == ""
-    assert reason_against_implementation(operation, entry_of(operation), torch.float32) == "no NVRTC"
+    assert (
+        reason_against_implementation(
+            operation, entry_of(operation, name="flash"), torch.float32
+        )
+        == ""
+    )
+    assert (
+        reason_against_implementation(operation, entry_of(operation), torch.float32)
+        == "no NVRTC"
+    )
 
 
-def test_kernels_are_not_checked_in_the_capture_of_a_graph(operation, as_if_on_a_gpu, monkeypatch):
+def test_kernels_are_not_checked_in_the_capture_of_a_graph(
+    operation, as_if_on_a_gpu, monkeypatch
+):
     monkeypatch.setattr(OneGpu, "capturing", True)
     entry_of(operation)
-    with pytest.raises(KernelError, match="the kernels of checked_norm are checked at its first call, which "
-                                          "is in the capture of a CUDA graph here. Run the step once"):
+    with pytest.raises(
+        KernelError,
+        match="the kernels of checked_norm are checked at its first call, which "
+        "is in the capture of a CUDA graph here. Run the step once",
+    ):
         kernel_table._candidates(operation, "cuda", torch.float32, "auto")

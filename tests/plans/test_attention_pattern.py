@@ -7,8 +7,14 @@ import torch
 
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 
-PATTERNS = [CAUSAL, FULL, AttentionPattern(left=2), AttentionPattern(causal=False, left=1, right=2),
-            AttentionPattern(causal=False, right=0), AttentionPattern(left=0)]
+PATTERNS = [
+    CAUSAL,
+    FULL,
+    AttentionPattern(left=2),
+    AttentionPattern(causal=False, left=1, right=2),
+    AttentionPattern(causal=False, right=0),
+    AttentionPattern(left=0),
+]
 
 
 def sees(pattern, query, key):
@@ -26,7 +32,9 @@ def test_answers_agree_with_the_definition(pattern):
         seen = torch.tensor([[sees(pattern, q, k) for k in keys] for q in queries])
         columns = [k for k, column in zip(keys, seen.T, strict=True) if column.any()]
         part = pattern.keys_of(queries, keys)
-        assert list(part) == (list(range(columns[0], columns[-1] + 1)) if columns else [])
+        assert list(part) == (
+            list(range(columns[0], columns[-1] + 1)) if columns else []
+        )
         assert pattern.sees_all(queries, keys) == bool(seen.all())
         hidden = pattern.hidden(torch.tensor(list(queries)), torch.tensor(list(keys)))
         assert seen.all() if hidden is None else torch.equal(hidden, ~seen)

@@ -16,8 +16,15 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save_step(folder, step, seed=None, limit=None):
     seed = step if seed is None else seed
-    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed},
-                limit=limit)
+    return save(
+        folder,
+        step,
+        pieces_of(Layout(), 0, seed),
+        coordinates={},
+        world=solo(),
+        run={"seed": seed},
+        limit=limit,
+    )
 
 
 def assert_loads(folder, step, seed):
@@ -25,7 +32,10 @@ def assert_loads(folder, step, seed):
     assert read_run(folder, step)["seed"] == seed
     pieces = pieces_of(Layout(), 0, seed=None)
     load(folder, step, pieces, coordinates={}, world=solo())
-    assert all(torch.equal(p.tensor, right.tensor) for p, right in zip(pieces, pieces_of(Layout(), 0, seed)))
+    assert all(
+        torch.equal(p.tensor, right.tensor)
+        for p, right in zip(pieces, pieces_of(Layout(), 0, seed))
+    )
 
 
 def names(folder):
@@ -52,9 +62,9 @@ def test_an_edited_tracker_goes_back(tmp_path):
 
 
 @pytest.mark.parametrize("trouble", ["incomplete", "deleted", "nonsense", "no tracker"])
-def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_tracker_leads_nowhere(trouble,
-                                                                                                  tmp_path,
-                                                                                                  caplog):
+def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_tracker_leads_nowhere(
+    trouble, tmp_path, caplog
+):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     if trouble == "incomplete":
@@ -67,10 +77,16 @@ def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_trac
         tracker.write_text("release\n") if trouble == "nonsense" else tracker.unlink()
     with caplog.at_level(logging.WARNING):
         assert latest(tmp_path) == 200
-    assert len(caplog.records) == 1 and "iteration 200" in caplog.text and TRACKER in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and "iteration 200" in caplog.text
+        and TRACKER in caplog.text
+    )
 
 
-def test_a_folder_of_another_program_is_refused_and_not_taken_for_a_fresh_start(tmp_path):
+def test_a_folder_of_another_program_is_refused_and_not_taken_for_a_fresh_start(
+    tmp_path,
+):
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / TRACKER).write_text("100")
     with pytest.raises(CheckpointError, match="no complete checkpoint.*names '100'"):
@@ -110,9 +126,13 @@ def test_old_checkpoints_that_were_moved_and_linked_stop_no_save_and_stay(tmp_pa
     for step in (3, 4, 5):
         save_step(folder, step, limit=2)
         assert_loads(folder, step, step)
-    assert (names(archive) == ["iter_0000001", "iter_0000002"]
-            and (archive / "iter_0000002" / "run.json").is_file())
-    assert steps_in(folder) == [4, 5] and not [name for name in names(folder) if name.startswith(".iter")]
+    assert (
+        names(archive) == ["iter_0000001", "iter_0000002"]
+        and (archive / "iter_0000002" / "run.json").is_file()
+    )
+    assert steps_in(folder) == [4, 5] and not [
+        name for name in names(folder) if name.startswith(".iter")
+    ]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -123,7 +143,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_a_second_save_cut_off_between_its_renames_leaves_the_first_loadable_and_is_undone_by_the_next(
-        tmp_path):
+    tmp_path,
+):
     save_step(tmp_path, 100, seed=1)
     (tmp_path / "iter_0000100").rename(tmp_path / ".iter_0000100.replaced")
     assert_loads(tmp_path, 100, seed=1)
@@ -148,22 +169,36 @@ def test_only_the_last_k_are_kept(tmp_path):
     assert steps_in(tmp_path) == [30, 40, 50]
 
 
-@pytest.mark.parametrize("steps, saved, limit, expected", [
-    ([10, 20, 30], 30, None, []),
-    ([10, 20, 30], 30, 5, []),
-    ([10, 20, 30], 30, 1, [10, 20]),
-    ([10, 20, 30, 40], 20, 1, [10]),               # 30 and 40 were gone back from: not counted, not touched
-    ([10, 15, 30, 40], 15, 2, []),
-    ([7], 7, 1, []),
-])
+@pytest.mark.parametrize(
+    "steps, saved, limit, expected",
+    [
+        ([10, 20, 30], 30, None, []),
+        ([10, 20, 30], 30, 5, []),
+        ([10, 20, 30], 30, 1, [10, 20]),
+        (
+            [10, 20, 30, 40],
+            20,
+            1,
+            [10],
+        ),  # 30 and 40 were gone back from: not counted, not touched
+        ([10, 15, 30, 40], 15, 2, []),
+        ([7], 7, 1, []),
+    ],
+)
 def test_retention_by_hand(steps, saved, limit, expected):
     assert to_delete(steps, saved, limit) == expected
 
 
 def test_values_that_json_cannot_keep_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(),
-             run={"config": object()})
+        save(
+            tmp_path / "new",
+            1,
+            pieces_of(Layout(), 0, 0),
+            coordinates={},
+            world=solo(),
+            run={"config": object()},
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -177,5 +212,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path):
 
 def test_loading_a_step_that_is_not_there_says_which_are(tmp_path):
     save_step(tmp_path, 10)
-    with pytest.raises(CheckpointError, match="no checkpoint of iteration 11.*iterations 10"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of iteration 11.*iterations 10"
+    ):
         read_run(tmp_path, 11)

@@ -9,9 +9,32 @@ import torch
 from megatron_ds.ops.cpu import compiled_attention as attention
 from megatron_ds.ops.cpu import compiled_cross_entropy as compiled
 
-pytestmark = pytest.mark.skipif(not compiled.extension(), reason="the extension is not built")
+pytestmark = pytest.mark.skipif(
+    not compiled.extension(), reason="the extension is not built"
+)
 
-WIDTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 63, 65, 97, 2047, 2049, 2079, 2080, 2081, 4100, 50257]
+WIDTHS = [
+    1,
+    2,
+    3,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    47,
+    63,
+    65,
+    97,
+    2047,
+    2049,
+    2079,
+    2080,
+    2081,
+    4100,
+    50257,
+]
 # Of a number, by rounding it to bf16 after arithmetic in fp32.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}
 PADDING = 3
@@ -36,8 +59,11 @@ def softmax(logits, column, valid):
 
 def same(a, b):
     """Bit for bit, of all tensors; a NaN is a NaN."""
-    return all(torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
-               for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x.isnan(), y.isnan())
+        and torch.equal(x.nan_to_num(), y.nan_to_num())
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 @dtypes
@@ -53,14 +79,22 @@ def test_softmax_and_losses_equal_float64(width, scale, dtype):
     torch.testing.assert_close(got, loss, rtol=1e-6, atol=1e-6 if scale < 30 else 8e-6)
     # differences of fp32 logits, up to 200 here, are rounded
     rtol, exact_p = 1e-5 if dtype == torch.float32 else 4e-6, exact.softmax(-1)
-    torch.testing.assert_close(at_column.double(), exact_p.gather(1, column), rtol=rtol, atol=1e-37)
-    torch.testing.assert_close(p[:, :width].double(), exact_p, rtol=ROUNDING[dtype] + rtol, atol=1e-37)
+    torch.testing.assert_close(
+        at_column.double(), exact_p.gather(1, column), rtol=rtol, atol=1e-37
+    )
+    torch.testing.assert_close(
+        p[:, :width].double(), exact_p, rtol=ROUNDING[dtype] + rtol, atol=1e-37
+    )
     assert p[:, width:].count_nonzero() == 0
 
 
 def test_each_exponential_is_exact():
     """Of every bf16 number from -95 to 0, in the second of three columns."""
-    numbers = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+    )
     numbers = numbers[(numbers <= 0) & (numbers > -95)]
     logits = torch.zeros(len(numbers), 3, dtype=torch.bfloat16)
     logits[:, 1], logits[:, 2] = numbers, -torch.inf
@@ -70,7 +104,9 @@ def test_each_exponential_is_exact():
     assert len(numbers) > 17_000
     assert error[numbers > -20].max() < 1e-6
     assert error[numbers > -87.3].max() < 4e-6
-    assert at_column[numbers < -87.4].count_nonzero() == 0           # below the smallest normal number
+    assert (
+        at_column[numbers < -87.4].count_nonzero() == 0
+    )  # below the smallest normal number
 
 
 @pytest.mark.parametrize("logit", [-0.1, -0.5, -2.0, -7.0])
@@ -81,26 +117,35 @@ def test_sums_of_long_rows_stay_exact_where_all_roundings_have_one_direction(log
     has_vectors = not attention.reason_against(torch.bfloat16)
     exact = logits.double().logsumexp(-1, keepdim=True)
     # without AVX-512 BF16: 16 partial sums of 15,625 numbers
-    torch.testing.assert_close(lse.double(), exact, rtol=2e-7 if has_vectors else 4e-5, atol=0)
+    torch.testing.assert_close(
+        lse.double(), exact, rtol=2e-7 if has_vectors else 4e-5, atol=0
+    )
 
 
 @dtypes
 @pytest.mark.parametrize("width", [1, 5, 31, 32, 33, 65, 2081])
-@pytest.mark.parametrize("what", [torch.nan, -torch.nan, torch.inf], ids=["nan", "-nan", "inf"])
-def test_nan_and_infinity_reach_the_row_wherever_they_are_and_no_other_row(what, width, dtype):
+@pytest.mark.parametrize(
+    "what", [torch.nan, -torch.nan, torch.inf], ids=["nan", "-nan", "inf"]
+)
+def test_nan_and_infinity_reach_the_row_wherever_they_are_and_no_other_row(
+    what, width, dtype
+):
     clean, column = sample(width, dtype)
     expected = softmax(clean, column, width)
     for at in {0, width // 2, width - 1}:
         logits = clean.clone()
         logits[3, at] = torch.tensor(what)
         if what != what:
-            logits[4, :width] = what                                                  # nothing else
+            logits[4, :width] = what  # nothing else
         p, at_column, lse = softmax(logits, column, width)
         is_damaged = torch.tensor([False, False, False, True, what != what, False])
         assert p[is_damaged, :width].isnan().all() or width > 1 and what == torch.inf
         assert p[3, at].isnan() and p[:, width:].count_nonzero() == 0
         assert not lse[is_damaged].isfinite().any()
-        results = [[t[~is_damaged] for t in all_rows] for all_rows in ((p, at_column, lse), expected)]
+        results = [
+            [t[~is_damaged] for t in all_rows]
+            for all_rows in ((p, at_column, lse), expected)
+        ]
         assert same(*results)
 
 
@@ -117,17 +162,29 @@ def test_the_largest_logits_and_minus_infinity(width, dtype):
     p, at_column, lse = softmax(logits, torch.full_like(column, width - 1), width)
     certain = torch.zeros(width)
     certain[-1] = 1
-    assert torch.equal(p[0, :width].float(), certain) and torch.equal(p[1, :width].float(), certain)
+    assert torch.equal(p[0, :width].float(), certain) and torch.equal(
+        p[1, :width].float(), certain
+    )
     assert torch.equal(p[2:4, :width], torch.full((2, width), 1 / width).to(dtype))
-    assert at_column[:2].tolist() == [[1.0], [1.0]] and lse[:2].tolist() == [[-5.0], [largest]]
+    assert at_column[:2].tolist() == [[1.0], [1.0]] and lse[:2].tolist() == [
+        [-5.0],
+        [largest],
+    ]
     assert p[4, :width].isnan().all() and lse[4].isnan()
 
 
 @dtypes
 def test_rows_without_valid_columns_have_no_sum(dtype):
-    logits, column = torch.full((2, 40), torch.nan, dtype=dtype), torch.zeros(2, 1, dtype=torch.int64)
+    logits, column = (
+        torch.full((2, 40), torch.nan, dtype=dtype),
+        torch.zeros(2, 1, dtype=torch.int64),
+    )
     p, at_column, lse = softmax(logits, column, 0)
-    assert not p.any() and at_column.tolist() == [[0.0]] * 2 and lse.tolist() == [[-torch.inf]] * 2
+    assert (
+        not p.any()
+        and at_column.tolist() == [[0.0]] * 2
+        and lse.tolist() == [[-torch.inf]] * 2
+    )
 
 
 def gradient_arguments(width, dtype, rows=6):
@@ -135,20 +192,31 @@ def gradient_arguments(width, dtype, rows=6):
     logits, column = sample(width, dtype, rows)
     g = torch.Generator().manual_seed(1)
     factor, everywhere, at_label = (torch.randn(rows, 1, generator=g) for _ in range(3))
-    return logits, column, torch.arange(rows).unsqueeze(-1) % 3 == 2, (factor, everywhere / width, at_label)
+    return (
+        logits,
+        column,
+        torch.arange(rows).unsqueeze(-1) % 3 == 2,
+        (factor, everywhere / width, at_label),
+    )
 
 
 @dtypes
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_gradient_equals_float64(width, dtype):
-    p, column, elsewhere, (factor, everywhere, at_label) = gradient_arguments(width, dtype)
+    p, column, elsewhere, (factor, everywhere, at_label) = gradient_arguments(
+        width, dtype
+    )
     p[:, :width] = p[:, :width].softmax(-1)
     exact = p[:, :width].double() * factor - everywhere
-    exact.scatter_(1, column, torch.where(elsewhere, exact.gather(1, column), at_label.double()))
+    exact.scatter_(
+        1, column, torch.where(elsewhere, exact.gather(1, column), at_label.double())
+    )
     got = p.clone()
     compiled.gradient_(got, width, column, elsewhere, (factor, everywhere, at_label))
     # fp32: the difference has the rounding of the product
-    torch.testing.assert_close(got[:, :width].double(), exact, rtol=ROUNDING[dtype] + 1e-6, atol=1e-6 / width)
+    torch.testing.assert_close(
+        got[:, :width].double(), exact, rtol=ROUNDING[dtype] + 1e-6, atol=1e-6 / width
+    )
     assert same([got[:, width:]], [p[:, width:]])
 
 
@@ -160,12 +228,14 @@ def test_addresses_change_no_bit_and_what_lies_around_is_left_alone(width, dtype
     results = []
     for first in (0, 1, 7, 30):
         memory = torch.full((logits.numel() + 64,), 77.0, dtype=dtype)
-        rows = memory[first:first + logits.numel()].view_as(logits)
+        rows = memory[first : first + logits.numel()].view_as(logits)
         rows.copy_(logits)
         facts_forward = compiled.softmax_(rows, column, width)
         p = rows.clone()
         compiled.gradient_(rows, width, *facts, factors)
-        assert (memory[:first] == 77).all() and (memory[first + logits.numel():] == 77).all()
+        assert (memory[:first] == 77).all() and (
+            memory[first + logits.numel() :] == 77
+        ).all()
         results.append((*facts_forward, p, rows.clone()))
     assert all(same(result, results[0]) for result in results)
 
@@ -181,4 +251,7 @@ def test_threads_and_other_rows_change_no_bit(dtype, monkeypatch):
         compiled.gradient_(gradient, 2081, column, elsewhere, factors)
         results.append((*softmax(logits, column, 2081), gradient))
     assert same(*results)
-    assert same([t[4:5] for t in results[0][:3]], softmax(logits[4:5].clone(), column[4:5], 2081))
+    assert same(
+        [t[4:5] for t in results[0][:3]],
+        softmax(logits[4:5].clone(), column[4:5], 2081),
+    )

@@ -15,15 +15,19 @@ from megatron_ds.errors import CommunicationError, ConfigError, DataError
 from tools.write_flags_doc import flags_document
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 99 "
-         "--micro-batch-size 2 "
-         "--lr 1e-3 --train-samples 900 --rampup-batch-size 4 4 30 --global-batch-size 8 --mock-data "
-         "--swiglu").split()
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 99 "
+    "--micro-batch-size 2 "
+    "--lr 1e-3 --train-samples 900 --rampup-batch-size 4 4 30 --global-batch-size 8 --mock-data "
+    "--swiglu"
+).split()
 
 
 def test_flags_document_is_up_to_date():
     """If this fails: python tools/write_flags_doc.py"""
-    assert (ROOT / "docs" / "reference" / "flags.md").read_text(encoding="utf-8") == flags_document()
+    assert (ROOT / "docs" / "reference" / "flags.md").read_text(
+        encoding="utf-8"
+    ) == flags_document()
 
 
 def test_run_json_gives_the_same_configuration_with_its_sources():
@@ -35,7 +39,9 @@ def test_run_json_gives_the_same_configuration_with_its_sources():
 def test_a_field_of_another_version_is_told():
     saved = to_dict(parse(FLAGS))
     saved["model"]["num_layer"] = 3
-    with pytest.raises(ConfigError, match="model.num_layer, .*did you mean 'num_layers'"):
+    with pytest.raises(
+        ConfigError, match="model.num_layer, .*did you mean 'num_layers'"
+    ):
         from_dict(saved)
 
 
@@ -48,17 +54,28 @@ def test_a_field_that_did_not_exist_yet_has_its_default():
 def raising(error: BaseException):
     def main():
         raise error
+
     return main
 
 
-@pytest.mark.parametrize("error, rank, code, said", [
-    (ConfigError("too few"), 0, 2, "error: too few\n"),
-    (ConfigError("too few"), 3, 2, ""),
-    (DataError("no corpus"), 0, 2, "error: no corpus\n"),
-    (CommunicationError("rank 1 is gone"), 3, 2, "error on rank 3: rank 1 is gone\n"),
-    (KeyboardInterrupt(), 0, 130, ""),
-])
-def test_an_error_is_told_in_one_paragraph_by_whom_it_concerns(capsys, error, rank, code, said):
+@pytest.mark.parametrize(
+    "error, rank, code, said",
+    [
+        (ConfigError("too few"), 0, 2, "error: too few\n"),
+        (ConfigError("too few"), 3, 2, ""),
+        (DataError("no corpus"), 0, 2, "error: no corpus\n"),
+        (
+            CommunicationError("rank 1 is gone"),
+            3,
+            2,
+            "error on rank 3: rank 1 is gone\n",
+        ),
+        (KeyboardInterrupt(), 0, 130, ""),
+    ],
+)
+def test_an_error_is_told_in_one_paragraph_by_whom_it_concerns(
+    capsys, error, rank, code, said
+):
     assert main_guard(raising(error), rank=rank) == code
     assert capsys.readouterr().err == said
 
@@ -76,13 +93,23 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_the_configuration_needs_neither_torch_nor_yaml_and_ends_a_command_with_code_two():
-    program = ("import sys; from megatron_ds.config import parse; from megatron_ds.cli import main_guard; "
-               f"code = main_guard(lambda: parse({[*FLAGS[2:], '--num-layer', '2']}) and 0); "
-               "sys.exit(99 if {'torch', 'yaml', 'numpy'} & set(sys.modules) else code)")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
+    program = (
+        "import sys; from megatron_ds.config import parse; from megatron_ds.cli import main_guard; "
+        f"code = main_guard(lambda: parse({[*FLAGS[2:], '--num-layer', '2']}) and 0); "
+        "sys.exit(99 if {'torch', 'yaml', 'numpy'} & set(sys.modules) else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (
-        2, "", "error: unknown flag --num-layer; did you mean '--num-layers'? All flags: --help.\n")
+        2,
+        "",
+        "error: unknown flag --num-layer; did you mean '--num-layers'? All flags: --help.\n",
+    )
 
 
 def test_an_error_of_the_configuration_travels_between_processes():
@@ -93,15 +120,27 @@ def test_an_error_of_the_configuration_travels_between_processes():
 
 
 def test_the_older_name_of_a_section_is_read_from_checkpoints_and_files(tmp_path):
-    config = parse([*FLAGS,
-                    *"--num-layers 4 --random-ltd --random-ltd-min-tokens 16 --random-ltd-steps 5".split()])
+    config = parse(
+        [
+            *FLAGS,
+            *"--num-layers 4 --random-ltd --random-ltd-min-tokens 16 --random-ltd-steps 5".split(),
+        ]
+    )
     saved = to_dict(config)
     saved["routing"] = saved.pop("random_ltd")
-    saved["sources"] = {path.replace("random_ltd.", "routing.", 1): source
-                        for path, source in saved["sources"].items()}
+    saved["sources"] = {
+        path.replace("random_ltd.", "routing.", 1): source
+        for path, source in saved["sources"].items()
+    }
     loaded = from_dict(saved)
     assert loaded == config and loaded.sources == config.sources
-    (tmp_path / "run.yaml").write_text("routing:\n  random_ltd: true\n  random_ltd_min_tokens: 16\n  "
-                                       "random_ltd_steps: 5\n")
-    assert parse([*FLAGS, "--num-layers", "4",
-                  "--config", str(tmp_path / "run.yaml")]).random_ltd == config.random_ltd
+    (tmp_path / "run.yaml").write_text(
+        "routing:\n  random_ltd: true\n  random_ltd_min_tokens: 16\n  "
+        "random_ltd_steps: 5\n"
+    )
+    assert (
+        parse(
+            [*FLAGS, "--num-layers", "4", "--config", str(tmp_path / "run.yaml")]
+        ).random_ltd
+        == config.random_ltd
+    )

@@ -36,7 +36,10 @@ def console():
 
 
 def test_controls_are_shown_as_escapes_and_other_letters_as_they_are():
-    assert printable("a\x1b[0m\rb\x7f\x9b\n\tc\u2028é漢😀") == "a\\x1b[0m\\x0db\\x7f\\x9b\n\tc\\u2028é漢😀"
+    assert (
+        printable("a\x1b[0m\rb\x7f\x9b\n\tc\u2028é漢😀")
+        == "a\\x1b[0m\\x0db\\x7f\\x9b\n\tc\\u2028é漢😀"
+    )
     assert one_line(FORGED) == "a\\nerror: fake line\\x1b[31m"
     assert printable(os.fsdecode(b"\xff\xfe")) == "\\xff\\xfe"
 
@@ -50,7 +53,10 @@ def test_a_value_in_a_log_message_is_one_line_and_a_table_keeps_its_lines(consol
     assert console.getvalue().splitlines() == [
         "saved a\\nerror: fake line\\x1b[31m in 1.5 s",
         "loaded a\\nerror: fake line\\x1b[31m: [Errno 2] gone: 'a\\nerror: fake line\\x1b[31m'",
-        "one", "two\\x1b", "100 % as it is\\x07"]
+        "one",
+        "two\\x1b",
+        "100 % as it is\\x07",
+    ]
 
 
 def test_an_error_is_one_paragraph_and_a_list_of_problems_keeps_its_lines(capsys):
@@ -58,11 +64,16 @@ def test_an_error_is_one_paragraph_and_a_list_of_problems_keeps_its_lines(capsys
         raise error
 
     main_guard(lambda: fail(CheckpointError(f"--save {FORGED}: full")), rank=0)
-    assert capsys.readouterr().err == "error: --save a\\nerror: fake line\\x1b[31m: full\n"
+    assert (
+        capsys.readouterr().err == "error: --save a\\nerror: fake line\\x1b[31m: full\n"
+    )
     problems = ConfigProblems([f"--save {FORGED}", "--lr 0"])
     shown = paragraph(str(problems)).splitlines()[1:]
     assert shown == ["  1. --save a\\nerror: fake line\\x1b[31m", "  2. --lr 0"]
-    assert main_guard(lambda: fail(OSError(36, "File name too long", "x" * 5000)), rank=0) == 2
+    assert (
+        main_guard(lambda: fail(OSError(36, "File name too long", "x" * 5000)), rank=0)
+        == 2
+    )
     assert "a path is longer than" in capsys.readouterr().err
 
 
@@ -76,22 +87,34 @@ def test_a_full_disk_under_stdout_is_said_once(capsys, console):
     for step in range(5):
         logging.getLogger("test").info("step %d", step)
     assert capsys.readouterr().err == (
-        "warning: log lines cannot be written (No space left on device) and are lost; the run goes on\n")
+        "warning: log lines cannot be written (No space left on device) and are lost; the run goes on\n"
+    )
 
 
 def test_a_name_that_the_terminal_cannot_encode_is_escaped():
-    code = ("import logging, os; from megatron_ds.console import set_up_logging; set_up_logging(20); "
-            "logging.info('saved %s %s', os.fsdecode(b'\\xff'), 'é')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    code = (
+        "import logging, os; from megatron_ds.console import set_up_logging; set_up_logging(20); "
+        "logging.info('saved %s %s', os.fsdecode(b'\\xff'), 'é')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
     assert (done.stdout, done.stderr) == ("saved \\xff \\xe9\n", "")
 
 
 # ------------------------------------------------------------------ files
 @pytest.mark.parametrize("length", [3950, 4060, 5000])
-def test_a_folder_whose_files_would_have_paths_too_long_is_refused_at_the_start(tmp_path, length):
+def test_a_folder_whose_files_would_have_paths_too_long_is_refused_at_the_start(
+    tmp_path, length
+):
     path = f"{tmp_path}/" + "/".join(["d" * 99] * 60)
-    with pytest.raises(CheckpointError, match="can be written there .*(too long|longer than 3,935)"):
+    with pytest.raises(
+        CheckpointError, match="can be written there .*(too long|longer than 3,935)"
+    ):
         check_writable(path[:length].rstrip("/"))
 
 
@@ -99,11 +122,14 @@ def test_a_write_beyond_the_limit_of_a_file_names_the_path(tmp_path):
     def write():
         import resource
         import signal
+
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
         with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/tracker'"):
             write_durably(tmp_path / "tracker", "1" * 11)
-        with pytest.raises(CheckpointError, match=rf"cannot save .*File too large: '{tmp_path}/\.lock"):
+        with pytest.raises(
+            CheckpointError, match=rf"cannot save .*File too large: '{tmp_path}/\.lock"
+        ):
             checkpoint(tmp_path, 1)
 
     assert survived(forked(write))
@@ -111,6 +137,7 @@ def test_a_write_beyond_the_limit_of_a_file_names_the_path(tmp_path):
 
 def test_another_run_is_moved_aside_twice_in_one_second(tmp_path):
     from datetime import datetime
+
     now, names = datetime(2026, 11, 26), []
     for _ in range(3):
         checkpoint(tmp_path, 1)

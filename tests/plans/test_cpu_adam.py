@@ -21,10 +21,21 @@ from megatron_ds.ops.cpu.compiled_adam import adamw_
 from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.optim.row_adamw import RowAdamW
 
-compiled = pytest.mark.skipif(adam.extension() is None, reason="the extension was not compiled")
+compiled = pytest.mark.skipif(
+    adam.extension() is None, reason="the extension was not compiled"
+)
 SETTINGS = OptimizerConfig(adam_beta2=0.95)
 HYPER = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-SIZES = (1, 7, 15, 31, 32, 33, 100, 70_001)   # below, at and beyond one round of vectors; more than one chunk
+SIZES = (
+    1,
+    7,
+    15,
+    31,
+    32,
+    33,
+    100,
+    70_001,
+)  # below, at and beyond one round of vectors; more than one chunk
 VARIANTS = ("avx512", "avx2", "scalar")
 
 
@@ -41,21 +52,31 @@ def randn(n, seed):
 
 def rows(dtype=None, sizes=SIZES, seed=0):
     """Fresh tensors in the middle of a training: moments are not zero, steps differ."""
-    return [AdamRow(randn(n, seed + i), randn(n, seed + i + 100), randn(n, seed + i + 200) * 0.1,
-                    randn(n, seed + i + 300)**2, step=i + 1, low=None if dtype is None
-                    else torch.zeros(n, dtype=dtype))
-            for i, n in enumerate(sizes)]
+    return [
+        AdamRow(
+            randn(n, seed + i),
+            randn(n, seed + i + 100),
+            randn(n, seed + i + 200) * 0.1,
+            randn(n, seed + i + 300) ** 2,
+            step=i + 1,
+            low=None if dtype is None else torch.zeros(n, dtype=dtype),
+        )
+        for i, n in enumerate(sizes)
+    ]
 
 
 def bits(row):
     tensors = [row.p, row.m, row.v, row.grad] + ([] if row.low is None else [row.low])
-    return [t.view(torch.int16 if t.element_size() == 2 else torch.int32) for t in tensors]
+    return [
+        t.view(torch.int16 if t.element_size() == 2 else torch.int32) for t in tensors
+    ]
 
 
 def assert_same_bits(a, b):
     for x, y in zip(a, b, strict=True):
-        assert all(torch.equal(s, t)
-                   for s, t in zip(bits(x), bits(y), strict=True)), f"{x.p.numel()} elements"
+        assert all(torch.equal(s, t) for s, t in zip(bits(x), bits(y), strict=True)), (
+            f"{x.p.numel()} elements"
+        )
 
 
 @compiled
@@ -69,19 +90,24 @@ def test_every_variant_has_the_bits_of_the_reference(variant, dtype):
 
 @compiled
 def test_moments_are_used_as_they_are_at_the_step_uncorrected(variant):
-    fast, plain = ([r._replace(step=UNCORRECTED) for r in rows(torch.bfloat16)] for _ in range(2))
+    fast, plain = (
+        [r._replace(step=UNCORRECTED) for r in rows(torch.bfloat16)] for _ in range(2)
+    )
     first = [r.p.clone() for r in plain]
     adamw_(fast, **HYPER, variant=variant)
     reference_adamw_(plain, **HYPER)
     assert_same_bits(fast, plain)
-    for r, p in zip(plain, first):          # of the moments after the update
+    for r, p in zip(plain, first):  # of the moments after the update
         expected = p * (1 - 3e-4) - 3e-3 * r.m / (r.v.sqrt() + 1e-8)
         torch.testing.assert_close(r.p, expected, rtol=1e-5, atol=1e-6)
 
 
 @compiled
 def test_the_number_of_threads_changes_no_bit():
-    one, many = rows(torch.bfloat16, (300_001, 5, 400_000)), rows(torch.bfloat16, (300_001, 5, 400_000))
+    one, many = (
+        rows(torch.bfloat16, (300_001, 5, 400_000)),
+        rows(torch.bfloat16, (300_001, 5, 400_000)),
+    )
     adamw_(one, **HYPER, threads=1)
     adamw_(many, **HYPER, threads=5)
     assert_same_bits(one, many)
@@ -89,11 +115,17 @@ def test_the_number_of_threads_changes_no_bit():
 
 @compiled
 def test_cutting_a_buffer_anywhere_changes_no_bit(variant):
-    whole, = rows(torch.bfloat16, (1000,))
-    parts, = rows(torch.bfloat16, (1000,))
+    (whole,) = rows(torch.bfloat16, (1000,))
+    (parts,) = rows(torch.bfloat16, (1000,))
     cuts = (0, 1, 64, 100, 333, 960, 1000)
-    cut = [AdamRow(*(t[a:b] for t in (parts.p, parts.grad, parts.m, parts.v)), 1, parts.low[a:b])
-           for a, b in zip(cuts, cuts[1:])]
+    cut = [
+        AdamRow(
+            *(t[a:b] for t in (parts.p, parts.grad, parts.m, parts.v)),
+            1,
+            parts.low[a:b],
+        )
+        for a, b in zip(cuts, cuts[1:])
+    ]
     adamw_([whole], **HYPER, variant=variant)
     adamw_(cut, **HYPER, variant=variant)
     assert_same_bits([whole], [parts])
@@ -102,11 +134,17 @@ def test_cutting_a_buffer_anywhere_changes_no_bit(variant):
 def every_16_bit_pattern_and_its_neighbours():
     """All fp32 numbers whose first 16 bits are anything and whose last ones are a tie of bf16 or fp16, or
     next to one."""
-    tails = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF],
-                         dtype=torch.int64)
+    tails = torch.tensor(
+        [0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF],
+        dtype=torch.int64,
+    )
     patterns = (torch.arange(1 << 16)[:, None] << 16) + tails
-    return torch.where(patterns < 1 << 31, patterns,
-                       patterns - (1 << 32)).to(torch.int32).flatten().view(torch.float32)
+    return (
+        torch.where(patterns < 1 << 31, patterns, patterns - (1 << 32))
+        .to(torch.int32)
+        .flatten()
+        .view(torch.float32)
+    )
 
 
 @compiled
@@ -115,19 +153,30 @@ def every_16_bit_pattern_and_its_neighbours():
 def test_the_16_bit_weight_is_rounded_as_torch_casts(variant, dtype, offset):
     p = every_16_bit_pattern_and_its_neighbours()
     zero = torch.zeros_like(p)
-    low = torch.zeros(p.numel() + 1, dtype=dtype)[offset:offset + p.numel()]
+    low = torch.zeros(p.numel() + 1, dtype=dtype)[offset : offset + p.numel()]
     # Zero gradient and no decay leave p alone, except for the payload of a NaN.
-    adamw_([AdamRow(p.clone(), zero, zero.clone(), zero.clone(), 1, low)], **HYPER | {"weight_decay": 0.0},
-           variant=variant)
+    adamw_(
+        [AdamRow(p.clone(), zero, zero.clone(), zero.clone(), 1, low)],
+        **HYPER | {"weight_decay": 0.0},
+        variant=variant,
+    )
     numbers = ~p.isnan()
-    assert torch.equal(low[numbers].view(torch.int16), p[numbers].to(dtype).view(torch.int16))
+    assert torch.equal(
+        low[numbers].view(torch.int16), p[numbers].to(dtype).view(torch.int16)
+    )
     assert low[~numbers].isnan().all()
 
 
 @compiled
 def test_twenty_steps_stay_within_1e_6_of_torch_adamw():
-    ours, theirs = torch.nn.Parameter(randn(5000, 0)), torch.nn.Parameter(randn(5000, 0))
-    mine, torchs = RowAdamW([ours], **HYPER), torch.optim.AdamW([theirs], fused=True, **HYPER)
+    ours, theirs = (
+        torch.nn.Parameter(randn(5000, 0)),
+        torch.nn.Parameter(randn(5000, 0)),
+    )
+    mine, torchs = (
+        RowAdamW([ours], **HYPER),
+        torch.optim.AdamW([theirs], fused=True, **HYPER),
+    )
     for step in range(20):
         ours.grad, theirs.grad = randn(5000, step + 1) * 4, randn(5000, step + 1) * 4
         mine.grad_scale = torchs.grad_scale = torch.tensor(4.0)
@@ -154,7 +203,9 @@ def test_a_run_goes_on_from_torchs_state_and_torch_from_ours():
 
     straight = resumed(torch.optim.AdamW, torch.optim.AdamW)
     for first, second in ((torch.optim.AdamW, RowAdamW), (RowAdamW, torch.optim.AdamW)):
-        torch.testing.assert_close(resumed(first, second), straight, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            resumed(first, second), straight, rtol=1e-6, atol=1e-6
+        )
 
 
 @compiled
@@ -163,7 +214,11 @@ def test_parameters_without_gradient_are_left_alone():
     p.grad = randn(9, 2)
     optimizer = RowAdamW([p, q], **HYPER)
     optimizer.step()
-    assert torch.equal(q, randn(9, 1)) and q not in optimizer.state and not torch.equal(p, randn(9, 0))
+    assert (
+        torch.equal(q, randn(9, 1))
+        and q not in optimizer.state
+        and not torch.equal(p, randn(9, 0))
+    )
 
 
 @compiled
@@ -171,7 +226,10 @@ def test_callers_on_several_threads_do_not_disturb_each_other():
     """Ranks of the test harness are threads, and the pool is one."""
     work = [rows(sizes=(300_000, 70_001), seed=i) for i in range(4)]
     expected = [rows(sizes=(300_000, 70_001), seed=i) for i in range(4)]
-    threads = [threading.Thread(target=adamw_, args=(w,), kwargs=HYPER | {"threads": 3}) for w in work]
+    threads = [
+        threading.Thread(target=adamw_, args=(w,), kwargs=HYPER | {"threads": 3})
+        for w in work
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -182,19 +240,23 @@ def test_callers_on_several_threads_do_not_disturb_each_other():
 
 
 def _update_in_child(connection):
-    torch.set_num_threads(1)        # OpenMP's own threads, unlike ours, do not survive a fork
-    row, = rows(sizes=(200_000,))
+    torch.set_num_threads(1)  # OpenMP's own threads, unlike ours, do not survive a fork
+    (row,) = rows(sizes=(200_000,))
     adamw_([row], **HYPER, threads=3)
-    connection.send(row.p.tolist())              # a sum would depend on how many threads torch sums with
+    connection.send(
+        row.p.tolist()
+    )  # a sum would depend on how many threads torch sums with
 
 
 @compiled
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own():
-    row, = rows(sizes=(200_000,))
-    adamw_([row], **HYPER, threads=3)      # the pool exists before the fork
+    (row,) = rows(sizes=(200_000,))
+    adamw_([row], **HYPER, threads=3)  # the pool exists before the fork
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_update_in_child, args=(there,))
+    child = multiprocessing.get_context("fork").Process(
+        target=_update_in_child, args=(there,)
+    )
     child.start()
     assert here.poll(30), "the child waits for threads that it does not have"
     assert here.recv() == row.p.tolist()
@@ -202,15 +264,24 @@ def test_a_forked_child_has_threads_of_its_own():
 
 
 @compiled
-@pytest.mark.parametrize("change, message", [
-    (dict(grad=torch.zeros(9)), "beside a parameter of 10"),
-    (dict(m=torch.zeros(20)[::2]), "not contiguous"),
-    (dict(v=torch.zeros(10, dtype=torch.float64)), "float64"),
-    (dict(low=torch.zeros(10)), "float32"),
-    (dict(step=0), "step 0"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(grad=torch.zeros(9)), "beside a parameter of 10"),
+        (dict(m=torch.zeros(20)[::2]), "not contiguous"),
+        (dict(v=torch.zeros(10, dtype=torch.float64)), "float64"),
+        (dict(low=torch.zeros(10)), "float32"),
+        (dict(step=0), "step 0"),
+    ],
+)
 def test_tensors_that_do_not_fit_are_errors(change, message):
-    good = dict(p=torch.zeros(10), grad=torch.zeros(10), m=torch.zeros(10), v=torch.zeros(10), step=1)
+    good = dict(
+        p=torch.zeros(10),
+        grad=torch.zeros(10),
+        m=torch.zeros(10),
+        v=torch.zeros(10),
+        step=1,
+    )
     with pytest.raises(ValueError, match=message):
         adamw_([AdamRow(**good | change)], **HYPER)
 
@@ -219,18 +290,30 @@ def test_tensors_that_do_not_fit_are_errors(change, message):
 def test_an_unknown_variant_and_a_broken_table_are_errors():
     with pytest.raises(ValueError, match="no variant 'sse9'"):
         adamw_(rows(), **HYPER, variant="sse9")
-    numbers = dict(lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, grad_scale=1.0, threads=1,
-                   variant="")
+    numbers = dict(
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.9,
+        eps=1e-8,
+        weight_decay=0.0,
+        grad_scale=1.0,
+        threads=1,
+        variant="",
+    )
     for table in (torch.zeros(1, 7), torch.zeros(1, 8), torch.ones(8)):
         with pytest.raises(ValueError):
             adam.extension().adamw(table.long().numpy(), **numbers)
 
 
 def test_zeros_on_huge_pages_are_zeros():
-    for numel, dtype in ((0, torch.float32), (7, torch.bfloat16), (3_000_001, torch.float32)):
+    for numel, dtype in (
+        (0, torch.float32),
+        (7, torch.bfloat16),
+        (3_000_001, torch.float32),
+    ):
         zeros = huge_page_zeros(numel, dtype=dtype)
         assert zeros.dtype == dtype and zeros.shape == (numel,) and not zeros.any()
-        zeros += 1      # and can be written to the last one
+        zeros += 1  # and can be written to the last one
 
 
 @compiled
@@ -240,32 +323,45 @@ def test_empty_and_no_tensors_are_no_work():
     before = bits(rows(sizes=(5,))[0])
     adamw_(alone, **HYPER)
     adamw_(beside, **HYPER)
-    assert all(torch.equal(a, b) for a, b in zip(bits(alone[0]), bits(beside[0]), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(bits(alone[0]), bits(beside[0]), strict=True)
+    )
     assert not torch.equal(bits(alone[0])[0], before[0]) and beside[1].p.numel() == 0
 
 
-def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "megatron_ds._cpu_adam", None)      # importing it is an ImportError then
+def test_without_the_extension_torchs_adamw_serves_and_says_so_once(
+    monkeypatch, caplog
+):
+    monkeypatch.setitem(
+        sys.modules, "megatron_ds._cpu_adam", None
+    )  # importing it is an ImportError then
     adam.extension.cache_clear(), kernel_table._candidates.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             groups = lambda: [{"params": [torch.nn.Parameter(torch.ones(3))]}]
             first, second = (OPTIMIZERS["adam"](groups(), SETTINGS) for _ in range(2))
-            assert type(first) is type(second) is torch.optim.AdamW and adam.variants() == []
+            assert (
+                type(first) is type(second) is torch.optim.AdamW
+                and adam.variants() == []
+            )
             assert huge_page_zeros(2_000_000).count_nonzero() == 0
     finally:
         adam.extension.cache_clear(), kernel_table._candidates.cache_clear()
-    said, = [r.message for r in caplog.records if "CPU Adam" in r.message]
+    (said,) = [r.message for r in caplog.records if "CPU Adam" in r.message]
     assert "torch's operations run instead" in said and "C++17 compiler" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_reference_is_torchs_adamw_and_a_cast(dtype):
-    row, = rows(dtype, (501,))
+    (row,) = rows(dtype, (501,))
     p = torch.nn.Parameter(row.p.clone())
     optimizer = torch.optim.AdamW([p], foreach=False, **HYPER)
     p.grad = row.grad / 5
-    optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": row.m.clone(), "exp_avg_sq": row.v.clone()}
+    optimizer.state[p] = {
+        "step": torch.tensor(0.0),
+        "exp_avg": row.m.clone(),
+        "exp_avg_sq": row.v.clone(),
+    }
     optimizer.step()
     reference_adamw_([row], **HYPER, grad_scale=1 / 5)
     torch.testing.assert_close(row.p, p.detach(), rtol=1e-6, atol=1e-6)
@@ -276,10 +372,19 @@ def test_the_reference_is_torchs_adamw_and_a_cast(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_16_bits_give_what_their_fp32_copies_give(dtype):
     made = [rows(dtype), rows(dtype), rows(dtype)]
-    low = [[r._replace(grad=r.grad.to(dtype)) if i % 2 else r for i, r in enumerate(each)] for each in made]
+    low = [
+        [r._replace(grad=r.grad.to(dtype)) if i % 2 else r for i, r in enumerate(each)]
+        for each in made
+    ]
     how = AdamStep(**HYPER, divisor=3.0)
     adamw(low[0][0].grad, low[0], how)
     adamw.in_torch(low[1][0].grad, low[1], how)
-    adamw_([r._replace(grad=r.grad.float()) for r in low[2]], **HYPER, grad_scale=how.grad_scale)
+    adamw_(
+        [r._replace(grad=r.grad.float()) for r in low[2]],
+        **HYPER,
+        grad_scale=how.grad_scale,
+    )
     assert_same_bits(low[0], low[1])
-    assert_same_bits([r._replace(grad=r.p) for r in low[0]], [r._replace(grad=r.p) for r in low[2]])
+    assert_same_bits(
+        [r._replace(grad=r.p) for r in low[0]], [r._replace(grad=r.p) for r in low[2]]
+    )

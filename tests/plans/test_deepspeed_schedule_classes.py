@@ -8,25 +8,58 @@ from megatron_ds.compat.deepspeed import deepspeed_schedules as ours
 from megatron_ds.errors import ConfigError
 
 theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
-CASES = [("WarmupLR", {"warmup_max_lr": 0.02, "warmup_num_steps": 5}),
-         ("WarmupLR", {"warmup_num_steps": 1, "warmup_type": "linear"}),
-         ("WarmupLR", {"warmup_min_lr": [0.0, 0.001], "warmup_max_lr": [0.1, 0.2], "warmup_num_steps": 4}),
-         ("WarmupDecayLR", {"total_num_steps": 11, "warmup_num_steps": 3, "warmup_max_lr": 0.3}),
-         ("WarmupCosineLR", {"total_num_steps": 11, "warmup_num_steps": 3, "warmup_min_ratio": 0.0}),
-         ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}),
-         ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4,
-                       "cycle_second_step_size": 3, "decay_lr_rate": 0.1, "decay_step_size": 2})]
+CASES = [
+    ("WarmupLR", {"warmup_max_lr": 0.02, "warmup_num_steps": 5}),
+    ("WarmupLR", {"warmup_num_steps": 1, "warmup_type": "linear"}),
+    (
+        "WarmupLR",
+        {
+            "warmup_min_lr": [0.0, 0.001],
+            "warmup_max_lr": [0.1, 0.2],
+            "warmup_num_steps": 4,
+        },
+    ),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 11, "warmup_num_steps": 3, "warmup_max_lr": 0.3},
+    ),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": 11, "warmup_num_steps": 3, "warmup_min_ratio": 0.0},
+    ),
+    ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.01,
+            "cycle_max_lr": 0.1,
+            "cycle_first_step_size": 4,
+            "cycle_second_step_size": 3,
+            "decay_lr_rate": 0.1,
+            "decay_step_size": 2,
+        },
+    ),
+]
 # One number for each group; the numbers of a group alone are DeepSpeed's input.
-LISTS = {"cycle_min_lr": [0.01, 0.02], "cycle_max_lr": [0.1, 0.2], "cycle_first_step_size": 4,
-         "cycle_min_mom": [0.7, 0.75], "cycle_max_mom": [0.9, 0.95]}
+LISTS = {
+    "cycle_min_lr": [0.01, 0.02],
+    "cycle_max_lr": [0.1, 0.2],
+    "cycle_first_step_size": 4,
+    "cycle_min_mom": [0.7, 0.75],
+    "cycle_max_mom": [0.9, 0.95],
+}
 
 
 def rates(module, name: str, arguments: dict) -> list:
-    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.05, 0.07)]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.05, 0.07)
+    ]
     optimizer = torch.optim.AdamW(groups)
     scheduler, found = getattr(module, name)(optimizer, **arguments), []
     for _ in range(14):
-        found.append([(group["lr"], group["betas"][0]) for group in optimizer.param_groups])
+        found.append(
+            [(group["lr"], group["betas"][0]) for group in optimizer.param_groups]
+        )
         optimizer.step()
         scheduler.step()
     return found
@@ -34,18 +67,22 @@ def rates(module, name: str, arguments: dict) -> list:
 
 @pytest.mark.parametrize("name,arguments", CASES)
 def test_the_rates_of_all_groups_are_those_of_deepspeed(name, arguments):
-    for mine, other in zip(rates(ours, name, arguments), rates(theirs, name, arguments)):
-        assert [
-            pytest.approx(pair, rel=1e-9, abs=1e-15) for pair in other] == mine
+    for mine, other in zip(
+        rates(ours, name, arguments), rates(theirs, name, arguments)
+    ):
+        assert [pytest.approx(pair, rel=1e-9, abs=1e-15) for pair in other] == mine
 
 
 def test_each_group_has_momenta_of_its_own():
     for group in range(2):
-        alone = {name: numbers[group] if isinstance(numbers, list) else numbers
-                 for name, numbers in LISTS.items()}
+        alone = {
+            name: numbers[group] if isinstance(numbers, list) else numbers
+            for name, numbers in LISTS.items()
+        }
         expected = [step[group] for step in rates(theirs, "OneCycle", alone)]
         assert [step[group] for step in rates(ours, "OneCycle", LISTS)] == [
-            pytest.approx(pair, rel=1e-9) for pair in expected]
+            pytest.approx(pair, rel=1e-9) for pair in expected
+        ]
 
 
 def test_a_schedule_goes_on_from_its_state():

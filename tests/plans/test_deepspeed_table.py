@@ -56,12 +56,22 @@ def test_every_name_of_the_table_is_an_object_of_this_package(module):
     for name in HERE[module]:
         found = getattr(at, name)
         assert not isinstance(found, deepspeed_modules._Placeholder), name
-        assert name in dir(at) or module in ("", "comm", "accelerator", "utils", "zero", "checkpoint")
+        assert name in dir(at) or module in (
+            "",
+            "comm",
+            "accelerator",
+            "utils",
+            "zero",
+            "checkpoint",
+        )
 
 
 @pytest.mark.parametrize("module", SAME)
 def test_every_module_with_the_names_of_another_is_importable(module):
-    at, other = (importlib.import_module(f"megatron_ds.{path}") for path in (module, SAME[module]))
+    at, other = (
+        importlib.import_module(f"megatron_ds.{path}")
+        for path in (module, SAME[module])
+    )
     for name in HERE.get(SAME[module], {}):
         assert getattr(at, name) is getattr(other, name)
 
@@ -96,7 +106,9 @@ def test_names_that_are_not_available_can_be_imported_subclassed_and_compared(na
 
 
 def test_a_name_that_is_not_known_is_named_in_full():
-    with pytest.raises(AttributeError, match=r"deepspeed\.runtime\.utils\.foo is not known here"):
+    with pytest.raises(
+        AttributeError, match=r"deepspeed\.runtime\.utils\.foo is not known here"
+    ):
         _ = megatron_ds.runtime.utils.foo
     assert not hasattr(megatron_ds, "runtime_utils")
     with pytest.raises(ModuleNotFoundError):
@@ -105,9 +117,14 @@ def test_a_name_that_is_not_known_is_named_in_full():
 
 def test_the_page_lists_each_package_and_name_that_gives_advice():
     page = (ROOT / "docs/use/engine.md").read_text(encoding="utf-8")
-    missing = [package for package in deepspeed_advice.NOT_HERE if f"`{package}`" not in page]
-    missing += [name for name in ("PipelineModule", "init_inference", "TiledLinear", "tp_model_init")
-                if f"`{name}`" not in page]
+    missing = [
+        package for package in deepspeed_advice.NOT_HERE if f"`{package}`" not in page
+    ]
+    missing += [
+        name
+        for name in ("PipelineModule", "init_inference", "TiledLinear", "tp_model_init")
+        if f"`{name}`" not in page
+    ]
     assert not missing
 
 
@@ -116,8 +133,14 @@ def run(program: str) -> subprocess.CompletedProcess:
     import os
 
     environment = warm_environment(dict(os.environ))
-    return subprocess.run(["python", "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120,
-                          env=environment)
+    return subprocess.run(
+        ["python", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env=environment,
+    )
 
 
 def test_libraries_that_import_deepspeed_by_name_get_this_package():
@@ -154,7 +177,10 @@ import megatron_ds
 megatron_ds.install_as_deepspeed()
 """)
     assert done.returncode == 1
-    assert "has been imported already, from /site-packages/deepspeed/__init__.py" in done.stderr
+    assert (
+        "has been imported already, from /site-packages/deepspeed/__init__.py"
+        in done.stderr
+    )
 
 
 # ------------------------------------------------------------------------------------------- what they do
@@ -169,7 +195,10 @@ def test_modules_are_made_on_a_device_with_a_number_format():
     with megatron_ds.OnDevice(dtype=torch.bfloat16, device="meta"):
         made = nn.Linear(2, 3)
     assert made.weight.is_meta and made.weight.dtype == torch.bfloat16
-    assert nn.Linear(2, 3).weight.dtype == torch.float32 and not nn.Linear(2, 3).weight.is_meta
+    assert (
+        nn.Linear(2, 3).weight.dtype == torch.float32
+        and not nn.Linear(2, 3).weight.is_meta
+    )
 
 
 def test_recomputation_draws_from_the_same_named_random_state():
@@ -186,9 +215,15 @@ def test_recomputation_draws_from_the_same_named_random_state():
         out = megatron_ds.checkpointing.checkpoint(layer, x) if recompute else layer(x)
         after = tracker.get_states()
         gradients.append(torch.autograd.grad(out.sum(), x)[0])
-        assert all(torch.equal(state, after[name]) for name, state in tracker.get_states().items())
+        assert all(
+            torch.equal(state, after[name])
+            for name, state in tracker.get_states().items()
+        )
     assert torch.equal(*gradients) and 0 < gradients[0].count_nonzero() < 64 * 7
-    with pytest.raises(ValueError, match="no random state 'other'"), tracker.fork("other"):
+    with (
+        pytest.raises(ValueError, match="no random state 'other'"),
+        tracker.fork("other"),
+    ):
         pass
     tracker.reset()
 
@@ -197,7 +232,8 @@ def test_expert_parameters_get_groups_of_their_own_on_demand():
     shared, expert = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     expert.allreduce, expert.group_name = False, "ep_size_2"
     groups = megatron_ds.moe.utils.split_params_into_different_moe_groups_for_optimizer(
-        {"params": [shared, expert], "lr": 0.1})
+        {"params": [shared, expert], "lr": 0.1}
+    )
     assert [group["lr"] for group in groups] == [0.1, 0.1]
     assert groups[0]["params"][0] is shared and groups[1]["params"][0] is expert
     assert groups[1]["moe"] is True and groups[1]["name"] == "ep_size_2"
@@ -206,7 +242,9 @@ def test_expert_parameters_get_groups_of_their_own_on_demand():
 def test_leaf_modules_are_gathered_as_one_layer():
     from megatron_ds.compat.engine.module_specs import find_layers
 
-    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    module = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    )
     outer = nn.ModuleDict({"a": module})
     assert len(find_layers(outer)) > 1
     assert megatron_ds.utils.set_z3_leaf_modules(outer, [nn.ModuleDict]) == [outer]
@@ -214,5 +252,7 @@ def test_leaf_modules_are_gathered_as_one_layer():
     assert megatron_ds.utils.get_z3_leaf_modules(outer) == [outer]
     megatron_ds.utils.unset_z3_leaf_modules(outer, ["ModuleDict"])
     assert len(find_layers(outer)) > 1
-    with pytest.raises(ConfigError, match="no module of the class Conv2d is in the model"):
+    with pytest.raises(
+        ConfigError, match="no module of the class Conv2d is in the model"
+    ):
         megatron_ds.utils.set_z3_leaf_modules(outer, [nn.Conv2d])

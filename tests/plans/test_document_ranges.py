@@ -4,13 +4,19 @@ import pytest
 
 from megatron_ds.config.parse import parse
 from megatron_ds.data.loading.blend import Slice, parse_blend, read_sources
-from megatron_ds.data.loading.datasets import build_datasets, fit_default_split, identify
+from megatron_ds.data.loading.datasets import (
+    build_datasets,
+    fit_default_split,
+    identify,
+)
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from tests.plans.test_blend import tokens_of, write
 
-RUN = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 4 --micro-batch-size 1 "
-       "--train-iters 100 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 6000").split()
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 4 --micro-batch-size 1 "
+    "--train-iters 100 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 6000"
+).split()
 TOKENIZER = make_tokenizer("NullTokenizer", vocab_size=6000)
 LENGTH = 9
 
@@ -18,8 +24,10 @@ LENGTH = 9
 @pytest.fixture
 def corpora(tmp_path):
     """Three corpora of 100, 40 and 10 documents of 9 tokens; a token shows its corpus by its thousands."""
-    return [write(tmp_path / name, [LENGTH] * n, first)
-            for name, n, first in [("a", 100, 1000), ("b", 40, 3000), ("c", 10, 5000)]]
+    return [
+        write(tmp_path / name, [LENGTH] * n, first)
+        for name, n, first in [("a", 100, 1000), ("b", 40, 3000), ("c", 10, 5000)]
+    ]
 
 
 def configured(*words):
@@ -38,14 +46,21 @@ def drawn(dataset, count):
 
 def test_weighted_split_paths_draw_from_their_ranges_by_their_weights(corpora):
     a, b, c = corpora
-    config = configured("--train-weighted-split-paths", f"TRAIN: 0.3 0:0.6 {a}, 0.7 0:1 {b}",
-                        "--valid-weighted-split-paths", f"VALID: 2 0.6:0.8 {a}, 1 0:0.25 {c}",
-                        "--test-weighted-split-paths", f"TEST: 1 0.8:1 {a}")
+    config = configured(
+        "--train-weighted-split-paths",
+        f"TRAIN: 0.3 0:0.6 {a}, 0.7 0:1 {b}",
+        "--valid-weighted-split-paths",
+        f"VALID: 2 0.6:0.8 {a}, 1 0:0.25 {c}",
+        "--test-weighted-split-paths",
+        f"TEST: 1 0.8:1 {a}",
+    )
     parts = build_datasets(config, (1000, 300, 100), TOKENIZER)
     train = tokens_of(parts.train)
     assert train == of_documents(1000, 0, 60) | of_documents(3000, 0, 40)
     assert drawn(parts.train, 1000) == {1000: 300, 3000: 700}
-    assert tokens_of(parts.valid) == of_documents(1000, 60, 80) | of_documents(5000, 0, 2)  # 2.5 → the even 2
+    assert tokens_of(parts.valid) == of_documents(1000, 60, 80) | of_documents(
+        5000, 0, 2
+    )  # 2.5 → the even 2
     assert drawn(parts.valid, 300) == {1000: 200, 5000: 100}
     assert tokens_of(parts.test) == of_documents(1000, 80, 100)
 
@@ -53,8 +68,12 @@ def test_weighted_split_paths_draw_from_their_ranges_by_their_weights(corpora):
 def test_a_group_of_one_corpus_is_that_corpus_without_a_blend(corpora):
     config = configured("--train-weighted-split-paths", f"T: 0.5 0.1:0.2 {corpora[0]}")
     plain = configured("--train-data-path", "0.1:0.2", corpora[0])
-    ours, theirs = (build_datasets(one, (30, 0, 0), TOKENIZER).train for one in (config, plain))
-    assert [list(ours[i]["tokens"]) for i in range(30)] == [list(theirs[i]["tokens"]) for i in range(30)]
+    ours, theirs = (
+        build_datasets(one, (30, 0, 0), TOKENIZER).train for one in (config, plain)
+    )
+    assert [list(ours[i]["tokens"]) for i in range(30)] == [
+        list(theirs[i]["tokens"]) for i in range(30)
+    ]
     assert tokens_of(ours) == of_documents(1000, 10, 20)
 
 
@@ -64,7 +83,10 @@ def test_a_group_may_stand_in_a_file_that_is_read_with_the_data(corpora, tmp_pat
     with pytest.raises(DataError, match="train.txt cannot be read"):
         read_sources(config.data)
     file.write_text(f'"TRAIN: 1 0:0.5 {corpora[0]}, 3 0:1 {corpora[1]}"\n')
-    assert drawn(build_datasets(config, (400, 0, 0), TOKENIZER).train, 400) == {1000: 100, 3000: 300}
+    assert drawn(build_datasets(config, (400, 0, 0), TOKENIZER).train, 400) == {
+        1000: 100,
+        3000: 300,
+    }
     file.write_text('"A: 1 0:1 a" "B: 1 0:1 b"\n')
     with pytest.raises(ConfigError, match=r"@.*train.txt has 2 groups \(A, B\)"):
         read_sources(config.data)
@@ -79,19 +101,33 @@ def test_a_group_may_stand_in_a_file_that_is_read_with_the_data(corpora, tmp_pat
         read_sources(config.data)
 
 
-@pytest.mark.parametrize("groups, told", [
-    (["V1: 1 0:1 a", "V2: 1 0:1 b"], r"has 2 groups \(V1, V2\).*--skip-train"),
-    (["1 0:1 a, 1 0:1 b"], "does not have the form"), (["T: 1 0:1 a 1 0:1 b"], "comma after each prefix"),
-    (["T: 1 a"], "does not have the form"), ([], "does not have the form")])
+@pytest.mark.parametrize(
+    "groups, told",
+    [
+        (["V1: 1 0:1 a", "V2: 1 0:1 b"], r"has 2 groups \(V1, V2\).*--skip-train"),
+        (["1 0:1 a, 1 0:1 b"], "does not have the form"),
+        (["T: 1 0:1 a 1 0:1 b"], "comma after each prefix"),
+        (["T: 1 a"], "does not have the form"),
+        ([], "does not have the form"),
+    ],
+)
 def test_other_forms_of_groups_are_refused_with_the_form(groups, told):
     with pytest.raises(ConfigError, match=told) as refused:
         configured("--train-weighted-split-paths", *groups)
     assert "missing: the data" not in str(refused.value)
 
 
-@pytest.mark.parametrize("words, told", [
-    ("0.6:0.3 a", "0.6:0.3 is not a range"), ("1 0:1.5 a", "0:1.5 is not"), ("1 0.5:0.5 a", "0.5:0.5 is not"),
-    ("1 0:1", "no prefix after it"), ("1 0..1:1 a", "is not a range"), ("1 0:1 a b", "a weight before each")])
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("0.6:0.3 a", "0.6:0.3 is not a range"),
+        ("1 0:1.5 a", "0:1.5 is not"),
+        ("1 0.5:0.5 a", "0.5:0.5 is not"),
+        ("1 0:1", "no prefix after it"),
+        ("1 0..1:1 a", "is not a range"),
+        ("1 0:1 a b", "a weight before each"),
+    ],
+)
 def test_what_is_no_range_of_documents_is_an_error(words, told):
     with pytest.raises(ConfigError, match=told):
         parse_blend(words.split(), "--data-path")
@@ -99,9 +135,15 @@ def test_what_is_no_range_of_documents_is_an_error(words, told):
 
 def test_ranges_stand_before_prefixes_with_and_without_weights():
     assert parse_blend("0:0.5 a ./0:1 b".split(), "--data-path").slices == (
-        Slice("a", 0, 0.5), Slice("./0:1"), Slice("b"))
+        Slice("a", 0, 0.5),
+        Slice("./0:1"),
+        Slice("b"),
+    )
     blend = parse_blend("1 0:1e-3 a 0 0:1 b 3 c".split(), "--data-path")
-    assert blend.slices == (Slice("a", 0, 1e-3), Slice("c")) and blend.shares == [0.25, 0.75]
+    assert blend.slices == (Slice("a", 0, 1e-3), Slice("c")) and blend.shares == [
+        0.25,
+        0.75,
+    ]
     assert blend.left_out == ("b",)
 
 
@@ -121,5 +163,9 @@ def test_a_range_without_a_document_is_an_error_with_numbers(corpora):
 
 
 def test_the_identity_of_the_data_has_the_range(corpora):
-    whole, full, part = identify([corpora[0]]), identify(["0:1", corpora[0]]), identify(["0:0.5", corpora[0]])
+    whole, full, part = (
+        identify([corpora[0]]),
+        identify(["0:1", corpora[0]]),
+        identify(["0:0.5", corpora[0]]),
+    )
     assert whole == full and part == [f"{whole[0]} 0:0.5"]

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from megatron_ds.batch.batch import Batch
-from megatron_ds.batch.documents import Documents, document_numbers, document_positions, document_starts
+from megatron_ds.batch.documents import (
+    Documents,
+    document_numbers,
+    document_positions,
+    document_starts,
+)
 from megatron_ds.config import DataConfig
 from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
 from megatron_ds.data.loading.loader import Loader
@@ -33,11 +38,17 @@ class Rows:
         return {"tokens": self.rows[i]}
 
 
-ROWS = Rows([1, 2, EOD, 3, 4, 5, EOD, 6], [EOD, EOD, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, EOD])
+ROWS = Rows(
+    [1, 2, EOD, 3, 4, 5, EOD, 6],
+    [EOD, EOD, 1, 2, 3, 4, 5, 6],
+    [1, 2, 3, 4, 5, 6, 7, EOD],
+)
 
 
 def batch_of(**options) -> Batch:
-    return Loader(ROWS, GPTCollator(7, eod=EOD, **options), micro_batch_size=1).batch(0, 3)
+    return Loader(ROWS, GPTCollator(7, eod=EOD, **options), micro_batch_size=1).batch(
+        0, 3
+    )
 
 
 def megatron_batch(tokens):
@@ -47,50 +58,77 @@ def megatron_batch(tokens):
     mask, positions = np.tril(np.ones((s, s), bool)), np.arange(s)
     last = 0
     for end in np.flatnonzero(np.array(tokens) == EOD):
-        mask[end + 1:, :end + 1] = False
-        positions[end + 1:] -= end + 1 - last
+        mask[end + 1 :, : end + 1] = False
+        positions[end + 1 :] -= end + 1 - last
         last = end + 1
     return ~mask, positions
 
 
 def test_positions_and_masks_are_megatrons():
-    batch = batch_of(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+    batch = batch_of(
+        reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+    )
     for row in range(3):
         mask, positions = megatron_batch(batch.tokens[row].tolist())
         assert batch.position_ids[row].tolist() == positions.tolist()
-        assert torch.equal(batch.documents.bias(torch.float32)[row, 0] < 0, torch.from_numpy(mask))
+        assert torch.equal(
+            batch.documents.bias(torch.float32)[row, 0] < 0, torch.from_numpy(mask)
+        )
     assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1], [1] * 7]
+    assert batch.loss_mask.tolist() == [
+        [1, 1, 0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1, 1, 1],
+        [1] * 7,
+    ]
 
 
 def test_each_option_does_its_own_part():
-    plain, mask, positions = (batch_of(), batch_of(reset_attention_mask=True),
-                              batch_of(reset_position_ids=True))
+    plain, mask, positions = (
+        batch_of(),
+        batch_of(reset_attention_mask=True),
+        batch_of(reset_position_ids=True),
+    )
     assert plain.document_ids is plain.documents is positions.document_ids is None
-    assert (torch.equal(plain.position_ids, mask.position_ids)
-            and not torch.equal(plain.position_ids, positions.position_ids))
-    assert mask.document_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 2, 2, 2], [0] * 7]
+    assert torch.equal(plain.position_ids, mask.position_ids) and not torch.equal(
+        plain.position_ids, positions.position_ids
+    )
+    assert mask.document_ids.tolist() == [
+        [0, 0, 0, 1, 1, 1, 1],
+        [0, 1, 2, 2, 2, 2, 2],
+        [0] * 7,
+    ]
 
 
-@pytest.mark.parametrize("rows, packed, told", [
-    (ROWS, False, False), (Rows([1, 2, 3]), False, True), (Rows([1, 2]), True, False)])
+@pytest.mark.parametrize(
+    "rows, packed, told",
+    [(ROWS, False, False), (Rows([1, 2, 3]), False, True), (Rows([1, 2]), True, False)],
+)
 def test_a_corpus_without_ends_of_documents_is_told_of(caplog, rows, packed, told):
-    data = DataConfig(reset_attention_mask=True, eod_mask_loss=True, pack_documents=packed)
+    data = DataConfig(
+        reset_attention_mask=True, eod_mask_loss=True, pack_documents=packed
+    )
     warn_without_ends(data, rows, EOD)
-    assert ("--eod-mask-loss and --reset-attention-mask had no effect" in caplog.text) == told
+    assert (
+        "--eod-mask-loss and --reset-attention-mask had no effect" in caplog.text
+    ) == told
 
 
 def test_micro_batches_keep_their_documents():
     batch = batch_of(reset_attention_mask=True, reset_position_ids=True)
     for row, part in enumerate(batch.split(1)):
-        assert torch.equal(part.document_ids, batch.document_ids[row:row + 1])
-        assert part.documents is part.documents and torch.equal(part.documents.ids, part.document_ids)
+        assert torch.equal(part.document_ids, batch.document_ids[row : row + 1])
+        assert part.documents is part.documents and torch.equal(
+            part.documents.ids, part.document_ids
+        )
 
 
 def test_a_row_of_positions_that_serves_all_samples_stays_one_row_when_moved():
     moved = batch_of().to(torch.device("meta"))
-    assert (moved.position_ids.stride(0) == 0 and moved.position_ids.shape == (3, 7)
-            and moved.document_ids is None)
+    assert (
+        moved.position_ids.stride(0) == 0
+        and moved.position_ids.shape == (3, 7)
+        and moved.document_ids is None
+    )
 
 
 def random_ids(b, s, mean, seed):
@@ -102,7 +140,9 @@ def test_starts_and_positions_equal_a_plain_loop():
     ids = random_ids(4, 50, 7, seed=0)
     starts = [[row.index(n) for n in row] for row in ids.tolist()]
     assert document_starts(ids).tolist() == starts
-    assert document_positions(ids).tolist() == [[i - start for i, start in enumerate(row)] for row in starts]
+    assert document_positions(ids).tolist() == [
+        [i - start for i, start in enumerate(row)] for row in starts
+    ]
 
 
 def by_document(q, k, v, ids):
@@ -111,22 +151,45 @@ def by_document(q, k, v, ids):
     for b in range(q.shape[1]):
         for n in ids[b].unique().tolist():
             here = ids[b] == n
-            out[here, b] = reference_attention(*(t[here, b:b + 1] for t in (q, k, v)))[:, 0]
+            out[here, b] = reference_attention(
+                *(t[here, b : b + 1] for t in (q, k, v))
+            )[:, 0]
     return out
 
 
-PATHS = {"fused": attention,
-         "reference": lambda q, k, v, documents: reference_attention(q, k, v, mask=documents.foreign),
-         "blocked": lambda q, k, v, documents: blocked_attention(q, k, v, q.shape[3] ** -0.5, documents)}
+PATHS = {
+    "fused": attention,
+    "reference": lambda q, k, v, documents: reference_attention(
+        q, k, v, mask=documents.foreign
+    ),
+    "blocked": lambda q, k, v, documents: blocked_attention(
+        q, k, v, q.shape[3] ** -0.5, documents
+    ),
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("b, s, n, g, mean", [
-    (1, 2 * BLOCK, 2, 2, 10), (3, 2 * BLOCK + 7, 4, 2, 40), (2, 3 * BLOCK, 2, 1, 1000),
-    (2, 5 * BLOCK - 1, 3, 3, 150)])
-def test_attention_with_documents_equals_attention_to_each_of_them(path, b, s, n, g, mean):
-    draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
-    q, k, v, dout = draw(s, b, n, 16), draw(s, b, g, 16), draw(s, b, g, 16), draw(s, b, n * 16)
+@pytest.mark.parametrize(
+    "b, s, n, g, mean",
+    [
+        (1, 2 * BLOCK, 2, 2, 10),
+        (3, 2 * BLOCK + 7, 4, 2, 40),
+        (2, 3 * BLOCK, 2, 1, 1000),
+        (2, 5 * BLOCK - 1, 3, 3, 150),
+    ],
+)
+def test_attention_with_documents_equals_attention_to_each_of_them(
+    path, b, s, n, g, mean
+):
+    draw = partial(
+        torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(s)
+    )
+    q, k, v, dout = (
+        draw(s, b, n, 16),
+        draw(s, b, g, 16),
+        draw(s, b, g, 16),
+        draw(s, b, n * 16),
+    )
     ids = random_ids(b, s, mean, seed=1)
     expected = [t.requires_grad_() for t in (q.clone(), k.clone(), v.clone())]
     out = by_document(*expected, ids)
@@ -137,15 +200,21 @@ def test_attention_with_documents_equals_attention_to_each_of_them(path, b, s, n
     # fp32 against fp64
     torch.testing.assert_close(result.double(), out, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(ours, expected):
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_blocks_of_several_samples_close_each_ones_own_documents(monkeypatch):
     """All heads of all samples in one tile."""
     from megatron_ds.ops.cpu import blocked_attention as module
+
     ids = random_ids(3, 150, 20, seed=3)
-    q, k, v = (torch.randn(150, 3, n, 32, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
-    monkeypatch.setattr(module, "TILE", 1)                                     # a head at a time
+    q, k, v = (
+        torch.randn(150, 3, n, 32, generator=torch.Generator().manual_seed(n))
+        for n in (4, 2, 2)
+    )
+    monkeypatch.setattr(module, "TILE", 1)  # a head at a time
     one_by_one = blocked_attention(q, k, v, 0.2, Documents(ids))
     monkeypatch.setattr(module, "TILE", 1 << 30)
     together = blocked_attention(q, k, v, 0.2, Documents(ids))
@@ -174,7 +243,13 @@ def test_boundaries_of_documents_are_noted_before_ids_leave_the_cpu():
     assert fold(noted, 3).boundaries == ((), (), (1, 2), (), (), ())
     for shorten in (truncate, fold):
         assert shorten(noted, 3).boundaries == shorten(batch, 3).documents.boundaries
-    narrowed = replace(moved, whole=moved).at_places(torch.arange(0, 7, 2, device="meta"))
+    narrowed = replace(moved, whole=moved).at_places(
+        torch.arange(0, 7, 2, device="meta")
+    )
     assert narrowed.documents.boundaries is None
-    assert [micro.documents.boundaries for micro in narrowed.whole.split(1)] == [(row,) for row in right]
-    assert [micro.whole.documents.boundaries for micro in narrowed.split(1)] == [(row,) for row in right]
+    assert [micro.documents.boundaries for micro in narrowed.whole.split(1)] == [
+        (row,) for row in right
+    ]
+    assert [micro.whole.documents.boundaries for micro in narrowed.split(1)] == [
+        (row,) for row in right
+    ]

@@ -31,9 +31,18 @@ def draw_on_device(out, p, keys, rows):
 @pytest.mark.parametrize("cols", [1, 15, 16, 33, 130])
 @pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9])
 def test_other_devices_draw_the_bits_of_the_cpu(p, cols, rows, monkeypatch):
-    monkeypatch.setattr(module, "COUNTERS_AT_ONCE", 40)            # several blocks, the last one short
-    keys = [(seed, "site", sample, head) for seed in (1, 2**40) for sample in (0, 7) for head in range(3)]
-    here, there = (torch.empty(len(keys), len(rows), cols, dtype=torch.bool) for _ in range(2))
+    monkeypatch.setattr(
+        module, "COUNTERS_AT_ONCE", 40
+    )  # several blocks, the last one short
+    keys = [
+        (seed, "site", sample, head)
+        for seed in (1, 2**40)
+        for sample in (0, 7)
+        for head in range(3)
+    ]
+    here, there = (
+        torch.empty(len(keys), len(rows), cols, dtype=torch.bool) for _ in range(2)
+    )
     module.draw_keep_masks_(here, p, keys, rows)
     draw_on_device(there, p, keys, rows)
     assert torch.equal(here, there)
@@ -60,8 +69,12 @@ def test_a_mask_takes_a_number_of_operations_that_does_not_grow_with_samples_and
 
     def operations(keys):
         with Counted() as counted:
-            draw_on_device(torch.empty(keys, 8, 64, dtype=torch.bool), 0.1,
-                           [("site", k) for k in range(keys)], range(8))
+            draw_on_device(
+                torch.empty(keys, 8, 64, dtype=torch.bool),
+                0.1,
+                [("site", k) for k in range(keys)],
+                range(8),
+            )
         return counted.count
 
     assert operations(1) == operations(64)
@@ -71,12 +84,20 @@ def test_a_mask_takes_a_number_of_operations_that_does_not_grow_with_samples_and
 def test_any_slice_of_rows_equals_the_slice_of_the_whole_mask(generator, cols):
     whole = keep_mask(0.3, KEY, range(0, 200), cols)
     for start, stop in ((0, 1), (63, 65), (64, 128), (101, 200), (5, 5)):
-        assert torch.equal(keep_mask(0.3, KEY, range(start, stop), cols), whole[start:stop])
+        assert torch.equal(
+            keep_mask(0.3, KEY, range(start, stop), cols), whole[start:stop]
+        )
 
 
 def test_every_part_of_the_key_changes_the_mask(generator):
-    keys = [KEY, (1235, *KEY[1:]), (KEY[0], "decoder.layers.4.mlp", KEY[2]), (*KEY[:2], 18), (*KEY, 0),
-            (*KEY, 1)]
+    keys = [
+        KEY,
+        (1235, *KEY[1:]),
+        (KEY[0], "decoder.layers.4.mlp", KEY[2]),
+        (*KEY[:2], 18),
+        (*KEY, 0),
+        (*KEY, 1),
+    ]
     masks = [keep_mask(0.5, key, range(8), 64).flatten().tolist() for key in keys]
     assert len({tuple(mask) for mask in masks}) == len(keys)
     assert masks[0] == keep_mask(0.5, KEY, range(8), 64).flatten().tolist()
@@ -86,13 +107,17 @@ def test_every_part_of_the_key_changes_the_mask(generator):
 def test_the_kept_share_and_the_mean_are_right(generator, p):
     mask = keep_mask(p, KEY, range(500), 400)
     share = mask.float().mean().item()
-    assert abs(share - (1 - p)) < 5 * (p * (1 - p) / mask.numel()) ** 0.5        # five standard deviations
+    assert (
+        abs(share - (1 - p)) < 5 * (p * (1 - p) / mask.numel()) ** 0.5
+    )  # five standard deviations
     # columns are independent
     assert abs(mask.float().mean(0).std().item() - (p * (1 - p) / 500) ** 0.5) < 0.005
     assert abs(keep_scale(p) * (1 - p) - 1) < 1e-4
 
 
-def test_a_sequence_slice_and_a_single_sample_see_the_mask_of_the_whole_batch(generator):
+def test_a_sequence_slice_and_a_single_sample_see_the_mask_of_the_whole_batch(
+    generator,
+):
     x = torch.randn(10, 3, 7)
     arguments = dict(seed=5, site="embedding")
     whole = dropout(x, 0.4, sample_ids=(9, 2, 5), rows=range(10), **arguments)
@@ -114,7 +139,10 @@ def test_elements_and_gradients_are_zero_or_scaled_alike():
 
 def test_the_dtype_stays():
     x = torch.randn(6, 2, 9, dtype=torch.bfloat16)
-    assert dropout(x, 0.25, seed=1, site="a", sample_ids=(0, 1), rows=range(6)).dtype == torch.bfloat16
+    assert (
+        dropout(x, 0.25, seed=1, site="a", sample_ids=(0, 1), rows=range(6)).dtype
+        == torch.bfloat16
+    )
 
 
 def test_probability_zero_returns_its_input():

@@ -12,13 +12,15 @@ from megatron_ds.ops.activation import gelu
 from megatron_ds.ops.cpu import compiled_gelu as module
 from tests.harness.warm import warm_python
 
-compiled = pytest.mark.skipif(not module.extension(), reason="the extension is not built")
+compiled = pytest.mark.skipif(
+    not module.extension(), reason="the extension is not built"
+)
 
 
 def exact(x, dy):
     """In the form without cancellation: (1 + tanh u) / 2 = sigmoid(2 u)."""
     x = x.double().requires_grad_()
-    y = x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x ** 3))
+    y = x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
     return y.detach(), torch.autograd.grad(y, x, dy.double())[0]
 
 
@@ -30,17 +32,28 @@ def ours(x, dy):
 
 def numbers(count, dtype):
     generator = torch.Generator().manual_seed(count)
-    return [(scale * torch.randn(count, generator=generator)).to(dtype) for scale in (3, 1)]
+    return [
+        (scale * torch.randn(count, generator=generator)).to(dtype) for scale in (3, 1)
+    ]
 
 
 @compiled
-@pytest.mark.parametrize("count", [1, 7, 1023, 1025, 70_001])           # parts of a vector, a block, a chunk
+@pytest.mark.parametrize(
+    "count", [1, 7, 1023, 1025, 70_001]
+)  # parts of a vector, a block, a chunk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_gelu_is_right_to_rounding_forward_and_backward(count, dtype):
     x, dy = numbers(count, dtype)
-    tolerance = dict(rtol=2e-6, atol=1e-6) if dtype is torch.float32 else dict(rtol=2 ** -8, atol=1e-6)
+    tolerance = (
+        dict(rtol=2e-6, atol=1e-6)
+        if dtype is torch.float32
+        else dict(rtol=2**-8, atol=1e-6)
+    )
     for got, expected in zip(ours(x, dy), exact(x, dy)):
-        assert got.dtype == dtype and gelu(x.requires_grad_()).grad_fn.name() == "_CompiledGELUBackward"
+        assert (
+            got.dtype == dtype
+            and gelu(x.requires_grad_()).grad_fn.name() == "_CompiledGELUBackward"
+        )
         torch.testing.assert_close(got.double(), expected, **tolerance)
 
 
@@ -48,31 +61,48 @@ def test_compiled_gelu_is_right_to_rounding_forward_and_backward(count, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ends_of_the_range(dtype):
     inf, nan = float("inf"), float("nan")
-    x = torch.tensor([inf, 1e30, 100, 16, 0.0, -0.0, 1e-40, -100, -1e30, -inf, nan], dtype=dtype)
+    x = torch.tensor(
+        [inf, 1e30, 100, 16, 0.0, -0.0, 1e-40, -100, -1e30, -inf, nan], dtype=dtype
+    )
     y, dx = ours(x, torch.ones_like(x))
-    torch.testing.assert_close(y, torch.tensor([inf, 1e30, 100, 16, 0, 0, 0, 0, 0, 0, nan], dtype=dtype),
-                               equal_nan=True)
-    torch.testing.assert_close(dx, torch.tensor([1, 1, 1, 1, 0.5, 0.5, 0.5, 0, 0, 0, nan], dtype=dtype),
-                               equal_nan=True)
+    torch.testing.assert_close(
+        y,
+        torch.tensor([inf, 1e30, 100, 16, 0, 0, 0, 0, 0, 0, nan], dtype=dtype),
+        equal_nan=True,
+    )
+    torch.testing.assert_close(
+        dx,
+        torch.tensor([1, 1, 1, 1, 0.5, 0.5, 0.5, 0, 0, 0, nan], dtype=dtype),
+        equal_nan=True,
+    )
 
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_depend_neither_on_threads_nor_on_where_an_element_lies(dtype, monkeypatch):
+def test_bits_depend_neither_on_threads_nor_on_where_an_element_lies(
+    dtype, monkeypatch
+):
     x, dy = numbers(70_001, dtype)
     whole = ours(x, dy)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for got, expected in zip(ours(x, dy), whole):
         assert torch.equal(got, expected)
     for start in (0, 1, 5, 31):
-        for stop in (start + 1, start + 7, start + 31, start + 32, start + 33, start + 65):
+        for stop in (
+            start + 1,
+            start + 7,
+            start + 31,
+            start + 32,
+            start + 33,
+            start + 65,
+        ):
             for got, expected in zip(ours(x[start:stop], dy[start:stop]), whole):
                 assert torch.equal(got, expected[start:stop])
 
 
 def every_bf16(sign):
     """All finite numbers of a sign in random order, so that neighbours differ."""
-    bits = torch.randperm(0x7f80, generator=torch.Generator().manual_seed(1))
+    bits = torch.randperm(0x7F80, generator=torch.Generator().manual_seed(1))
     return sign * bits.to(torch.int16).view(torch.bfloat16)
 
 
@@ -83,10 +113,16 @@ def test_every_bf16_number(sign):
     the loops for any processor keep exponentials above 2^-126."""
     x = every_bf16(sign)
     near, far = x[x.abs() < 1e4], x.abs() >= 1e4
-    for got, expected in zip(ours(near, torch.ones_like(near)), exact(near, torch.ones_like(near))):
-        torch.testing.assert_close(got.double(), expected, rtol=2 ** -8 + 2e-5, atol=1e-34)
+    for got, expected in zip(
+        ours(near, torch.ones_like(near)), exact(near, torch.ones_like(near))
+    ):
+        torch.testing.assert_close(
+            got.double(), expected, rtol=2**-8 + 2e-5, atol=1e-34
+        )
     y, dx = ours(x[far], torch.ones_like(x[far]))
-    torch.testing.assert_close(y, x[far] if sign > 0 else torch.zeros_like(y), rtol=0, atol=1e-34)
+    torch.testing.assert_close(
+        y, x[far] if sign > 0 else torch.zeros_like(y), rtol=0, atol=1e-34
+    )
     torch.testing.assert_close(dx, torch.full_like(dx, sign > 0), rtol=0, atol=1e-34)
 
 
@@ -120,12 +156,16 @@ def test_a_forked_child_does_not_wait_for_the_threads_of_its_parents_team():
 
 
 def test_without_the_extension_torch_serves_and_that_is_said_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "megatron_ds._gelu", None)          # importing it is an ImportError then
+    monkeypatch.setitem(
+        sys.modules, "megatron_ds._gelu", None
+    )  # importing it is an ImportError then
     module.extension.cache_clear(), kernel_table._candidates.cache_clear()
     x, _ = numbers(9, torch.float32)
     try:
         with caplog.at_level(logging.WARNING):
-            assert torch.equal(gelu(x), gelu.in_torch(x)) and torch.equal(gelu(x), gelu.in_torch(x))
+            assert torch.equal(gelu(x), gelu.in_torch(x)) and torch.equal(
+                gelu(x), gelu.in_torch(x)
+            )
         assert caplog.text.count("GELU is not compiled") == 1
     finally:
         module.extension.cache_clear(), kernel_table._candidates.cache_clear()

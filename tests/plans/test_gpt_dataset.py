@@ -25,8 +25,15 @@ def write(prefix, sizes, first=0):
 
 
 def open_dataset(corpus, samples=None, cache=None, seq_length=4):
-    return open_gpt_dataset(corpus, range(len(corpus)), title="GPTDataset-train", seq_length=seq_length,
-                            num_samples=samples, seed=1234, cache=cache)
+    return open_gpt_dataset(
+        corpus,
+        range(len(corpus)),
+        title="GPTDataset-train",
+        seq_length=seq_length,
+        num_samples=samples,
+        seed=1234,
+        cache=cache,
+    )
 
 
 def test_samples_are_slices_of_the_shuffled_documents(tmp_path):
@@ -38,13 +45,21 @@ def test_samples_are_slices_of_the_shuffled_documents(tmp_path):
     for i in range(len(dataset)):
         cut = int(dataset.maps.shuffle_index[i])
         tokens = dataset[i]["tokens"]
-        assert tokens.dtype == np.int64 and tokens.tolist() == stream[cut * 4:cut * 4 + 5].tolist()
+        assert (
+            tokens.dtype == np.int64
+            and tokens.tolist() == stream[cut * 4 : cut * 4 + 5].tolist()
+        )
 
 
-def test_one_epoch_without_shuffling_would_be_the_corpus_and_shuffled_is_a_permutation_of_it(tmp_path):
+def test_one_epoch_without_shuffling_would_be_the_corpus_and_shuffled_is_a_permutation_of_it(
+    tmp_path,
+):
     corpus = write(tmp_path / "c", [7] * 9)
-    samples = [tuple(s["tokens"][:-1].tolist()) for s in map(open_dataset(corpus).__getitem__, range(15))]
-    assert len({t for s in samples for t in s}) == 60                         # no token twice
+    samples = [
+        tuple(s["tokens"][:-1].tolist())
+        for s in map(open_dataset(corpus).__getitem__, range(15))
+    ]
+    assert len({t for s in samples for t in s}) == 60  # no token twice
     assert [s[0] for s in samples] != sorted(s[0] for s in samples)
 
 
@@ -53,12 +68,15 @@ def test_second_opening_maps_the_cache_and_builds_nothing(tmp_path, monkeypatch)
     first = open_dataset(corpus, 9)[8]["tokens"]
     names = sorted(os.listdir(tmp_path / "cache" / "GPTDataset_indices"))
     assert [n.split("-", 1)[-1] for n in names if not n.startswith(".")] == [
-        "GPTDataset-train-description.txt", "GPTDataset-train-document_index.npy",
-        "GPTDataset-train-sample_index.npy", "GPTDataset-train-shuffle_index.npy"]
+        "GPTDataset-train-description.txt",
+        "GPTDataset-train-document_index.npy",
+        "GPTDataset-train-sample_index.npy",
+        "GPTDataset-train-shuffle_index.npy",
+    ]
     monkeypatch.setattr(gpt_data, "build_index_maps", None)
     assert open_dataset(corpus, 9)[8]["tokens"].tolist() == first.tolist()
     with pytest.raises(TypeError):
-        open_dataset(corpus, 10)                                              # another key: has to be built
+        open_dataset(corpus, 10)  # another key: has to be built
 
 
 def test_a_cache_of_another_corpus_under_the_same_name_is_not_used(tmp_path):
@@ -68,7 +86,7 @@ def test_a_cache_of_another_corpus_under_the_same_name_is_not_used(tmp_path):
     dataset = open_dataset(corpus, 3)
     stream = np.concatenate([corpus[d] for d in dataset.maps.document_index.tolist()])
     cut = int(dataset.maps.shuffle_index[1])
-    assert dataset[1]["tokens"].tolist() == stream[cut * 4:cut * 4 + 5].tolist()
+    assert dataset[1]["tokens"].tolist() == stream[cut * 4 : cut * 4 + 5].tolist()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "remove"])
@@ -86,7 +104,9 @@ def test_a_damaged_cache_is_built_again(tmp_path, damage):
     assert np.load(file).shape == before.maps.sample_index.shape
 
 
-def test_a_folder_that_cannot_be_written_means_indices_in_memory_and_a_warning(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_means_indices_in_memory_and_a_warning(
+    tmp_path, caplog
+):
     corpus = write(tmp_path / "c", [5, 3, 8])
     (tmp_path / "file").write_text("not a folder")
     dataset = open_dataset(corpus, 9, tmp_path / "file" / "cache")
@@ -106,14 +126,21 @@ def test_of_many_processes_one_builds(tmp_path):
     write(tmp_path / "c", [5, 3, 8])
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    processes = [context.Process(target=count_builds, args=(tmp_path / "c", tmp_path / "kept", queue))
-                 for _ in range(6)]
+    processes = [
+        context.Process(
+            target=count_builds, args=(tmp_path / "c", tmp_path / "kept", queue)
+        )
+        for _ in range(6)
+    ]
     for p in processes:
         p.start()
     results = [queue.get(timeout=60) for _ in processes]
     for p in processes:
         p.join()
-    assert sum(built for built, _ in results) == 1 and len({tuple(t) for _, t in results}) == 1
+    assert (
+        sum(built for built, _ in results) == 1
+        and len({tuple(t) for _, t in results}) == 1
+    )
 
 
 def test_a_corpus_damaged_in_the_middle_is_found_when_the_indices_are_built(tmp_path):
@@ -135,23 +162,31 @@ def open_until_killed(n, prefix, cache):
     def killed(change):
         def changed(*args, **more):
             if next(changes) == n:
-                if change is np.save:                                         # in the middle of a file
+                if change is np.save:  # in the middle of a file
                     args[0].write(b"\x93NUMPY")
                     args[0].flush()
                 os.kill(os.getpid(), signal.SIGKILL)
             return change(*args, **more)
+
         return changed
 
     try:
-        for owner, name in ((np, "save"), (os, "fsync"), (Path, "replace"), (Path, "unlink"),
-                            (Path, "mkdir")):
+        for owner, name in (
+            (np, "save"),
+            (os, "fsync"),
+            (Path, "replace"),
+            (Path, "unlink"),
+            (Path, "mkdir"),
+        ):
             setattr(owner, name, killed(getattr(owner, name)))
         open_dataset(IndexedDataset(prefix), 9, cache)
     finally:
         os._exit(0)
 
 
-def test_a_process_killed_at_any_moment_of_building_leaves_nothing_that_is_taken_for_complete(tmp_path):
+def test_a_process_killed_at_any_moment_of_building_leaves_nothing_that_is_taken_for_complete(
+    tmp_path,
+):
     corpus = write(tmp_path / "c", [5, 3, 8])
     whole = open_dataset(corpus, 9, tmp_path / "whole")
     want = [whole[i]["tokens"].tolist() for i in range(len(whole))]
@@ -161,10 +196,12 @@ def test_a_process_killed_at_any_moment_of_building_leaves_nothing_that_is_taken
         was_killed = open_until_killed(n, tmp_path / "c", cache)
         after = open_dataset(corpus, 9, cache)
         assert [after[i]["tokens"].tolist() for i in range(len(after))] == want
-        assert sorted(os.listdir(cache)) == names                      # and nothing half-written stays behind
+        assert (
+            sorted(os.listdir(cache)) == names
+        )  # and nothing half-written stays behind
         if not was_killed:
             break
-    assert n > 12                                            # three arrays and a description, four steps each
+    assert n > 12  # three arrays and a description, four steps each
 
 
 def test_a_full_disk_means_indices_in_memory_built_once(tmp_path, monkeypatch, caplog):
@@ -176,9 +213,15 @@ def test_a_full_disk_means_indices_in_memory_built_once(tmp_path, monkeypatch, c
     monkeypatch.setattr(np, "save", full)
     builds = []
     build = gpt_data.build_index_maps
-    monkeypatch.setattr(gpt_data, "build_index_maps", lambda *args: builds.append(1) or build(*args))
+    monkeypatch.setattr(
+        gpt_data, "build_index_maps", lambda *args: builds.append(1) or build(*args)
+    )
     dataset = open_dataset(corpus, 9, tmp_path / "kept")
-    assert "No space left on device" in caplog.text and len(builds) == 1 and len(dataset) == 11
+    assert (
+        "No space left on device" in caplog.text
+        and len(builds) == 1
+        and len(dataset) == 11
+    )
     monkeypatch.undo()
-    assert len(os.listdir(tmp_path / "kept")) == 1                            # the lock
+    assert len(os.listdir(tmp_path / "kept")) == 1  # the lock
     assert len(open_dataset(corpus, 9, tmp_path / "kept")) == 11

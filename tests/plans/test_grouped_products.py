@@ -7,15 +7,23 @@ from megatron_ds.ops import grouped
 from megatron_ds.ops.grouped import Runs
 from tests.harness.aten_calls import Counted
 
-COUNTS = {"some empty": (3, 0, 8, 1, 0), "one": (5,), "first and last empty": (0, 7, 0),
-          "equal": (4, 4, 4, 4)}
+COUNTS = {
+    "some empty": (3, 0, 8, 1, 0),
+    "one": (5,),
+    "first and last empty": (0, 7, 0),
+    "equal": (4, 4, 4, 4),
+}
 
 
 def tensors(counts, dtype, into=16, out=24):
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=draw).to(dtype)
-    return (make(sum(counts), into), make(len(counts), out, into), make(len(counts), out),
-            make(sum(counts), out))
+    return (
+        make(sum(counts), into),
+        make(len(counts), out, into),
+        make(len(counts), out),
+        make(sum(counts), out),
+    )
 
 
 def runs_of(counts):
@@ -35,18 +43,25 @@ def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
     counts = COUNTS[name]
     x, weight, bias, dy = tensors(counts, dtype)
     runs, added = runs_of(counts), [torch.ones_like(weight), torch.ones_like(weight)]
-    run = lambda: (grouped.grouped_affine(x, weight, bias, runs),
-                   grouped.grouped_affine(x, weight, None, runs),
-                   grouped.grouped_product(dy, weight, runs),
-                   grouped.new_grouped_gradient(weight, dy, x, runs),
-                   (out := added.pop(), grouped.add_grouped_gradient_(out, dy, x, runs))[0],
-                   (out := torch.full_like(weight, torch.nan),
-                    grouped.add_grouped_gradient_(out, dy, x, runs, overwrites=True))[0])
+    run = lambda: (
+        grouped.grouped_affine(x, weight, bias, runs),
+        grouped.grouped_affine(x, weight, None, runs),
+        grouped.grouped_product(dy, weight, runs),
+        grouped.new_grouped_gradient(weight, dy, x, runs),
+        (out := added.pop(), grouped.add_grouped_gradient_(out, dy, x, runs))[0],
+        (
+            out := torch.full_like(weight, torch.nan),
+            grouped.add_grouped_gradient_(out, dy, x, runs, overwrites=True),
+        )[0],
+    )
     loop = run()
     calls, kernel = [], torch.nn.functional.grouped_mm
     monkeypatch.setattr(grouped, "_has_kernel", lambda x, weight: x.shape[0] > 0)
-    monkeypatch.setattr(grouped.F, "grouped_mm",
-                        lambda *args, **options: (calls.append(1), kernel(*args, **options))[1])
+    monkeypatch.setattr(
+        grouped.F,
+        "grouped_mm",
+        lambda *args, **options: (calls.append(1), kernel(*args, **options))[1],
+    )
     assert "ends" not in vars(runs)
     with Counted() as counted:
         results = run()
@@ -64,7 +79,10 @@ def test_one_product_a_run_is_the_product_of_its_rows(name):
     counts = COUNTS[name]
     x, weight, bias, dy = tensors(counts, torch.float64, into=5, out=3)
     runs = runs_of(counts)
-    y, dx = grouped.grouped_affine(x, weight, bias, runs), grouped.grouped_product(dy, weight, runs)
+    y, dx = (
+        grouped.grouped_affine(x, weight, bias, runs),
+        grouped.grouped_product(dy, weight, runs),
+    )
     dw, sums = torch.ones_like(weight), grouped.sums_of_runs(dy, runs)
     grouped.add_grouped_gradient_(dw, dy, x, runs)
     written = torch.full_like(weight, torch.nan)

@@ -10,8 +10,16 @@ from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.limits import bounded
 
-FLAGS = {"--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "16",
-         "--micro-batch-size": "2", "--train-iters": "4", "--lr": "1e-3", "--vocab-size": "64"}
+FLAGS = {
+    "--num-layers": "2",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "16",
+    "--micro-batch-size": "2",
+    "--train-iters": "4",
+    "--lr": "1e-3",
+    "--vocab-size": "64",
+}
 WHOLE = sorted(option.flag for option in all_options().values() if option.kind is int)
 
 
@@ -20,7 +28,11 @@ WHOLE = sorted(option.flag for option in all_options().values() if option.kind i
 def test_every_option_with_a_huge_number_is_accepted_or_refused_at_once(number, more):
     refused = 0
     for flag in WHOLE:
-        words = [word for pair in ({**FLAGS, **more} | {flag: str(number)}).items() for word in pair]
+        words = [
+            word
+            for pair in ({**FLAGS, **more} | {flag: str(number)}).items()
+            for word in pair
+        ]
         with bounded(seconds=10):
             try:
                 parse([*words, "--mock-data"], known=KNOWN_NAMES, rules=RULES)
@@ -33,7 +45,9 @@ def test_every_option_with_a_huge_number_is_accepted_or_refused_at_once(number, 
 @pytest.mark.parametrize("flag", ["--num-layers", "--seed"])
 def test_a_number_of_thousands_of_digits_is_out_of_range(flag):
     words = [word for pair in (FLAGS | {flag: "9" * 5000}).items() for word in pair]
-    with pytest.raises(ConfigError, match="999… is out of range; it must be at most") as error:
+    with pytest.raises(
+        ConfigError, match="999… is out of range; it must be at most"
+    ) as error:
         parse([*words, "--mock-data"])
     assert len(str(error.value)) < 1000
 
@@ -48,12 +62,25 @@ def test_divisors_are_all_divisors_and_those_of_a_huge_number_are_quick():
         assert either(range(2, 10**18, 2)).endswith(f", … or {10**18 - 2}")
 
 
-@pytest.mark.parametrize("name, says", [
-    ("expp_rank_999999999_mp_rank_00_optim_states.pt", "999999999 expp_rank files are missing, first that of "
-     "expert-parallel rank 0"),
-    ("zero_pp_rank_999999999_mp_rank_00_model_states.pt", "model_states files are missing"),
-    ("layer_999999999-model_999999999-model_states.pt", "layer files are missing"),
-    ("zero_pp_rank_999999999_mp_rank_999999999_optim_states.pt", "optim_states files are missing")])
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        (
+            "expp_rank_999999999_mp_rank_00_optim_states.pt",
+            "999999999 expp_rank files are missing, first that of "
+            "expert-parallel rank 0",
+        ),
+        (
+            "zero_pp_rank_999999999_mp_rank_00_model_states.pt",
+            "model_states files are missing",
+        ),
+        ("layer_999999999-model_999999999-model_states.pt", "layer files are missing"),
+        (
+            "zero_pp_rank_999999999_mp_rank_999999999_optim_states.pt",
+            "optim_states files are missing",
+        ),
+    ],
+)
 def test_a_number_in_a_file_name_is_not_allocated(name, says, tmp_path):
     for each in ("mp_rank_00_model_states.pt", name):
         (tmp_path / each).touch()

@@ -15,10 +15,16 @@ from megatron_ds.mpu.transport import TorchTransport, neighbours
 def make(monkeypatch, rank: int, size: int):
     """(a transport with four lanes, what it asked of torch.distributed)."""
     calls = []
-    record = lambda name: lambda *args, **named: (calls.append((name, *args, named)), SimpleNamespace())[1]
+    record = lambda name: (
+        lambda *args, **named: (calls.append((name, *args, named)), SimpleNamespace())[
+            1
+        ]
+    )
     stand_in = SimpleNamespace(
-        get_process_group_ranks=lambda group: [10 + i for i in range(size)], get_rank=lambda group: rank,
-        **{name: record(name) for name in ("send", "recv", "isend", "irecv")})
+        get_process_group_ranks=lambda group: [10 + i for i in range(size)],
+        get_rank=lambda group: rank,
+        **{name: record(name) for name in ("send", "recv", "isend", "irecv")},
+    )
     monkeypatch.setattr(transport, "dist", stand_in)
     return TorchTransport("group", "pp", [f"lane {i}" for i in range(4)]), calls
 
@@ -30,14 +36,23 @@ def test_connections_of_two_ranks_meet_in_the_order_of_both(monkeypatch, size):
     for rank in range(size):
         opened, calls = make(monkeypatch, rank, size)
         opened.open_lanes(torch.device("cpu"))
-        waiting.append([(name, frozenset((rank, peer - 10)), lane) for name, _, peer, lane, _ in calls])
+        waiting.append(
+            [
+                (name, frozenset((rank, peer - 10)), lane)
+                for name, _, peer, lane, _ in calls
+            ]
+        )
     pairs, rounds = {pair for calls in waiting for _, pair, _ in calls}, 0
     while any(waiting):
         heads = {}
         for rank, calls in enumerate(waiting):
             if calls:
                 heads.setdefault(calls[0][1:], []).append((rank, calls[0][0]))
-        met = [of for of in heads.values() if sorted(name for _, name in of) == ["recv", "send"]]
+        met = [
+            of
+            for of in heads.values()
+            if sorted(name for _, name in of) == ["recv", "send"]
+        ]
         assert met, f"all ranks wait: {heads}"
         for rank, _ in (one for of in met for one in of):
             waiting[rank].pop(0)

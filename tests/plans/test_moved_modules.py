@@ -13,10 +13,14 @@ def test_the_old_path_is_the_moved_module_itself(old, new):
 
 
 def test_modules_below_a_moved_package_move_with_it():
-    assert new_path("megatron_ds.engine.zero_init") == "megatron_ds.compat.engine.zero_init"
+    assert (
+        new_path("megatron_ds.engine.zero_init")
+        == "megatron_ds.compat.engine.zero_init"
+    )
     from megatron_ds.engine.zero_init import Init as same
 
     from megatron_ds.compat.engine.zero_init import Init
+
     assert same is Init
 
 

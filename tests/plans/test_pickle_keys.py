@@ -11,7 +11,9 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from megatron_ds.checkpoint.index_pickle import unpickled
 from megatron_ds.compat.conversion.files.foreign_pickle import ForeignObject
-from megatron_ds.compat.conversion.files.foreign_pickle import unpickled as foreign_unpickled
+from megatron_ds.compat.conversion.files.foreign_pickle import (
+    unpickled as foreign_unpickled,
+)
 from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.errors import CheckpointError
 from tests.harness.limits import bounded, refusal_in_child
@@ -31,13 +33,19 @@ def name_of(module, name):
 
 def doubled(levels, make=b"\x86", first=b")"):
     """Each value holds the one before it twice: 2**levels elements. make: TUPLE2 by default."""
-    return first + b"\x94" + b"".join(b"h" + bytes([level]) + make + b"\x94" for level in range(levels))
+    return (
+        first
+        + b"\x94"
+        + b"".join(b"h" + bytes([level]) + make + b"\x94" for level in range(levels))
+    )
 
 
 SHARED = doubled(60)
 DEEP = b")" + b"\x85" * 1_000_000
 LONG = b"(" + b"K\x01" * 150_000 + b"t\x94"
-LISTS = b"]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60))
+LISTS = b"]\x94" + b"".join(
+    b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)
+)
 MEMBERS = b"".join(b"h\x00" + b"N" for _ in range(150_000))
 INDEX_NAME = name_of(dcp.__name__, "MetadataIndex") + b")\x81"
 
@@ -63,26 +71,47 @@ ATTACKS = {
     "a shared tuple as key": b"}" + SHARED + b"Ns.",
     "a deep tuple as key": b"}" + DEEP + b"Ns.",
     "a long tuple as key, often": b"(" + LONG + b"}(" + MEMBERS + b"ut.",
-    "a name of a layout": name_of("torch.serialization", "_get_layout") + SHARED + b"\x85R.",
+    "a name of a layout": name_of("torch.serialization", "_get_layout")
+    + SHARED
+    + b"\x85R.",
 }
 INDEX_ATTACKS = ATTACKS | {
-    "a memory format": name_of(dcp.__name__, "_MEM_FORMAT_ENCODING") + SHARED + b"\x85R.",
+    "a memory format": name_of(dcp.__name__, "_MEM_FORMAT_ENCODING")
+    + SHARED
+    + b"\x85R.",
     "a long shape": name_of("torch", "Size") + LONG + b"\x85R.",
-    "names of tensors in shared tuples": b"}" + INDEX_NAME + b"}" + text("fqn") + SHARED + b"sbNs."}
+    "names of tensors in shared tuples": b"}"
+    + INDEX_NAME
+    + b"}"
+    + text("fqn")
+    + SHARED
+    + b"sbNs.",
+}
 FOREIGN_ATTACKS = ATTACKS | {
     "an element of a set": b"\x8f(" + SHARED + b"\x90.",
     "an element of a frozenset": b"(" + SHARED + b"\x91.",
-    **{f"an element of {name}": name_of("builtins", name) + b"]" + SHARED + b"a\x85R."
-       for name in ("set", "frozenset")},
-    **{f"a pair of {name}": name_of(module, name) + b"]" + SHARED + b"N\x86a\x85R."
-       for module, name in (("builtins", "dict"), ("collections", "OrderedDict"))},
+    **{
+        f"an element of {name}": name_of("builtins", name) + b"]" + SHARED + b"a\x85R."
+        for name in ("set", "frozenset")
+    },
+    **{
+        f"a pair of {name}": name_of(module, name) + b"]" + SHARED + b"N\x86a\x85R."
+        for module, name in (("builtins", "dict"), ("collections", "OrderedDict"))
+    },
     "a dict of the stack": b"(" + SHARED + b"Nd.",
     "shared tuples as a value": SHARED + b".",
     "shared lists as a value": b"(" + LISTS + b"t.",
     "a deep value": DEEP + b".",
-    "shared tuples in a stand-in": name_of("other", "Class") + b")\x81" + SHARED + b"b.",
-    "one state of many stand-ins": b"(" + LONG + name_of("other", "Class") + b"\x94"
-    + b"h\x01)\x81h\x00b" * 20_000 + b"t.",
+    "shared tuples in a stand-in": name_of("other", "Class")
+    + b")\x81"
+    + SHARED
+    + b"b.",
+    "one state of many stand-ins": b"("
+    + LONG
+    + name_of("other", "Class")
+    + b"\x94"
+    + b"h\x01)\x81h\x00b" * 20_000
+    + b"t.",
 }
 
 
@@ -105,8 +134,16 @@ def test_keys_that_were_chosen_to_have_one_hash_are_refused():
     assert "are tuples" in refusal_in_child(load, REFUSED)
     size = name_of("torch", "Size")
     names = b"".join(
-        INDEX_NAME + b"}(" + text("fqn") + text("w") + text("offset") + size
-        + pickle.dumps(pair, 4)[11:-1] + b"\x85RubN" for pair in pairs)
+        INDEX_NAME
+        + b"}("
+        + text("fqn")
+        + text("w")
+        + text("offset")
+        + size
+        + pickle.dumps(pair, 4)[11:-1]
+        + b"\x85RubN"
+        for pair in pairs
+    )
     load = partial(unpickled, START + b"}(" + names + b"u.")
     assert "more memory" in refusal_in_child(load, REFUSED)
 
@@ -114,8 +151,14 @@ def test_keys_that_were_chosen_to_have_one_hash_are_refused():
 def test_a_pickle_cannot_describe_a_storage_that_the_file_does_not_hold(tmp_path):
     many = b"J" + struct.pack("<i", 2**30)
     forged = b"(" + name_of("torch", "float32") + many + b"N" + text("place") + b"t"
-    tensor = (name_of("torch._utils", "_rebuild_tensor_v2") + b"(" + forged + b"K\x00" + many
-              + b"\x85K\x01\x85\x89NtR.")
+    tensor = (
+        name_of("torch._utils", "_rebuild_tensor_v2")
+        + b"("
+        + forged
+        + b"K\x00"
+        + many
+        + b"\x85K\x01\x85\x89NtR."
+    )
     with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
         archive.writestr("x/data.pkl", START + tensor)
     with pytest.raises(CheckpointError, match="has no storage of the file"):
@@ -127,7 +170,10 @@ def test_the_error_names_the_file(tmp_path):
         archive.writestr("x/data.pkl", START + ATTACKS["a shared tuple as key"])
     call = partial(read_torch_file, tmp_path / "file.pt")
     why = "a key of a table in it is a tuple that holds a tuple"
-    assert refusal_in_child(call, CheckpointError) == f"{tmp_path / 'file.pt'} is refused or damaged: {why}."
+    assert (
+        refusal_in_child(call, CheckpointError)
+        == f"{tmp_path / 'file.pt'} is refused or damaged: {why}."
+    )
 
 
 class Linked:
@@ -141,16 +187,27 @@ class Linked:
 def test_tables_that_programs_write_are_read(protocol):
     shared = {f"option{n}": n for n in range(300)}
     content = {
-        (1, "layer", None): 2, 3: {4: (5, 6)}, 1.5: [True], None: b"7", torch.float32: 8,
-        "set": {9, (10, 11)}, "many": [shared] * 500, "nested": {"a": [{"b": ({"c": []},)}]},
-        "large": {n: n for n in range(70_000)}, "text": "x" * 100_000}
+        (1, "layer", None): 2,
+        3: {4: (5, 6)},
+        1.5: [True],
+        None: b"7",
+        torch.float32: 8,
+        "set": {9, (10, 11)},
+        "many": [shared] * 500,
+        "nested": {"a": [{"b": ({"c": []},)}]},
+        "large": {n: n for n in range(70_000)},
+        "text": "x" * 100_000,
+    }
     with bounded():
         found, ignored = foreign_unpickled(pickle.dumps(content, protocol))
     assert not ignored
     assert found.pop("set").keys() == content.pop("set")
     assert found == content
     linked, _ = foreign_unpickled(pickle.dumps(Linked(), protocol))
-    assert isinstance(linked, ForeignObject) and linked.state["parts"][1]["whole"] is linked
+    assert (
+        isinstance(linked, ForeignObject)
+        and linked.state["parts"][1]["whole"] is linked
+    )
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -18,10 +18,18 @@ def test_the_pictures_of_the_page_are_those_that_its_commands_make(tmp_path):
     commands = next(block.text for block in BLOCKS if block.language == "bash")
     for command in commands.replace("\\\n", " ").splitlines():
         words = shlex.split(command)
-        subprocess.run([words[0], ROOT / words[1], *words[2:]], cwd=tmp_path, env=environment(), check=True,
-                       timeout=120, stdout=subprocess.DEVNULL)
-    drawn, kept = ({path.name: path.read_text() for path in (folder / "pictures").glob("*.svg")}
-                   for folder in (tmp_path, ROOT / "docs/design"))
+        subprocess.run(
+            [words[0], ROOT / words[1], *words[2:]],
+            cwd=tmp_path,
+            env=environment(),
+            check=True,
+            timeout=120,
+            stdout=subprocess.DEVNULL,
+        )
+    drawn, kept = (
+        {path.name: path.read_text() for path in (folder / "pictures").glob("*.svg")}
+        for folder in (tmp_path, ROOT / "docs/design")
+    )
     stale = [name for name in sorted(drawn | kept) if drawn.get(name) != kept.get(name)]
     assert drawn and not stale, f"{stale}: run the commands of {PAGE} in docs/design"
     assert all(f"](pictures/{name})" in (ROOT / PAGE).read_text() for name in drawn)
@@ -38,7 +46,9 @@ def worked_example():
 
 
 def test_the_worked_example_keeps_every_promise_of_the_contract(worked_example):
-    promises = [test for name, test in vars(contract).items() if name.startswith("test_")]
+    promises = [
+        test for name, test in vars(contract).items() if name.startswith("test_")
+    ]
     assert len(promises) >= 6
     for promise in promises:
         promise(worked_example)

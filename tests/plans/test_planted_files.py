@@ -23,8 +23,16 @@ TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
 def preprocess(folder, text=TEXT, name="in.jsonl", more=()):
     """The exit code of the tool, which writes folder/out_text_document."""
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return preprocess_data.main(["--input", str(folder / name), "--output-prefix", str(folder / "out"),
-                                 *TOKENIZER, *more])
+    return preprocess_data.main(
+        [
+            "--input",
+            str(folder / name),
+            "--output-prefix",
+            str(folder / "out"),
+            *TOKENIZER,
+            *more,
+        ]
+    )
 
 
 def documents(prefix):
@@ -48,7 +56,10 @@ def test_a_second_name_of_a_victim_is_not_emptied(tmp_path):
 
 def test_a_pipe_with_the_name_of_a_partial_file_is_an_error(tmp_path, capsys):
     os.mkfifo(tmp_path / "out_text_document.bin.partial")
-    assert preprocess(tmp_path) == 2 and "is a link or a pipe. Remove it." in capsys.readouterr().err
+    assert (
+        preprocess(tmp_path) == 2
+        and "is a link or a pipe. Remove it." in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx"])
@@ -95,7 +106,7 @@ def test_the_kernel_cache_takes_only_the_file_that_was_written_under_the_key(tmp
     cache.write("one", kernel)
     assert cache.read("one") == kernel
     (tmp_path / "two").write_bytes((tmp_path / "one").read_bytes())
-    assert cache.read("two") is None                         # renamed or copied: the code of another kernel
+    assert cache.read("two") is None  # renamed or copied: the code of another kernel
     payload = b"\xff\xfe\0code"
     digest = hashlib.sha256(b"three\0" + payload).digest()
     (tmp_path / "three").write_bytes(FORMAT + digest + payload)
@@ -108,16 +119,22 @@ def test_the_kernel_cache_takes_only_the_file_that_was_written_under_the_key(tmp
 MARK = b"\xef\xbb\xbf"
 
 
-@pytest.mark.parametrize("more", [(), ("--skip-bad-lines",), ("--partitions", "2", "--workers", "2")])
+@pytest.mark.parametrize(
+    "more", [(), ("--skip-bad-lines",), ("--partitions", "2", "--workers", "2")]
+)
 def test_json_lines_may_begin_with_a_byte_order_mark(more, tmp_path):
     assert preprocess(tmp_path, MARK + TEXT.encode(), more=more) == 0
     assert documents(tmp_path / "out_text_document") == [[1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("more", [(), ("--skip-bad-lines",)])
-@pytest.mark.parametrize("array", ['[\n{"text": "1"},\n{"text": "2"}\n]\n', '[{"text": "1"}]',
-                                   '[ {"text": "1"},\n'])
-def test_a_json_array_is_an_error_that_names_the_conversion(array, more, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "array",
+    ['[\n{"text": "1"},\n{"text": "2"}\n]\n', '[{"text": "1"}]', '[ {"text": "1"},\n'],
+)
+def test_a_json_array_is_an_error_that_names_the_conversion(
+    array, more, tmp_path, capsys
+):
     assert preprocess(tmp_path, array, more=more) == 2
     assert "in.jsonl is a JSON array" in capsys.readouterr().err
 
@@ -126,11 +143,32 @@ def test_a_pattern_stands_for_its_files_in_the_order_of_their_names(tmp_path, ca
     for name, text in (("b", "3 4"), ("a", "1 2"), ("c", "5")):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n')
     (tmp_path / "other.txt").write_text("9")
-    code = preprocess_data.main(["--input", str(tmp_path / "*.jsonl"), "--output-prefix",
-                                 str(tmp_path / "out"), *TOKENIZER])
-    assert code == 0 and documents(tmp_path / "out_text_document") == [[1, 2], [3, 4], [5]]
-    assert preprocess_data.main(["--input", str(tmp_path / "*.lines"), "--output-prefix",
-                                 str(tmp_path / "x"), *TOKENIZER]) == 2
+    code = preprocess_data.main(
+        [
+            "--input",
+            str(tmp_path / "*.jsonl"),
+            "--output-prefix",
+            str(tmp_path / "out"),
+            *TOKENIZER,
+        ]
+    )
+    assert code == 0 and documents(tmp_path / "out_text_document") == [
+        [1, 2],
+        [3, 4],
+        [5],
+    ]
+    assert (
+        preprocess_data.main(
+            [
+                "--input",
+                str(tmp_path / "*.lines"),
+                "--output-prefix",
+                str(tmp_path / "x"),
+                *TOKENIZER,
+            ]
+        )
+        == 2
+    )
     assert "no file has a name of this pattern" in capsys.readouterr().err
 
 
@@ -139,15 +177,25 @@ def test_a_file_whose_name_has_the_signs_of_a_pattern_is_that_file(tmp_path):
     assert documents(tmp_path / "out_text_document") == [[1, 2, 3], [4, 5]]
 
 
-def test_a_line_beyond_the_bound_is_refused_before_it_is_read_whole(tmp_path, monkeypatch, capsys):
+def test_a_line_beyond_the_bound_is_refused_before_it_is_read_whole(
+    tmp_path, monkeypatch, capsys
+):
     import gzip
 
     from megatron_ds.data.text import text_files
+
     monkeypatch.setattr(text_files, "LONGEST_BYTES", 1000)
     read = []
-    monkeypatch.setattr(gzip.GzipFile, "readline", lambda self, size=-1, line=gzip.GzipFile.readline: (
-        read.append(size) or line(self, size)))
+    monkeypatch.setattr(
+        gzip.GzipFile,
+        "readline",
+        lambda self, size=-1, line=gzip.GzipFile.readline: (
+            read.append(size) or line(self, size)
+        ),
+    )
     text = gzip.compress(TEXT.encode() + b'{"text": "' + b"1 " * 10**6 + b'"}\n')
     assert preprocess(tmp_path, text, name="in.jsonl.gz") == 2
-    assert "line 3 is longer than 0 MiB" in capsys.readouterr().err and set(read) == {1001}
+    assert "line 3 is longer than 0 MiB" in capsys.readouterr().err and set(read) == {
+        1001
+    }
     assert np.all(np.array(read) > 0)

@@ -9,18 +9,40 @@ import pytest
 import torch
 
 SOURCES = Path(__file__).parents[2] / "csrc"
-WITH_VECTORS = sorted(path.name for path in SOURCES.glob("*.cpp") if "bf16_" in path.read_text()
-                      or "_vectors.h" in path.read_text() or "product_kernel.h" in path.read_text())
+WITH_VECTORS = sorted(
+    path.name
+    for path in SOURCES.glob("*.cpp")
+    if "bf16_" in path.read_text()
+    or "_vectors.h" in path.read_text()
+    or "product_kernel.h" in path.read_text()
+)
 
 
 def test_files_with_vectors_are_found():
-    assert set(WITH_VECTORS) >= {"attention.cpp", "cross_entropy.cpp", "gelu.cpp", "norms.cpp", "product.cpp"}
+    assert set(WITH_VECTORS) >= {
+        "attention.cpp",
+        "cross_entropy.cpp",
+        "gelu.cpp",
+        "norms.cpp",
+        "product.cpp",
+    }
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize("name", WITH_VECTORS)
 def test_it_compiles_without_vectors(name):
-    folders = sysconfig.get_paths()["include"], Path(torch.__file__).parent / "include"     # pybind11's, too
-    options = ["-std=c++17", "-fsyntax-only", "-w", "-DPORTABLE", *(f"-I{folder}" for folder in folders)]
-    done = subprocess.run(["g++", *options, SOURCES / name], capture_output=True, text=True)
+    folders = (
+        sysconfig.get_paths()["include"],
+        Path(torch.__file__).parent / "include",
+    )  # pybind11's, too
+    options = [
+        "-std=c++17",
+        "-fsyntax-only",
+        "-w",
+        "-DPORTABLE",
+        *(f"-I{folder}" for folder in folders),
+    ]
+    done = subprocess.run(
+        ["g++", *options, SOURCES / name], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -22,15 +22,22 @@ def splitmix(start: int, count: int) -> list[int]:
 
 
 def test_the_generator_gives_the_numbers_that_are_published_for_seed_0():
-    assert splitmix(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert splitmix(0, 3) == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
 
 
 def test_numbers_are_those_of_splitmix_bit_for_bit():
-    keys = [(1234, "random_ltd", f"decoder.layers.{layer}", sample)
-            for layer, sample in ((0, 0), (3, 17), (95, 10**12))]
+    keys = [
+        (1234, "random_ltd", f"decoder.layers.{layer}", sample)
+        for layer, sample in ((0, 0), (3, 17), (95, 10**12))
+    ]
     drawn = random_numbers(keys, 100)
-    assert [[n & MASK for n in row] for row in drawn.tolist()] == [splitmix(seed_of(*key), 100)
-                                                                   for key in keys]
+    assert [[n & MASK for n in row] for row in drawn.tolist()] == [
+        splitmix(seed_of(*key), 100) for key in keys
+    ]
     assert torch.equal(random_numbers(keys, 30, first=63), drawn[:, 63:93])
 
 
@@ -44,7 +51,9 @@ def test_a_subset_holds_the_places_of_the_smallest_numbers_in_order(kept, of):
 
 
 def test_a_larger_subset_holds_the_smaller_ones_of_its_key():
-    rows = [set(random_subset([("key", 3)], kept, 50)[0].tolist()) for kept in range(1, 51)]
+    rows = [
+        set(random_subset([("key", 3)], kept, 50)[0].tolist()) for kept in range(1, 51)
+    ]
     assert all(a < b for a, b in itertools.pairwise(rows))
 
 
@@ -52,7 +61,10 @@ def test_every_subset_is_as_likely_as_another():
     """6,000 draws of 3 from 6: 20 subsets, 300 expected of each; chi squared with 19 degrees of freedom,
     99.99 % below 53."""
     draws = random_subset([("fair", i) for i in range(6000)], 3, 6).tolist()
-    counts = [sum(tuple(row) == subset for row in draws) for subset in itertools.combinations(range(6), 3)]
+    counts = [
+        sum(tuple(row) == subset for row in draws)
+        for subset in itertools.combinations(range(6), 3)
+    ]
     assert sum(counts) == 6000 and sum((n - 300) ** 2 / 300 for n in counts) < 53
 
 

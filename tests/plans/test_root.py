@@ -28,7 +28,10 @@ def _graph():
 
 
 def test_a_root_hands_the_given_gradients_to_its_tensors():
-    given = [torch.full((2, 3), 0.3, dtype=torch.float64), torch.full((2, 3), -7.0, dtype=torch.float64)]
+    given = [
+        torch.full((2, 3), 0.3, dtype=torch.float64),
+        torch.full((2, 3), -7.0, dtype=torch.float64),
+    ]
     x, outputs = _graph()
     torch.autograd.backward(outputs, given)
     y, outputs = _graph()
@@ -53,7 +56,7 @@ def test_a_root_keeps_no_tensor_alive_and_makes_no_cycle():
     gc.disable()
     try:
         x = torch.ones(3, requires_grad=True)
-        y = x + 1                                   # saves nothing for its backward
+        y = x + 1  # saves nothing for its backward
         root, gone = Root(y), weakref.ref(y)
         del y
         assert gone() is None
@@ -74,5 +77,10 @@ def test_leaves_accumulate_in_their_order_even_where_gradients_are_switched_off(
 
 
 def test_the_first_backward_of_a_process_does_not_load_a_second_of_modules():
-    done = subprocess.run([sys.executable, "-c", FIRST_BACKWARD], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_BACKWARD],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.stream = open(theirs, "w", encoding="utf-8")
         patch.setattr(sys, "stdout", self.stream)
-        patch.setattr(sys, "__stdout__", self.stream)                    # whose width shutil asks for
+        patch.setattr(sys, "__stdout__", self.stream)  # whose width shutil asks for
         for name in ("COLUMNS", "LINES"):
             patch.delenv(name, raising=False)
         patch.setenv("TERM", "xterm")
@@ -57,7 +57,7 @@ class Terminal:
         """What the terminal showed so far."""
         self.stream.write(END)
         self.stream.flush()
-        while END.encode() not in self.received:                         # a terminal passes text on in parts
+        while END.encode() not in self.received:  # a terminal passes text on in parts
             time.sleep(0.01)
         return self.received.decode().partition(END)[0]
 
@@ -77,9 +77,11 @@ def terminal(monkeypatch):
         return opened[-1]
 
     yield open_terminal
-    logging.getLogger().setLevel(level)              # `setLevel`, since loggers remember which levels are on
+    logging.getLogger().setLevel(
+        level
+    )  # `setLevel`, since loggers remember which levels are on
     for one in opened:
-        if not one.ended.is_set():                                       # a test may have closed our end
+        if not one.ended.is_set():  # a test may have closed our end
             one.hang_up()
         with contextlib.suppress(OSError):
             one.stream.close()
@@ -92,7 +94,11 @@ def run(config) -> None:
     for step in range(1, 5):
         log.advance(step, loss=7.0 - step, tokens_per_second=41200.0)
         if step % 2 == 0:
-            log.write(changed(step=step, steps=4, loss=7.0 - step, skipped_steps=0, nan_steps=0))
+            log.write(
+                changed(
+                    step=step, steps=4, loss=7.0 - step, skipped_steps=0, nan_steps=0
+                )
+            )
     with log.evaluating("validation", 2, 8) as after_batch:
         after_batch()
         after_batch()
@@ -120,12 +126,17 @@ def test_a_terminal_has_a_bar_with_log_lines_above_it(tmp_path, terminal):
     assert bars[0].startswith("step 0/4 |") and bars[-1].startswith("step 4/4 |")
     assert re.search(r"\| 100%, loss 3.0000 \| 41.2k tok/s \| ETA 00:00$", bars[-1])
     assert [line for line in lines if line.startswith("step 2/4 | ")] == [
-        "step 2/4 | loss 5.0000 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | 38.1% MFU | ETA 1:18:11"]
-    assert [line for line in lines
-            if line.startswith("validation 0/2 |")], "the evaluation has a bar while it lasts"
-    assert lines.index("evaluating on validation: 2 batches of 8 samples") < lines.index(EVALUATION.short())
+        "step 2/4 | loss 5.0000 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | 38.1% MFU | ETA 1:18:11"
+    ]
+    assert [line for line in lines if line.startswith("validation 0/2 |")], (
+        "the evaluation has a bar while it lasts"
+    )
+    assert lines.index(
+        "evaluating on validation: 2 batches of 8 samples"
+    ) < lines.index(EVALUATION.short())
     assert lines[-2:] == ["training ended", ""] and lines[-3] == "", (
-        "the bar is removed, and lines are plain again")
+        "the bar is removed, and lines are plain again"
+    )
 
 
 def test_a_terminal_wide_enough_has_megatrons_line(tmp_path, terminal):
@@ -145,14 +156,21 @@ def test_without_a_bar_there_are_lines_alone(tmp_path, terminal, monkeypatch, wh
         monkeypatch.setattr(sys, "stdout", io.StringIO())
     run(no_files(tmp_path, progress_bar=why != "the flag"))
     shown = screen.shown()
-    assert "\x1b" not in shown and "\r" not in shown.replace("\r\n", "\n") and "%," not in shown
-    assert ("elapsed time per iteration" in shown) == (why
-                                                       == "a file"), "a file has Megatron's line at any width"
+    assert (
+        "\x1b" not in shown
+        and "\r" not in shown.replace("\r\n", "\n")
+        and "%," not in shown
+    )
+    assert ("elapsed time per iteration" in shown) == (why == "a file"), (
+        "a file has Megatron's line at any width"
+    )
 
 
 def test_a_terminal_that_is_closed_ends_no_run(tmp_path, terminal, monkeypatch):
     screen = terminal(100)
-    monkeypatch.setattr(logging, "raiseExceptions", False)        # the log handler's own complaint, on stderr
+    monkeypatch.setattr(
+        logging, "raiseExceptions", False
+    )  # the log handler's own complaint, on stderr
     log = open_log(logging_to(tmp_path), Progress())
     log.begin(0, 4)
     screen.hang_up()
@@ -169,21 +187,32 @@ def test_a_terminal_that_is_closed_ends_no_run(tmp_path, terminal, monkeypatch):
 
 
 # ------------------------------------------------------------------ why training ended, why it waits
-@pytest.mark.parametrize("requests, words", [
-    ([("SIGINT", None)], "received SIGINT"),
-    ([(None, 30.0)], "time limit of 30 min reached"),
-    ([(None, None)] * 3 + [("SIGTERM", None)], "rank 3 received SIGTERM"),
-    ([("SIGTERM", None)] * 8, "all 8 ranks received SIGTERM"),
-    ([("SIGTERM", None), (None, None), ("SIGTERM", None)], "ranks 0, 2 received SIGTERM"),
-    ([("SIGUSR1", 0.05), ("SIGTERM", None), (None, 0.05)],
-     "rank 0 received SIGUSR1, rank 1 received SIGTERM, time limit of 0.05 min reached"),
-])
+@pytest.mark.parametrize(
+    "requests, words",
+    [
+        ([("SIGINT", None)], "received SIGINT"),
+        ([(None, 30.0)], "time limit of 30 min reached"),
+        ([(None, None)] * 3 + [("SIGTERM", None)], "rank 3 received SIGTERM"),
+        ([("SIGTERM", None)] * 8, "all 8 ranks received SIGTERM"),
+        (
+            [("SIGTERM", None), (None, None), ("SIGTERM", None)],
+            "ranks 0, 2 received SIGTERM",
+        ),
+        (
+            [("SIGUSR1", 0.05), ("SIGTERM", None), (None, 0.05)],
+            "rank 0 received SIGUSR1, rank 1 received SIGTERM, time limit of 0.05 min reached",
+        ),
+    ],
+)
 def test_the_reason_for_stopping_names_ranks_signals_and_the_limit(requests, words):
     assert stop_reason([(*request, None) for request in requests]) == words
 
 
 def test_waiting_for_mock_data_is_not_blamed_on_a_disk():
     mock, corpus = stall_text(0.18, 2, mock=True), stall_text(0.18, 2, mock=False)
-    assert mock.startswith("18% of a step is waiting for mock data") and "no disk is read" in mock
+    assert (
+        mock.startswith("18% of a step is waiting for mock data")
+        and "no disk is read" in mock
+    )
     assert "disk is the limit" in corpus and "disk is the limit" not in mock
     assert "--num-workers (now 2)" in mock and "--num-workers (now 2)" in corpus

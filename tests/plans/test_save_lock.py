@@ -19,16 +19,25 @@ from megatron_ds.mpu.group import solo
 from tests.harness.deaths import forked
 from tests.harness.states import Layout, pieces_of
 
-SOON, LATE = 0.05, 3600.0     # seconds
+SOON, LATE = 0.05, 3600.0  # seconds
 
 
 def save_step(folder, step, seed):
-    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed})
+    return save(
+        folder,
+        step,
+        pieces_of(Layout(), 0, seed),
+        coordinates={},
+        world=solo(),
+        run={"seed": seed},
+    )
 
 
 def left_behind(folder: Path, **changes) -> Path:
     """The lock of a process that did not release it; by default one that runs elsewhere."""
-    owner = replace(this_process({}), **{"machine": "another boot", "host": "node7", **changes})
+    owner = replace(
+        this_process({}), **{"machine": "another boot", "host": "node7", **changes}
+    )
     (folder / LOCK).write_text(json.dumps(vars(owner)))
     return folder / LOCK
 
@@ -43,13 +52,23 @@ def test_a_live_process_of_this_machine_keeps_others_out_at_once_and_is_named(tm
     keeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         machine = this_process({}).machine
-        left_behind(tmp_path, machine=machine, pid=keeper.pid, born=locks._born(keeper.pid), since="Monday",
-                    job="Slurm job 7")
-        os.utime(tmp_path / LOCK, (0, 0))       # suspended for long
-        with pytest.raises(CheckpointError,
-                           match=rf"cannot save in .*: it is in use by process {keeper.pid} on node7 "
-                                                  r"\(Slurm job 7\), since Monday\. .*delete .*/\.lock"), \
-             locked(tmp_path, solo(), stale=LATE):
+        left_behind(
+            tmp_path,
+            machine=machine,
+            pid=keeper.pid,
+            born=locks._born(keeper.pid),
+            since="Monday",
+            job="Slurm job 7",
+        )
+        os.utime(tmp_path / LOCK, (0, 0))  # suspended for long
+        with (
+            pytest.raises(
+                CheckpointError,
+                match=rf"cannot save in .*: it is in use by process {keeper.pid} on node7 "
+                r"\(Slurm job 7\), since Monday\. .*delete .*/\.lock",
+            ),
+            locked(tmp_path, solo(), stale=LATE),
+        ):
             pass
         with pytest.raises(CheckpointError, match=f"process {keeper.pid}"):
             save_step(tmp_path, 1, seed=1)
@@ -58,10 +77,18 @@ def test_a_live_process_of_this_machine_keeps_others_out_at_once_and_is_named(tm
     assert not list(tmp_path.glob("iter_*"))
 
 
-@pytest.mark.parametrize("changes", [{"pid": "ended"}, {"born": 1}],
-                         ids=["no such process", "its pid was given to another"])
-def test_a_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over_at_once(tmp_path, changes, caplog):
-    changes = {name: a_process_that_ended() if value == "ended" else value for name, value in changes.items()}
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": "ended"}, {"born": 1}],
+    ids=["no such process", "its pid was given to another"],
+)
+def test_a_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over_at_once(
+    tmp_path, changes, caplog
+):
+    changes = {
+        name: a_process_that_ended() if value == "ended" else value
+        for name, value in changes.items()
+    }
     left_behind(tmp_path, machine=this_process({}).machine, **changes)
     with locked(tmp_path, solo(), stale=LATE) as lock:
         assert json.loads((tmp_path / LOCK).read_text())["token"] == lock.mine.token
@@ -81,7 +108,9 @@ def test_a_save_killed_by_sigkill_leaves_nothing_that_the_next_one_waits_for(tmp
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"token": 1}'])
-def test_a_lock_from_elsewhere_is_taken_over_when_its_time_does_not_change(tmp_path, content, caplog):
+def test_a_lock_from_elsewhere_is_taken_over_when_its_time_does_not_change(
+    tmp_path, content, caplog
+):
     path = left_behind(tmp_path)
     if content is not None:
         path.write_text(content)
@@ -100,7 +129,9 @@ def test_a_lock_that_is_a_link_to_nothing_is_an_error_and_not_a_loop(tmp_path):
 def test_a_damaged_lock_has_no_owner(tmp_path, pid):
     left_behind(tmp_path)
     path = tmp_path / LOCK
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": "PID"}).replace('"PID"', pid))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "pid": "PID"}).replace('"PID"', pid)
+    )
     assert _read(path)[0] is None
 
 
@@ -121,23 +152,34 @@ def test_the_holder_renews_the_time_of_its_lock(tmp_path):
     with locked(tmp_path, solo(), beat=0.01):
         os.utime(tmp_path / LOCK, (0, 0))
         latest = time.monotonic() + 60
-        while not (renewed := (tmp_path / LOCK).stat().st_mtime) and time.monotonic() < latest:
+        while (
+            not (renewed := (tmp_path / LOCK).stat().st_mtime)
+            and time.monotonic() < latest
+        ):
             time.sleep(0.01)
         assert abs(time.time() - renewed) < 60
 
 
-def test_a_process_that_lost_the_lock_publishes_nothing_and_leaves_the_new_lock(tmp_path):
+def test_a_process_that_lost_the_lock_publishes_nothing_and_leaves_the_new_lock(
+    tmp_path,
+):
     save_step(tmp_path, 1, seed=1)
-    with pytest.raises(CheckpointError, match="taken over by process .* on node7"), locked(tmp_path, solo(),
-                                                                                           beat=LATE):
+    with (
+        pytest.raises(CheckpointError, match="taken over by process .* on node7"),
+        locked(tmp_path, solo(), beat=LATE),
+    ):
         left_behind(tmp_path)
         save_step(tmp_path, 2, seed=2)
     assert json.loads((tmp_path / LOCK).read_text())["host"] == "node7"
-    assert sorted(p.name for p in tmp_path.glob("*iter*")) == ["iter_0000001",
-                                                               "latest_checkpointed_iteration.txt"]
+    assert sorted(p.name for p in tmp_path.glob("*iter*")) == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
-def test_of_two_that_take_over_at_the_same_time_the_slower_puts_the_lock_of_the_faster_back(tmp_path):
+def test_of_two_that_take_over_at_the_same_time_the_slower_puts_the_lock_of_the_faster_back(
+    tmp_path,
+):
     left_behind(tmp_path)
     slow, fast = SaveLock(tmp_path, stale=SOON), SaveLock(tmp_path, stale=SOON)
     dead = _read(slow.path)[0]
@@ -165,4 +207,7 @@ def test_a_removed_folder_is_said_once_and_made_anew_by_the_next_save(tmp_path, 
             save_step(folder, step, seed=step)
         assert _read(lock.path)[0] == lock.mine
     assert caplog.text.count("was removed while") == 1
-    assert sorted(p.name for p in folder.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    assert sorted(p.name for p in folder.glob("iter_*")) == [
+        "iter_0000002",
+        "iter_0000003",
+    ]

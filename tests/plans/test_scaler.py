@@ -36,9 +36,13 @@ def test_with_consecutive_hysteresis_one_good_step_brings_the_lives_back():
 @pytest.mark.parametrize("seed", range(30))
 def test_the_rule_equals_the_published_loop(seed):
     rng = random.Random(seed)
-    window, hysteresis, consecutive = rng.randrange(1, 6), rng.randrange(1, 4), rng.random() < .5
+    window, hysteresis, consecutive = (
+        rng.randrange(1, 6),
+        rng.randrange(1, 4),
+        rng.random() < 0.5,
+    )
     overflows = [rng.random() < 0.2 for _ in range(200)]
-    scale, count, last, expected = 2.0 ** 80, hysteresis, -1, []
+    scale, count, last, expected = 2.0**80, hysteresis, -1, []
     for i, overflow in enumerate(overflows):
         if overflow:
             if count == 1:
@@ -54,7 +58,7 @@ def test_the_rule_equals_the_published_loop(seed):
                 count = hysteresis
         expected.append(scale)
     rule = ScalerRule(True, window, hysteresis, 1.0, consecutive)
-    assert scales(rule, 2.0 ** 80, overflows) == expected
+    assert scales(rule, 2.0**80, overflows) == expected
 
 
 def test_the_scale_stops_at_the_minimum_and_a_further_overflow_is_an_error():
@@ -78,11 +82,25 @@ def test_numbers_carry_the_state_over_and_static_scales_have_none():
     assert static.scale == 128.0 and static.numbers() == {}
 
 
-@pytest.mark.parametrize("fp16, loss_scale, scale, dynamic", [
-    (False, None, 1.0, False), (True, None, 2.0 ** 12, True), (True, 0, 2.0 ** 12, True),
-    (True, 512.0, 512.0, False)])
+@pytest.mark.parametrize(
+    "fp16, loss_scale, scale, dynamic",
+    [
+        (False, None, 1.0, False),
+        (True, None, 2.0**12, True),
+        (True, 0, 2.0**12, True),
+        (True, 512.0, 512.0, False),
+    ],
+)
 def test_the_precision_decides_which_scaler_is_made(fp16, loss_scale, scale, dynamic):
-    scaler = make_scaler(SimpleNamespace(fp16=fp16, loss_scale=loss_scale, initial_loss_scale=2.0 ** 12,
-                                         min_loss_scale=1.0, loss_scale_window=10, hysteresis=2,
-                                         consecutive_hysteresis=False))
+    scaler = make_scaler(
+        SimpleNamespace(
+            fp16=fp16,
+            loss_scale=loss_scale,
+            initial_loss_scale=2.0**12,
+            min_loss_scale=1.0,
+            loss_scale_window=10,
+            hysteresis=2,
+            consecutive_hysteresis=False,
+        )
+    )
     assert (scaler.scale, scaler.rule.dynamic) == (scale, dynamic)

@@ -19,7 +19,9 @@ from megatron_ds.host import scratch_file
 from megatron_ds.host.async_io import ThreadIO, UringIO, aligned_empty
 from megatron_ds.host.scratch_file import STRIDE, ScratchFile
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="disks are used on Linux only")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="disks are used on Linux only"
+)
 PAGE = 4096
 BLOCK = 2 * PAGE
 
@@ -51,7 +53,9 @@ def file(request, io, tmp_path, caplog):
 
 
 def noise(nbytes, seed):
-    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def placed(tensor, address=0):
@@ -60,7 +64,9 @@ def placed(tensor, address=0):
 
 
 def on_disk(file, region, nbytes):
-    return torch.frombuffer(bytearray(os.pread(file.buffered_fd, nbytes, region.offset)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(os.pread(file.buffered_fd, nbytes, region.offset)), dtype=torch.uint8
+    )
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * PAGE, 10 * BLOCK + 5])
@@ -75,13 +81,17 @@ def test_a_region_gives_back_what_it_was_given(file, nbytes, address):
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 3, 3 * PAGE])
 @pytest.mark.parametrize("address", [0, 5])
-def test_a_short_tensor_leaves_the_rest_of_the_region_and_the_neighbours_alone(file, nbytes, address):
+def test_a_short_tensor_leaves_the_rest_of_the_region_and_the_neighbours_alone(
+    file, nbytes, address
+):
     before, region, after = [file.allocate(3 * PAGE + 7) for _ in range(3)]
     for i, r in enumerate((before, region, after)):
         r.write_from(placed(noise(r.nbytes, i))).wait()
     region.write_from(placed(noise(nbytes, 9), address)).wait()
-    assert torch.equal(on_disk(file, region, region.nbytes),
-                       torch.cat([noise(nbytes, 9), noise(region.nbytes, 1)[nbytes:]]))
+    assert torch.equal(
+        on_disk(file, region, region.nbytes),
+        torch.cat([noise(nbytes, 9), noise(region.nbytes, 1)[nbytes:]]),
+    )
     for i, r in ((0, before), (2, after)):
         back = placed(noise(r.nbytes, 7))
         r.read_into(back).wait()
@@ -101,15 +111,24 @@ def test_map_and_transfers_show_each_other_s_bytes_over_and_over(file):
         shown.copy_(x)
         region.settle()
 
-    writes = [by_map, lambda x: shown.copy_(x), lambda x: region.write_from(placed(x)).wait(),
-              lambda x: region.write_from(placed(x, 3)).wait()]
+    writes = [
+        by_map,
+        lambda x: shown.copy_(x),
+        lambda x: region.write_from(placed(x)).wait(),
+        lambda x: region.write_from(placed(x, 3)).wait(),
+    ]
 
     def by_transfer(address):
         back = placed(torch.zeros(n, dtype=torch.uint8), address)
         region.read_into(back).wait()
         return back
 
-    reads = [shown.clone, lambda: by_transfer(0), lambda: by_transfer(3), region.map(torch.uint8, n).clone]
+    reads = [
+        shown.clone,
+        lambda: by_transfer(0),
+        lambda: by_transfer(3),
+        region.map(torch.uint8, n).clone,
+    ]
     seed = 0
     for first in writes:
         for second in writes:
@@ -117,8 +136,11 @@ def test_map_and_transfers_show_each_other_s_bytes_over_and_over(file):
                 for write in (first, second):
                     seed += 1
                     write(noise(n, seed))
-                    assert torch.equal(read(), noise(n, seed)), (writes.index(first), writes.index(second),
-                                                                 reads.index(read))
+                    assert torch.equal(read(), noise(n, seed)), (
+                        writes.index(first),
+                        writes.index(second),
+                        reads.index(read),
+                    )
 
 
 def test_a_map_touched_beside_direct_writes_of_its_neighbours_spoils_none(file):
@@ -138,7 +160,10 @@ def test_a_map_touched_beside_direct_writes_of_its_neighbours_spoils_none(file):
     toucher.start()
     try:
         for seed in range(30):
-            for work in [r.write_from(placed(noise(n, seed + i))) for i, r in enumerate((left, right))]:
+            for work in [
+                r.write_from(placed(noise(n, seed + i)))
+                for i, r in enumerate((left, right))
+            ]:
                 work.wait()
             for i, r in enumerate((left, right)):
                 back = placed(noise(n, 99))
@@ -155,7 +180,9 @@ def descriptors_of(file):
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.append(os.path.samestat(os.fstat(int(fd)), os.fstat(file.buffered_fd)))
+            found.append(
+                os.path.samestat(os.fstat(int(fd)), os.fstat(file.buffered_fd))
+            )
     return sum(found)
 
 
@@ -171,7 +198,9 @@ def test_maps_take_no_descriptors(file):
 def test_a_map_that_nobody_holds_is_given_back(file):
     def maps():
         with open("/proc/self/maps") as lines:
-            return sum(str(os.fstat(file.buffered_fd).st_ino) in line.split() for line in lines)
+            return sum(
+                str(os.fstat(file.buffered_fd).st_ino) in line.split() for line in lines
+            )
 
     region = file.allocate(3 * PAGE)
     shown = region.map(torch.uint8, PAGE)
@@ -201,8 +230,11 @@ def test_a_map_has_its_dtype_and_outlives_region_and_file(file, dtype):
 def test_settling_gives_back_the_memory_of_a_map(file):
     def mapped_kb():
         status = open("/proc/self/status").read()
-        return sum(int(line.split()[1]) for line in status.splitlines()
-                   if line.startswith(("RssFile", "RssShmem")))
+        return sum(
+            int(line.split()[1])
+            for line in status.splitlines()
+            if line.startswith(("RssFile", "RssShmem"))
+        )
 
     region = file.allocate(32 << 20)
     shown = region.map(torch.uint8, 32 << 20)
@@ -217,7 +249,9 @@ def test_settling_gives_back_the_memory_of_a_map(file):
 def test_tensors_larger_than_the_region_are_refused(file):
     region = file.allocate(100)
     for act in (region.read_into, region.write_from):
-        with pytest.raises(ValueError, match="104 bytes does not fit in a region of 100"):
+        with pytest.raises(
+            ValueError, match="104 bytes does not fit in a region of 100"
+        ):
             act(torch.zeros(26))
 
 
@@ -235,21 +269,32 @@ def small_disk(tmp_path):
     """A megabyte of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(f"no disk can be mounted: {done.stderr.strip()}")
     yield disk
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_full_disk_is_an_error_with_the_numbers_and_what_was_reserved_stays(small_disk, io):
+def test_a_full_disk_is_an_error_with_the_numbers_and_what_was_reserved_stays(
+    small_disk, io
+):
     file = ScratchFile(small_disk, io)
     region = file.allocate(200_000)
     region.write_from(noise(200_000, 1)).wait()
     with pytest.raises(ConfigError) as error:
         file.allocate(2_000_000)
-    for part in (str(small_disk), "2,002,944 bytes", "No space left on device", "are free", "200,704 bytes"):
+    for part in (
+        str(small_disk),
+        "2,002,944 bytes",
+        "No space left on device",
+        "are free",
+        "200,704 bytes",
+    ):
         assert part in str(error.value)
     file.allocate(500_000)
     back = torch.empty(200_000, dtype=torch.uint8)
@@ -263,16 +308,22 @@ def test_a_limit_on_the_size_of_files_is_an_error_of_the_same_kind(threads, tmp_
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(ConfigError, match="not enough space for 2,097,152 bytes.*File too large"):
+        with pytest.raises(
+            ConfigError, match="not enough space for 2,097,152 bytes.*File too large"
+        ):
             file.allocate(2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("name, reason", [("missing", "No such file"), ("a_file", "Not a directory")])
+@pytest.mark.parametrize(
+    "name, reason", [("missing", "No such file"), ("a_file", "Not a directory")]
+)
 def test_a_directory_that_is_none_is_refused_by_name(threads, tmp_path, name, reason):
     (tmp_path / "a_file").touch()
-    with pytest.raises(ConfigError, match=f"{tmp_path / name} cannot hold offloaded state: {reason}"):
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path / name} cannot hold offloaded state: {reason}"
+    ):
         ScratchFile(tmp_path / name, threads)
 
 
@@ -280,9 +331,12 @@ def test_a_directory_that_cannot_be_written_to_is_refused_by_name(threads, tmp_p
     me = os.geteuid()
     tmp_path.chmod(0o500)
     if me == 0:
-        os.seteuid(65534)       # nothing is forbidden to root
+        os.seteuid(65534)  # nothing is forbidden to root
     try:
-        with pytest.raises(ConfigError, match=f"{tmp_path} cannot hold offloaded state: Permission denied"):
+        with pytest.raises(
+            ConfigError,
+            match=f"{tmp_path} cannot hold offloaded state: Permission denied",
+        ):
             ScratchFile(tmp_path, threads)
     finally:
         os.seteuid(me)
@@ -291,6 +345,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused_by_name(threads, tmp_p
 
 def refusing(flag, code):
     """os.open on a file system that does not know the flag."""
+
     def open_(path, flags, *rest, real=os.open, **named):
         if flags & flag == flag:
             raise OSError(code, os.strerror(code))
@@ -300,16 +355,23 @@ def refusing(flag, code):
 
 
 def test_a_file_system_without_direct_access_is_used_through_the_cache_and_that_is_said_once(
-        threads, tmp_path, monkeypatch, caplog):
+    threads, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(os, "open", refusing(os.O_DIRECT, 22))
     scratch_file._log_buffered.cache_clear()
     with caplog.at_level(logging.INFO):
         files = [ScratchFile(tmp_path, threads) for _ in range(2)]
     assert [f.direct_fd for f in files] == [None, None]
-    assert len(caplog.messages) == 1 and str(tmp_path) in caplog.text and "Invalid argument" in caplog.text
+    assert (
+        len(caplog.messages) == 1
+        and str(tmp_path) in caplog.text
+        and "Invalid argument" in caplog.text
+    )
 
 
-def test_a_file_system_without_nameless_files_still_shows_none(threads, tmp_path, monkeypatch):
+def test_a_file_system_without_nameless_files_still_shows_none(
+    threads, tmp_path, monkeypatch
+):
     monkeypatch.setattr(os, "open", refusing(os.O_TMPFILE, 95))
     file = ScratchFile(tmp_path, threads)
     region, back = file.allocate(10_000), torch.empty(10_000, dtype=torch.uint8)
@@ -330,8 +392,12 @@ def test_a_failing_disk_names_directory_offset_and_sizes(file, tmp_path, act, ad
     os.close(closed)
     with pytest.raises(StorageError) as error:
         getattr(region, act)(placed(noise(2 * BLOCK, 0), address)).wait()
-    for part in (str(tmp_path), f"{3 * BLOCK} bytes from offset {STRIDE}", f"ing {2 * BLOCK} bytes",
-                 "Bad file descriptor"):
+    for part in (
+        str(tmp_path),
+        f"{3 * BLOCK} bytes from offset {STRIDE}",
+        f"ing {2 * BLOCK} bytes",
+        "Bad file descriptor",
+    ):
         assert part in str(error.value)
 
 

@@ -27,14 +27,19 @@ def main():
 
 
 @pytest.mark.parametrize("number", GRACEFUL)
-def test_a_signal_during_start_up_of_one_rank_raises_at_once_and_ends_the_command_with_code_0(capsys, number):
+def test_a_signal_during_start_up_of_one_rank_raises_at_once_and_ends_the_command_with_code_0(
+    capsys, number
+):
     def start_up() -> int:
         with StopRequest():
             signal.raise_signal(number)
             raise AssertionError("start-up went on")
 
     assert main_guard(start_up) == 0
-    assert f"stopped by {signal.Signals(number).name} before the first step" in capsys.readouterr().out
+    assert (
+        f"stopped by {signal.Signals(number).name} before the first step"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("number", GRACEFUL)
@@ -67,44 +72,99 @@ def test_no_handler_of_exceptions_on_the_way_swallows_a_stop():
 
 @pytest.mark.parametrize("at", ["import", "exit"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_entry_scripts_exit_with_code_0_when_signalled_in_their_imports_or_after_their_end(tmp_path, at,
-                                                                                           number):
+def test_entry_scripts_exit_with_code_0_when_signalled_in_their_imports_or_after_their_end(
+    tmp_path, at, number
+):
     (tmp_path / "slow_module.py").write_text(MODULE)
-    command = "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
-    ended = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True,
-                           timeout=60, env=os.environ | {"AT": at, "SIGNAL": str(int(number)),
-                                             "PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    command = (
+        "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ
+        | {"AT": at, "SIGNAL": str(int(number)), "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ("before the first step" in ended.stdout) == (at == "import")
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py"])
-def test_the_entry_scripts_import_nothing_slow_before_they_handle_signals(tmp_path, script):
-    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
-    ended = subprocess.run([sys.executable, "-c",
-                            f"import runpy; runpy.run_path({script!r}, run_name='__main__')"], cwd=ROOT,
-                           capture_output=True, text=True, timeout=60,
-                           env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert (ended.returncode, ended.stderr) == (0, "") and "stopped by SIGINT" in ended.stdout
+def test_the_entry_scripts_import_nothing_slow_before_they_handle_signals(
+    tmp_path, script
+):
+    (tmp_path / "torch.py").write_text(
+        "import signal; signal.raise_signal(signal.SIGINT)"
+    )
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import runpy; runpy.run_path({script!r}, run_name='__main__')",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert (ended.returncode, ended.stderr) == (
+        0,
+        "",
+    ) and "stopped by SIGINT" in ended.stdout
 
 
-def test_a_rank_of_several_that_is_signalled_in_its_imports_goes_on_to_where_ranks_agree(tmp_path):
-    (tmp_path / "slow_module.py").write_text(MODULE + "from megatron_ds.cli import StopRequest\n"
-                                             "def main():\n    with StopRequest() as stop:\n        "
-                                             "print(stop.received)\n")
-    command = "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
-    environment = {"AT": "import", "SIGNAL": str(int(signal.SIGTERM)), "RANK": "1", "WORLD_SIZE": "2",
-                   "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    ended = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True,
-                           timeout=60, env=os.environ | environment)
+def test_a_rank_of_several_that_is_signalled_in_its_imports_goes_on_to_where_ranks_agree(
+    tmp_path,
+):
+    (tmp_path / "slow_module.py").write_text(
+        MODULE + "from megatron_ds.cli import StopRequest\n"
+        "def main():\n    with StopRequest() as stop:\n        "
+        "print(stop.received)\n"
+    )
+    command = (
+        "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
+    )
+    environment = {
+        "AT": "import",
+        "SIGNAL": str(int(signal.SIGTERM)),
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "SIGTERM\n")
 
 
 def test_without_torch_an_entry_script_says_which_environment_to_activate(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    ended = subprocess.run([sys.executable, "-c",
-                            "import runpy; runpy.run_path('pretrain_gpt.py', run_name='__main__')"],
-                           cwd=ROOT, capture_output=True, text=True, timeout=60,
-                           env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert ended.returncode == 2 and ended.stderr.startswith("error: torch is not installed in this Python")
-    assert "source .venv/bin/activate" in ended.stderr and "Traceback" not in ended.stderr
+    (tmp_path / "torch.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import runpy; runpy.run_path('pretrain_gpt.py', run_name='__main__')",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert ended.returncode == 2 and ended.stderr.startswith(
+        "error: torch is not installed in this Python"
+    )
+    assert (
+        "source .venv/bin/activate" in ended.stderr and "Traceback" not in ended.stderr
+    )

@@ -26,10 +26,14 @@ def test_a_kernel_on_another_stream_needs_an_event(gpu):
     assert len(gpu.order.problems) == 1 and "add_" in gpu.order.problems[0]
 
 
-@pytest.mark.parametrize("order", [
-    lambda stream: stream.wait_stream(torch.cuda.current_stream()),
-    lambda stream: stream.wait_event(torch.cuda.current_stream().record_event()),
-    lambda stream: torch.cuda.synchronize()])
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda stream: stream.wait_stream(torch.cuda.current_stream()),
+        lambda stream: stream.wait_event(torch.cuda.current_stream().record_event()),
+        lambda stream: torch.cuda.synchronize(),
+    ],
+)
 def test_an_event_orders_two_streams(gpu, order):
     x = torch.zeros(8, device="cuda")
     stream, _ = beside(lambda: x.add_(1), order)
@@ -40,14 +44,20 @@ def test_an_event_orders_two_streams(gpu, order):
 
 def test_the_way_back_needs_an_event_too(gpu):
     x = torch.zeros(8, device="cuda")
-    beside(lambda: x.add_(1), lambda stream: stream.wait_stream(torch.cuda.current_stream()))
+    beside(
+        lambda: x.add_(1),
+        lambda stream: stream.wait_stream(torch.cuda.current_stream()),
+    )
     x.mul_(2)
     assert "mul_" in gpu.order.problems[0]
 
 
 def test_parts_of_a_tensor_that_do_not_overlap_need_none(gpu):
     x = torch.zeros(8, device="cuda")
-    beside(lambda: x[:4].add_(1), lambda stream: stream.wait_stream(torch.cuda.current_stream()))
+    beside(
+        lambda: x[:4].add_(1),
+        lambda stream: stream.wait_stream(torch.cuda.current_stream()),
+    )
     x[4:].add_(1)
     assert not gpu.order.problems
     x[3:].add_(1)
@@ -56,7 +66,9 @@ def test_parts_of_a_tensor_that_do_not_overlap_need_none(gpu):
 
 def test_two_reads_need_none(gpu):
     x = torch.zeros(8, device="cuda")
-    beside(lambda: x + 1, lambda stream: stream.wait_stream(torch.cuda.current_stream()))
+    beside(
+        lambda: x + 1, lambda stream: stream.wait_stream(torch.cuda.current_stream())
+    )
     y = x + 2
     assert not gpu.order.problems and y.is_cuda
 
@@ -84,7 +96,9 @@ def test_record_stream_lets_the_allocator_wait(gpu):
 
 def test_a_storage_that_shrinks_is_freed(gpu):
     x = torch.zeros(8, device="cuda")
-    beside(lambda: x + 1, lambda stream: stream.wait_stream(torch.cuda.current_stream()))
+    beside(
+        lambda: x + 1, lambda stream: stream.wait_stream(torch.cuda.current_stream())
+    )
     x.untyped_storage().resize_(0)
     assert "freed" in gpu.order.problems[0]
 
@@ -106,11 +120,22 @@ def test_the_host_must_not_touch_it_before(gpu):
     assert "zero_ on host" in gpu.order.problems[0]
 
 
-@pytest.mark.parametrize("wait", [
-    lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: bool((x > 1).any()),
-    lambda x: x[x > 1], lambda x: x.nonzero(), lambda x: torch.tensor([1.0], device="cuda"),
-    lambda x: torch.ones(3).to("cuda"), lambda x: torch.ones(3).to("cuda", non_blocking=True),
-    lambda x: torch.unique(x), lambda x: torch.cuda.synchronize()])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool((x > 1).any()),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1.0], device="cuda"),
+        lambda x: torch.ones(3).to("cuda"),
+        lambda x: torch.ones(3).to("cuda", non_blocking=True),
+        lambda x: torch.unique(x),
+        lambda x: torch.cuda.synchronize(),
+    ],
+)
 def test_what_makes_the_host_wait_is_counted(gpu, wait):
     x = torch.ones(8, device="cuda")
     assert not gpu.order.waits
@@ -118,10 +143,16 @@ def test_what_makes_the_host_wait_is_counted(gpu, wait):
     assert gpu.order.waits
 
 
-@pytest.mark.parametrize("work", [
-    lambda x: torch.full((), 3.0, device="cuda"), lambda x: x.sum(), lambda x: torch.where(x > 1, x, 0),
-    lambda x: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
-    lambda x: x.requires_grad_().square().sum().backward()])
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: torch.full((), 3.0, device="cuda"),
+        lambda x: x.sum(),
+        lambda x: torch.where(x > 1, x, 0),
+        lambda x: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
+        lambda x: x.requires_grad_().square().sum().backward(),
+    ],
+)
 def test_what_does_not_is_not(gpu, work):
     work(torch.ones(8, device="cuda"))
     assert not gpu.order.waits and not gpu.order.problems

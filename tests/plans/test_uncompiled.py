@@ -35,10 +35,16 @@ def absent(monkeypatch):
 
 def test_without_any_module_there_is_one_warning(absent, caplog):
     absent.update(COMPILED)
-    assert [load_compiled(name, what, "torch's runs", LOGGER) for name, what in COMPILED.items()] == [
-        None] * len(COMPILED)
+    assert [
+        load_compiled(name, what, "torch's runs", LOGGER)
+        for name, what in COMPILED.items()
+    ] == [None] * len(COMPILED)
     [line] = caplog.messages
-    assert "no C++ module" in line and all(what in line for what in COMPILED.values()) and "C++17" in line
+    assert (
+        "no C++ module" in line
+        and all(what in line for what in COMPILED.values())
+        and "C++17" in line
+    )
 
 
 def test_one_missing_module_is_named(absent, caplog):
@@ -46,7 +52,8 @@ def test_one_missing_module_is_named(absent, caplog):
     assert load_compiled("_gelu", "GELU", "torch's runs instead", LOGGER) is None
     assert caplog.messages == [
         "GELU is not compiled (No module named 'megatron_ds._gelu'): torch's runs instead. Reinstall "
-        "megatron_ds with a C++17 compiler to have it."]
+        "megatron_ds with a C++17 compiler to have it."
+    ]
 
 
 def test_the_table_has_the_modules_of_the_build():

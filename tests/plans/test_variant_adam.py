@@ -14,8 +14,10 @@ SETTINGS = OptimizerConfig(lr=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6
 def updated(gradients, lr, decay, **choices):
     """(weights after the updates by the registered optimizer, its state)"""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 7))
-    optimizer = OPTIMIZERS["adam"]([{"params": [p], "decay": True, "lr_factor": 1.0}],
-                                   dataclasses.replace(SETTINGS, **choices))
+    optimizer = OPTIMIZERS["adam"](
+        [{"params": [p], "decay": True, "lr_factor": 1.0}],
+        dataclasses.replace(SETTINGS, **choices),
+    )
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, decay
     for grad in gradients:
@@ -37,16 +39,28 @@ def test_weight_decay_in_the_gradient_is_torchs_adam(gradients):
         p.grad = grad.clone()
         theirs.step()
     torch.testing.assert_close(ours, p.detach(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(state["exp_avg_sq"], theirs.state[p]["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        state["exp_avg_sq"], theirs.state[p]["exp_avg_sq"], rtol=1e-6, atol=1e-7
+    )
     other, _ = updated(gradients, 0.1, 0.3)
     assert not torch.allclose(ours, other, atol=1e-3)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_without_bias_correction_the_moments_are_used_as_they_are(gradients, decoupled):
-    ours, state = updated(gradients, 0.1, 0.3, adam_bias_correction=False, decoupled_weight_decay=decoupled)
+    ours, state = updated(
+        gradients,
+        0.1,
+        0.3,
+        adam_bias_correction=False,
+        decoupled_weight_decay=decoupled,
+    )
     assert state["step"] == 5
-    p, m, v = torch.linspace(-1, 1, 7).double(), torch.zeros(7).double(), torch.zeros(7).double()
+    p, m, v = (
+        torch.linspace(-1, 1, 7).double(),
+        torch.zeros(7).double(),
+        torch.zeros(7).double(),
+    )
     for g in gradients.double():
         g = g if decoupled else g + 0.3 * p
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g

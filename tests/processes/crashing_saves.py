@@ -29,8 +29,15 @@ MOST_CHANGES = 200
 
 
 def save_seed(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
-    save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed},
-         limit=limit)
+    save(
+        folder,
+        step,
+        pieces_of(Layout(), 0, seed),
+        coordinates={},
+        world=solo(),
+        run={"seed": seed},
+        limit=limit,
+    )
 
 
 def loaded_seed(folder: Path) -> int:
@@ -50,13 +57,23 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
     for n in range(1, MOST_CHANGES):
         folder = base / "now"
         shutil.copytree(base / "start", folder)
-        done = survived(forked(lambda: (die_at_change(n),  # noqa: B023
-                                        save_seed(folder, step, seed=99, limit=limit))))  # noqa: B023
+        done = survived(
+            forked(
+                lambda: (
+                    die_at_change(n),  # noqa: B023
+                    save_seed(folder, step, seed=99, limit=limit),  # noqa: B023
+                )
+            )
+        )
         found = loaded_seed(folder)
-        assert found == 99 if done else found in (20, 99), f"death at change {n}: loaded {found}"
+        assert found == 99 if done else found in (20, 99), (
+            f"death at change {n}: loaded {found}"
+        )
         save_seed(folder, 40, seed=40, limit=limit)
         assert loaded_seed(folder) == 40
-        assert not [p for p in folder.iterdir() if p.name.startswith(".iter")], "a leftover stays"
+        assert not [p for p in folder.iterdir() if p.name.startswith(".iter")], (
+            "a leftover stays"
+        )
         if limit == 2:
             assert len(steps_in(folder)) == 2
         shutil.rmtree(folder)

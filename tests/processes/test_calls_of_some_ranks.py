@@ -16,7 +16,7 @@ from megatron_ds.mpu.mesh import set_mesh
 from tests.harness.processes import run_processes
 
 SECONDS = 4
-LONGEST = 120              # far below the 30 minutes of torch, on a busy machine, too
+LONGEST = 120  # far below the 30 minutes of torch, on a busy machine, too
 
 
 def start(rank, folder):
@@ -27,7 +27,9 @@ def start(rank, folder):
     # Both ranks are here before the timeout of the group counts.
     store.set(f"rank {rank}", "here")
     store.wait(["rank 0", "rank 1"], timedelta(seconds=LONGEST))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS)
+    )
 
 
 class Experts(nn.Module):
@@ -41,10 +43,20 @@ class Experts(nn.Module):
 
 def make_engine(stage, **zero):
     torch.manual_seed(0)
-    engine, *_ = megatron_ds.initialize(model=Experts(), config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
-        if stage == 3 else {"stage": stage}})
+    engine, *_ = megatron_ds.initialize(
+        model=Experts(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+                **zero,
+            }
+            if stage == 3
+            else {"stage": stage},
+        },
+    )
     return engine
 
 
@@ -58,17 +70,21 @@ def gather(engine):
         pass
 
 
-CALLS = {"save_checkpoint": lambda engine: engine.save_checkpoint(tempfile.mkdtemp()),
-         "full_state_dict": lambda engine: engine.full_state_dict(), "gathered_parameters": gather,
-         "step": train}
+CALLS = {
+    "save_checkpoint": lambda engine: engine.save_checkpoint(tempfile.mkdtemp()),
+    "full_state_dict": lambda engine: engine.full_state_dict(),
+    "gathered_parameters": gather,
+    "step": train,
+}
 
 
 def call_on_one_rank(rank, world, folder, calls, stage, shares, chosen=None):
     """(the error of this rank, seconds until it was raised)"""
     import torch.distributed as dist
 
-    if not shares:      # as on two hosts
+    if not shares:  # as on two hosts
         from megatron_ds.mpu import transport
+
         transport.share_pages, kept = lambda *_: None, transport.share_pages
     start(rank, folder)
     begin = time.monotonic()
@@ -92,24 +108,47 @@ def call_on_one_rank(rank, world, folder, calls, stage, shares, chosen=None):
     return "", time.monotonic() - begin
 
 
-@pytest.mark.parametrize("calls, stage, shares", [
-    (("save_checkpoint", "step"), 1, True), (("step", "full_state_dict"), 3, False),
-    (("gathered_parameters", "step"), 3, False)])
-def test_a_call_that_one_rank_makes_ends_within_the_timeout_and_is_named(calls, stage, shares, tmp_path):
-    ended = run_processes(2, call_on_one_rank, str(tmp_path), calls, stage, shares, joined=False)
+@pytest.mark.parametrize(
+    "calls, stage, shares",
+    [
+        (("save_checkpoint", "step"), 1, True),
+        (("step", "full_state_dict"), 3, False),
+        (("gathered_parameters", "step"), 3, False),
+    ],
+)
+def test_a_call_that_one_rank_makes_ends_within_the_timeout_and_is_named(
+    calls, stage, shares, tmp_path
+):
+    ended = run_processes(
+        2, call_on_one_rank, str(tmp_path), calls, stage, shares, joined=False
+    )
     assert all(seconds < LONGEST for _, seconds in ended)
     for rank, call in enumerate(calls):
-        name = "(forward|backward|step)" if call in ("step", "gathered_parameters") else call
-        named = [re.search(rf"rank {rank} in engine\.{name} ", text) for text, _ in ended]
+        name = (
+            "(forward|backward|step)"
+            if call in ("step", "gathered_parameters")
+            else call
+        )
+        named = [
+            re.search(rf"rank {rank} in engine\.{name} ", text) for text, _ in ended
+        ]
         # The error of a rank whose peer has ended before it names its own call alone.
         assert any(named)
 
 
-@pytest.mark.parametrize("chosen", [([0, 1], [1, 2]), ([0, 1], [1, 2, 3]), ([0, 1], [1, 0])])
-def test_layers_that_ranks_gather_in_different_orders_are_an_error_with_advice(chosen, tmp_path):
-    for text, seconds in run_processes(2, call_on_one_rank, str(tmp_path), (), 3, False, chosen,
-                                       joined=False):
-        assert seconds < LONGEST and "megatron_ds.utils.set_z3_leaf_modules(model, [Class])" in text
+@pytest.mark.parametrize(
+    "chosen", [([0, 1], [1, 2]), ([0, 1], [1, 2, 3]), ([0, 1], [1, 0])]
+)
+def test_layers_that_ranks_gather_in_different_orders_are_an_error_with_advice(
+    chosen, tmp_path
+):
+    for text, seconds in run_processes(
+        2, call_on_one_rank, str(tmp_path), (), 3, False, chosen, joined=False
+    ):
+        assert (
+            seconds < LONGEST
+            and "megatron_ds.utils.set_z3_leaf_modules(model, [Class])" in text
+        )
 
 
 def initialize_on_rank_0(rank, world, folder):

@@ -57,7 +57,9 @@ def test_a_rank_that_dies_is_named_with_its_exit_code():
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack():
-    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 did not end within 5 s[\s\S]*in linger"):
+    with pytest.raises(
+        TimeoutError, match=r"ranks \[0\] of 2 did not end within 5 s[\s\S]*in linger"
+    ):
         # the 5 s hold no joining, which takes long on a busy machine
         run_processes(2, linger, timeout=5, joined=False)
 

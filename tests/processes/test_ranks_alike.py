@@ -12,7 +12,7 @@ from tests.harness.pretraining import MOCK, TINY
 from tests.harness.processes import run_processes
 from tools.free_port import free_port
 
-LIMIT = 30.0        # seconds in which all ranks must have ended, of a timeout of 180
+LIMIT = 30.0  # seconds in which all ranks must have ended, of a timeout of 180
 
 
 def _rank(rank, world, port, commands, spoil):
@@ -23,8 +23,14 @@ def _rank(rank, world, port, commands, spoil):
 
 def run_ranks_with(commands, spoil=None):
     """How each rank ended, and its seconds. commands: of each rank."""
-    return run_processes(len(commands), _rank, free_port(), [list(map(str, c)) for c in commands], spoil,
-                         joined=False)
+    return run_processes(
+        len(commands),
+        _rank,
+        free_port(),
+        [list(map(str, c)) for c in commands],
+        spoil,
+        joined=False,
+    )
 
 
 def assert_all_end(results, folder, *words):
@@ -35,13 +41,32 @@ def assert_all_end(results, folder, *words):
     assert not list(folder.glob("**/iter_*"))
 
 
-@pytest.mark.parametrize("one, other, words", [
-    (["--lr", "1e-3"], ["--lr", "1e-2"], ("--lr is 0.001 on rank 0", "0.01 on rank 1")),
-    (["--tensor-model-parallel-size", "1"], ["--tensor-model-parallel-size", "2"],
-     ("--tensor-model-parallel-size is 1", "2 on rank 1")),
-    (["--bf16"], [], ("--bf16 is true", "false on rank 1")),
-    (["--num-layers", "2"], ["--num-layers", "3"], ("--num-layers is 2", "3 on rank 1")),
-    (["--save-interval", "2"], ["--save-interval", "3"], ("--save-interval is 2", "3 on rank 1"))])
+@pytest.mark.parametrize(
+    "one, other, words",
+    [
+        (
+            ["--lr", "1e-3"],
+            ["--lr", "1e-2"],
+            ("--lr is 0.001 on rank 0", "0.01 on rank 1"),
+        ),
+        (
+            ["--tensor-model-parallel-size", "1"],
+            ["--tensor-model-parallel-size", "2"],
+            ("--tensor-model-parallel-size is 1", "2 on rank 1"),
+        ),
+        (["--bf16"], [], ("--bf16 is true", "false on rank 1")),
+        (
+            ["--num-layers", "2"],
+            ["--num-layers", "3"],
+            ("--num-layers is 2", "3 on rank 1"),
+        ),
+        (
+            ["--save-interval", "2"],
+            ["--save-interval", "3"],
+            ("--save-interval is 2", "3 on rank 1"),
+        ),
+    ],
+)
 def test_two_ranks_with_different_options(tmp_path, one, other, words):
     base = [*MOCK, "--save", tmp_path]
     assert_all_end(run_ranks_with([[*base, *one], [*base, *other]]), tmp_path, *words)
@@ -56,8 +81,12 @@ def older_package(rank):
 
 
 def test_two_versions_of_the_package_on_three_ranks(tmp_path):
-    results = run_ranks_with([[*MOCK, "--global-batch-size", "3", "--save", tmp_path]] * 3, older_package)
-    assert_all_end(results, tmp_path, "the version of megatron_ds is", "0.0.1 on rank 1")
+    results = run_ranks_with(
+        [[*MOCK, "--global-batch-size", "3", "--save", tmp_path]] * 3, older_package
+    )
+    assert_all_end(
+        results, tmp_path, "the version of megatron_ds is", "0.0.1 on rank 1"
+    )
 
 
 def test_a_machine_with_an_old_copy_of_the_corpus(tmp_path):
@@ -68,5 +97,11 @@ def test_a_machine_with_an_old_copy_of_the_corpus(tmp_path):
                 corpus.add_document([at % 60] * 20)
     base = [*TINY, "--train-iters", "3", "--save", tmp_path / "run", "--data-path"]
     commands = [[*base, tmp_path / name / "text"] for name in ("node1", "node2")]
-    assert_all_end(run_ranks_with(commands), tmp_path, "different data", "60 documents", "59 documents",
-                   str(tmp_path / "node2"))
+    assert_all_end(
+        run_ranks_with(commands),
+        tmp_path,
+        "different data",
+        "60 documents",
+        "59 documents",
+        str(tmp_path / "node2"),
+    )

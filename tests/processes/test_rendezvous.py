@@ -51,8 +51,14 @@ def join_with_three(rank, world, port, first_dies):
         del store
         return None
     rank += not first_dies
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE="3",
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="3",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     begin = time.monotonic()
     with tempfile.TemporaryFile("w+") as printed, stderr_in(printed):
         try:
@@ -73,7 +79,8 @@ def listening():
 def test_a_program_that_listens_and_never_answers_is_an_error_at_the_deadline():
     with listening() as port:
         for rank, (seconds, error, printed) in enumerate(
-                run_processes(2, join_with_three, port, False, joined=False), start=1):
+            run_processes(2, join_with_three, port, False, joined=False), start=1
+        ):
             assert SECONDS <= seconds < SECONDS + 20
             assert f"rank {rank} of 3" in error and f"127.0.0.1:{port}" in error
             assert "does not answer" in error
@@ -85,13 +92,14 @@ def test_ranks_end_when_rank_0_dies_after_it_has_listened():
         pass
     for found in run_processes(3, join_with_three, port, True, joined=False)[1:]:
         seconds, error, printed = found
-        assert seconds < SECONDS + 20 and "could not connect to the other ranks" in error
+        assert (
+            seconds < SECONDS + 20 and "could not connect to the other ranks" in error
+        )
         assert not printed and "frame #" not in error
 
 
 def test_a_connection_to_itself_is_not_taken_for_a_listener(monkeypatch):
-    """Linux may choose the port that is asked for as that of this side, and then connects without a listener.
-    """
+    """Linux may choose the port that is asked for as that of this side, and then connects without a listener."""
     with listening() as port:
         pass
     connect, tried = socket.create_connection, []
@@ -101,7 +109,9 @@ def test_a_connection_to_itself_is_not_taken_for_a_listener(monkeypatch):
         if len(tried) == 2:
             server = socket.create_server(address)
             tried.append(server)
-        return connect(address, timeout, source_address=address if len(tried) == 1 else None)
+        return connect(
+            address, timeout, source_address=address if len(tried) == 1 else None
+        )
 
     monkeypatch.setattr(socket, "create_connection", to_itself_first)
     with wait_for_listener("127.0.0.1", port, time.monotonic() + 60) as found, tried[2]:
@@ -125,8 +135,16 @@ torch.distributed.all_reduce(counts)
 torch.distributed.barrier()
 print(torch.distributed.get_rank(), torch.distributed.get_world_size(), counts.item(), engine.global_steps)
 """)
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE")
+    }
     for when in ("first", "later"):
-        done = subprocess.run([warm_python(), str(program), when], env=environment, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [warm_python(), str(program), when],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.stdout == "0 1 1.0 1\n" and not done.returncode, done.stderr

@@ -12,7 +12,12 @@ import torch
 
 from megatron_ds.errors import CommunicationError
 from megatron_ds.host.signal_pipes import share_pipes
-from megatron_ds.mpu.collectives import all_reduce_, reduce_scatter_into_, settle, share_memory
+from megatron_ds.mpu.collectives import (
+    all_reduce_,
+    reduce_scatter_into_,
+    settle,
+    share_memory,
+)
 from megatron_ds.mpu.group import Group
 from megatron_ds.mpu.launch import connect_torch
 from tests.harness.processes import run_processes
@@ -27,7 +32,9 @@ def sum_both(rank, world):
     group = share_memory(plain)
     tensor, results = group.memory.zeros(3000, torch.float32), []
     for i in range(20):
-        given = torch.randn(3000, generator=torch.Generator().manual_seed(100 * i + rank))
+        given = torch.randn(
+            3000, generator=torch.Generator().manual_seed(100 * i + rank)
+        )
         for each in (group, plain):
             mine = tensor if each is group else torch.empty_like(tensor)
             piece = torch.empty(3000 // world.size)
@@ -42,7 +49,11 @@ def sum_both(rank, world):
 def test_sums_of_processes_have_the_bits_of_messages(ranks):
     for shared, sent, rounds in run_processes(ranks, sum_both):
         assert rounds == 60
-        assert all(torch.equal(a, b) for pair, other in zip(shared, sent) for a, b in zip(pair, other))
+        assert all(
+            torch.equal(a, b)
+            for pair, other in zip(shared, sent)
+            for a, b in zip(pair, other)
+        )
 
 
 def sum_with_one_gone(rank, world, folder, ends):
@@ -63,16 +74,28 @@ def sum_with_one_gone(rank, world, folder, ends):
     Path(folder, "error").write_text(str(raised.value))
 
 
-@pytest.mark.parametrize("ends, why, cause", [
-    (True, "A peer exited", "connection closed by peer, rank 1"),
-    (False, "A peer did not arrive in time", "timed out after 4 s without a signal of rank 1")])
-def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, why, cause, tmp_path):
+@pytest.mark.parametrize(
+    "ends, why, cause",
+    [
+        (True, "A peer exited", "connection closed by peer, rank 1"),
+        (
+            False,
+            "A peer did not arrive in time",
+            "timed out after 4 s without a signal of rank 1",
+        ),
+    ],
+)
+def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(
+    ends, why, cause, tmp_path
+):
     try:
         run_processes(3, sum_with_one_gone, str(tmp_path), ends)
-    except Exception:       # noqa: BLE001  the process that ended
+    except Exception:  # noqa: BLE001  the process that ended
         assert ends
     message = (tmp_path / "error").read_text()
-    assert message.startswith("rank 2: a reduction in shared memory failed in the dp group of ranks [1, 2]. ")
+    assert message.startswith(
+        "rank 2: a reduction in shared memory failed in the dp group of ranks [1, 2]. "
+    )
     assert why in message and message.endswith(cause)
 
 
@@ -86,10 +109,16 @@ def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch, caplo
 
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "open", refuse)
-    exchange = lambda rank, world: world.group("dp", (0, 1), rank).transport.all_gather_object
-    share = lambda rank, world: share_pipes(rank, (0, 1), exchange(rank, world), TIMEOUT)
+    exchange = lambda rank, world: (
+        world.group("dp", (0, 1), rank).transport.all_gather_object
+    )
+    share = lambda rank, world: share_pipes(
+        rank, (0, 1), exchange(rank, world), TIMEOUT
+    )
     assert run_ranks(2, share) == [None, None]
     (line,) = caplog.messages
-    assert "send tensors as messages" in line and "may not open a pipe of process" in line
+    assert (
+        "send tensors as messages" in line and "may not open a pipe of process" in line
+    )
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == files

@@ -15,7 +15,7 @@ from megatron_ds.mpu.launch import connect_torch
 from tests.harness.processes import run_processes
 
 TIMEOUT = 4.0
-SIZES = (12, 3000, 999_996)                  # the last one in several rounds
+SIZES = (12, 3000, 999_996)  # the last one in several rounds
 
 
 def move_all(transport) -> list[torch.Tensor]:
@@ -25,11 +25,19 @@ def move_all(transport) -> list[torch.Tensor]:
             for dtype in (torch.bfloat16, torch.float32):
                 random = torch.Generator().manual_seed(100 * i + transport.rank)
                 mine = torch.randn(numel, generator=random).to(dtype)
-                total, largest, piece = mine.clone(), mine.clone(), mine.new_empty(numel // n)
+                total, largest, piece = (
+                    mine.clone(),
+                    mine.clone(),
+                    mine.new_empty(numel // n),
+                )
                 whole, swapped = mine.new_empty(n * numel), torch.empty_like(mine)
-                works = [transport.all_reduce(total, "sum"), transport.reduce_scatter(piece, mine, "sum"),
-                         transport.all_gather(whole, mine), transport.all_to_all(swapped, mine),
-                         transport.all_reduce(largest, "max")]
+                works = [
+                    transport.all_reduce(total, "sum"),
+                    transport.reduce_scatter(piece, mine, "sum"),
+                    transport.all_gather(whole, mine),
+                    transport.all_to_all(swapped, mine),
+                    transport.all_reduce(largest, "max"),
+                ]
                 for work in works:
                     work.wait()
                 results += total, largest, piece, whole, swapped
@@ -68,16 +76,28 @@ def reduce_with_one_gone(rank, world, folder, ends):
     Path(folder, "error").write_text(str(raised.value))
 
 
-@pytest.mark.parametrize("ends, why, cause", [
-    (True, "A peer exited", "connection closed by peer, rank 1"),
-    (False, "A peer did not arrive in time", "timed out after 4 s without a signal of rank 1")])
-def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(ends, why, cause, tmp_path):
+@pytest.mark.parametrize(
+    "ends, why, cause",
+    [
+        (True, "A peer exited", "connection closed by peer, rank 1"),
+        (
+            False,
+            "A peer did not arrive in time",
+            "timed out after 4 s without a signal of rank 1",
+        ),
+    ],
+)
+def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(
+    ends, why, cause, tmp_path
+):
     try:
         run_processes(3, reduce_with_one_gone, str(tmp_path), ends)
-    except Exception:       # noqa: BLE001  the process that ended
+    except Exception:  # noqa: BLE001  the process that ended
         assert ends
     message = (tmp_path / "error").read_text()
-    assert message.startswith("rank 2: all-reduce failed in the tp group of ranks [1, 2]. ")
+    assert message.startswith(
+        "rank 2: all-reduce failed in the tp group of ranks [1, 2]. "
+    )
     assert why in message and message.endswith(cause)
 
 
@@ -94,7 +114,9 @@ def differ(rank, world):
 def test_ranks_with_different_tensors_are_an_error_of_the_group():
     _, *messages = run_processes(3, differ)
     for rank, message in enumerate(messages, start=1):
-        assert message.startswith(f"rank {rank}: all-reduce failed in the cp group of ranks [1, 2]. ")
+        assert message.startswith(
+            f"rank {rank}: all-reduce failed in the cp group of ranks [1, 2]. "
+        )
         assert f"rank {3 - rank} has {4000 * (3 - rank)} bytes" in message
         assert f"rank {rank} expects {4000 * rank}" in message
 
@@ -119,4 +141,4 @@ def links() -> list[str]:
 
 def test_closing_a_transport_closes_pipes_and_files_at_once():
     for before, between, after in run_processes(2, close_without_collector):
-        assert between == before + 4 and after == before        # two pipe ends and two files
+        assert between == before + 4 and after == before  # two pipe ends and two files

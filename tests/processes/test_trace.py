@@ -10,8 +10,21 @@ from tests.harness.pretraining import GLOBAL_BATCH, MOCK, run_pretrain, train
 
 
 def test_the_recorded_steps_are_the_schedule_with_true_dependencies(tmp_path):
-    train(2, [*MOCK, "--train-iters", "4", "--pipeline-model-parallel-size", "2", "--trace", tmp_path,
-              "--trace-steps", "2", "3"])
+    train(
+        2,
+        [
+            *MOCK,
+            "--train-iters",
+            "4",
+            "--pipeline-model-parallel-size",
+            "2",
+            "--trace",
+            tmp_path,
+            "--trace-steps",
+            "2",
+            "3",
+        ],
+    )
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["pipeline-rank-0.json", "pipeline-rank-1.json"]
     steps = steps_of(read_traces(tmp_path / name for name in files))
@@ -20,12 +33,17 @@ def test_the_recorded_steps_are_the_schedule_with_true_dependencies(tmp_path):
     for step in steps:
         when = {}
         for rank, entries in step.items():
-            assert tuple(i for i, _, _ in entries if i.op in COMPUTE) == tuple(i for i in lowered[rank]
-                                                                               if i.op in COMPUTE)
+            assert tuple(i for i, _, _ in entries if i.op in COMPUTE) == tuple(
+                i for i in lowered[rank] if i.op in COMPUTE
+            )
             assert all(start <= end for _, start, end in entries)
-            assert all(end <= start for (_, _, end), (_, start, _) in zip(entries, entries[1:]))
-            when |= {(i.op, i.stage, i.microbatch): (start, end) for i, start, end in entries}
-        slack = 0.0005        # the two processes measure the distance between their two clocks each by itself
+            assert all(
+                end <= start for (_, _, end), (_, start, _) in zip(entries, entries[1:])
+            )
+            when |= {
+                (i.op, i.stage, i.microbatch): (start, end) for i, start, end in entries
+            }
+        slack = 0.0005  # the two processes measure the distance between their two clocks each by itself
         for k in range(GLOBAL_BATCH):
             assert when[Op.F, 0, k][1] <= when[Op.F, 1, k][0] + slack
             assert when[Op.F, 1, k][1] <= when[Op.B, 1, k][0]
@@ -33,7 +51,19 @@ def test_the_recorded_steps_are_the_schedule_with_true_dependencies(tmp_path):
 
 
 def test_of_several_pipelines_the_first_is_recorded_and_none_without_the_flag(tmp_path):
-    train(2, [*MOCK, "--train-iters", "3", "--trace", tmp_path / "traces", "--trace-steps", "1", "5"])
+    train(
+        2,
+        [
+            *MOCK,
+            "--train-iters",
+            "3",
+            "--trace",
+            tmp_path / "traces",
+            "--trace-steps",
+            "1",
+            "5",
+        ],
+    )
     (path,) = (tmp_path / "traces").iterdir()
     assert len(steps_of(read_traces([path]))) == 3
     train(1, [*MOCK, "--train-iters", "3"])

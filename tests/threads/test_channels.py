@@ -16,7 +16,9 @@ from tests.harness.threads import run_ranks
 
 
 def on_ranks(function, count):
-    return run_ranks(count, lambda rank, world: function(rank, world.group("pp", range(count), rank)))
+    return run_ranks(
+        count, lambda rank, world: function(rank, world.group("pp", range(count), rank))
+    )
 
 
 def test_each_channel_keeps_its_order_whatever_the_order_between_channels():
@@ -25,13 +27,20 @@ def test_each_channel_keeps_its_order_whatever_the_order_between_channels():
         for i in range(4):
             channels.send("act", other, torch.full((3,), 10.0 * rank + i))
             channels.send("grad", other, torch.full((2,), 100.0 + i), chunk=1)
-        grads = [channels.recv("grad", other, (2,), torch.float32, chunk=1).wait() for _ in range(4)]
-        acts = [channels.recv("act", other, (3,), torch.float32).wait() for _ in range(4)]
+        grads = [
+            channels.recv("grad", other, (2,), torch.float32, chunk=1).wait()
+            for _ in range(4)
+        ]
+        acts = [
+            channels.recv("act", other, (3,), torch.float32).wait() for _ in range(4)
+        ]
         channels.drain()
         return [t[0].item() for t in acts], [t[0].item() for t in grads]
 
-    assert on_ranks(talk, 2) == [([10.0, 11.0, 12.0, 13.0], [100.0, 101.0, 102.0, 103.0]),
-                                 ([0.0, 1.0, 2.0, 3.0], [100.0, 101.0, 102.0, 103.0])]
+    assert on_ranks(talk, 2) == [
+        ([10.0, 11.0, 12.0, 13.0], [100.0, 101.0, 102.0, 103.0]),
+        ([0.0, 1.0, 2.0, 3.0], [100.0, 101.0, 102.0, 103.0]),
+    ]
 
 
 def test_chunks_of_one_pair_are_channels_of_their_own():
@@ -41,8 +50,10 @@ def test_chunks_of_one_pair_are_channels_of_their_own():
             for chunk in (0, 1, 2):
                 channels.send("act", 1, torch.tensor([float(chunk)]), chunk=chunk)
             return None
-        return [channels.recv("act", 0, (1,), torch.float32, chunk=chunk).wait().item()
-                for chunk in (2, 0, 1)]
+        return [
+            channels.recv("act", 0, (1,), torch.float32, chunk=chunk).wait().item()
+            for chunk in (2, 0, 1)
+        ]
 
     assert on_ranks(talk, 2)[1] == [2.0, 0.0, 1.0]
 
@@ -51,7 +62,9 @@ def test_a_message_is_what_the_tensor_was_without_its_graph():
     def talk(rank, group):
         channels = Channels(group)
         if rank == 0:
-            channels.send("act", 1, torch.arange(6.0, requires_grad=True).view(2, 3).t())
+            channels.send(
+                "act", 1, torch.arange(6.0, requires_grad=True).view(2, 3).t()
+            )
         else:
             return channels.recv("act", 0, (3, 2), torch.float32).wait()
 
@@ -128,12 +141,16 @@ def test_sent_tensors_are_held_until_they_have_left_and_no_longer():
 
 def test_a_message_that_does_not_come_names_sender_receiver_and_kind():
     channels = Channels(Group("pp", (4, 5), 1, SlowMail()))
-    with pytest.raises(CommunicationError,
-                       match="rank 5 .* waiting for a gradient from rank 4 to rank 5: timed out"):
+    with pytest.raises(
+        CommunicationError,
+        match="rank 5 .* waiting for a gradient from rank 4 to rank 5: timed out",
+    ):
         channels.recv("grad", 0, (2,), torch.float32).wait()
 
 
-def test_the_time_of_a_transfer_is_that_of_one_hop_whatever_the_number_of_ranks(monkeypatch):
+def test_the_time_of_a_transfer_is_that_of_one_hop_whatever_the_number_of_ranks(
+    monkeypatch,
+):
     send, seconds = Channels.send, 0.05
 
     def slow(*args):
@@ -142,8 +159,13 @@ def test_the_time_of_a_transfer_is_that_of_one_hop_whatever_the_number_of_ranks(
 
     monkeypatch.setattr(Channels, "send", slow)
     config = RunConfig()
-    config = replace(config, model=replace(config.model, hidden_size=8, seq_length=4),
-                     train=replace(config.train, micro_batch_size=1))
+    config = replace(
+        config,
+        model=replace(config.model, hidden_size=8, seq_length=4),
+        train=replace(config.train, micro_batch_size=1),
+    )
     for ranks in (2, 3):
-        told = on_ranks(lambda rank, group: time_transfer(config, group, context_of()), ranks)
+        told = on_ranks(
+            lambda rank, group: time_transfer(config, group, context_of()), ranks
+        )
         assert all(0.9 * seconds <= one < 2 * seconds for one in told)

@@ -20,8 +20,16 @@ from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import difference, merge, random_samples, train_layout
 
 STEPS, BATCH = 3, 4
-BY_INDUCTOR = pytest.param("inductor", marks=[pytest.mark.timeout(900), pytest.mark.skipif(
-    "MEGATRON_DS_TEST_ALL" not in os.environ, reason="compiles C++: MEGATRON_DS_TEST_ALL=1 (make test-all)")])
+BY_INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.timeout(900),
+        pytest.mark.skipif(
+            "MEGATRON_DS_TEST_ALL" not in os.environ,
+            reason="compiles C++: MEGATRON_DS_TEST_ALL=1 (make test-all)",
+        ),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +37,7 @@ def compiler():
     """An empty torch._dynamo, whose breaks of graphs are counted; yields the counters."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
+
     reset()
     counters.clear()
     yield counters
@@ -37,8 +46,13 @@ def compiler():
 
 def train(backend=None):
     """Loss curve and weights of a GPT with dropout, whose one block is compiled if there is a backend."""
-    flags = [*tiny_job("gpt2", "fp32", False, 0.1, 1, BATCH, STEPS), "--micro-batch-size", "2",
-             "--zero-stage", "1"]
+    flags = [
+        *tiny_job("gpt2", "fp32", False, 0.1, 1, BATCH, STEPS),
+        "--micro-batch-size",
+        "2",
+        "--zero-stage",
+        "1",
+    ]
     config = parse(flags, world_size=1)
     mesh = Mesh(Grid.fit(1), 0, lambda *args: None, torch.device("cpu"))
 
@@ -47,7 +61,9 @@ def train(backend=None):
         block.compile(backend=backend)
 
     samples = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1)
-    return merge([train_layout(config, mesh, STEPS, samples, watch=backend and compiled)]), config.model
+    return merge(
+        [train_layout(config, mesh, STEPS, samples, watch=backend and compiled)]
+    ), config.model
 
 
 def test_compiled_blocks_train_alike_to_rounding(compiler):
@@ -62,14 +78,24 @@ def test_compiled_blocks_train_alike_to_rounding(compiler):
 
 @pytest.mark.parametrize("backend", ["aot_eager", BY_INDUCTOR])
 def test_a_block_whose_gradients_autograd_keeps_is_one_graph_and_trains_alike(backend):
-    config = replace(STYLES["llama"], hidden_dropout=0.1, attention_dropout=0.1, num_layers=1)
+    config = replace(
+        STYLES["llama"], hidden_dropout=0.1, attention_dropout=0.1, num_layers=1
+    )
     # One context, whose slice of the sequence is made by the eager run, as a run makes it before its steps.
-    ctx, batch, x = context_of(), make_batch(config, 2), torch.randn(10, 2, config.hidden_size)
+    ctx, batch, x = (
+        context_of(),
+        make_batch(config, 2),
+        torch.randn(10, 2, config.hidden_size),
+    )
     losses, weights = {}, {}
     for name in ("eager", "compiled"):
         block = build_stage(MODELS["gpt"](config, ctx))[1]
         initialize(list(block.parameters()), 1, {})
-        run = block if name == "eager" else torch.compile(block, backend=backend, fullgraph=True)
+        run = (
+            block
+            if name == "eager"
+            else torch.compile(block, backend=backend, fullgraph=True)
+        )
         optimizer, losses[name] = torch.optim.SGD(block.parameters(), lr=5.0), []
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -80,4 +106,6 @@ def test_a_block_whose_gradients_autograd_keeps_is_one_graph_and_trains_alike(ba
         weights[name] = list(block.parameters())
     assert losses["eager"][-1] < 0.995 * losses["eager"][0]
     torch.testing.assert_close(losses["compiled"], losses["eager"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(weights["compiled"], weights["eager"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        weights["compiled"], weights["eager"], rtol=1e-4, atol=1e-6
+    )

@@ -21,7 +21,16 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from megatron_ds.zero import ZeroParamStatus
-from tests.harness.engine_runs import Odd, Stack, batches, config_of, loss_of, make, on_ranks, train
+from tests.harness.engine_runs import (
+    Odd,
+    Stack,
+    batches,
+    config_of,
+    loss_of,
+    make,
+    on_ranks,
+    train,
+)
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.harness.threads import run_ranks
 
@@ -29,14 +38,18 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 # ---------------------------------------------------------------------------------------------------- exports
-def test_a_failed_write_of_the_16_bit_model_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+def test_a_failed_write_of_the_16_bit_model_is_an_error_on_all_ranks(
+    tmp_path, monkeypatch
+):
     def save(state, path):
         path.write_bytes(b"half")
         # torch's words for a full disk
         raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")
 
     def main(engine, rank):
-        with pytest.raises(CheckpointError, match="model.bin could not be written: .* unexpected pos"):
+        with pytest.raises(
+            CheckpointError, match="model.bin could not be written: .* unexpected pos"
+        ):
             engine.save_16bit_model(tmp_path, "model.bin")
         return True
 
@@ -49,19 +62,36 @@ def test_a_failed_write_of_the_16_bit_model_is_an_error_on_all_ranks(tmp_path, m
 def test_the_16_bit_model_is_one_file_for_torch(stage, tmp_path):
     def main(engine, rank):
         train(engine, rank, 1)
-        written = (engine.save_16bit_model(tmp_path / "all"),
-                   engine.save_16bit_model(tmp_path, "trained.bin", True))
-        return written, engine.full_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+        written = (
+            engine.save_16bit_model(tmp_path / "all"),
+            engine.save_16bit_model(tmp_path, "trained.bin", True),
+        )
+        return (
+            written,
+            engine.full_state_dict(),
+            engine._zero3_consolidated_16bit_state_dict(),
+        )
 
-    (first, state, consolidated), (second, _, other) = on_ranks(2, main, make, config_of(stage, 2, **BF16))
+    (first, state, consolidated), (second, _, other) = on_ranks(
+        2, main, make, config_of(stage, 2, **BF16)
+    )
     assert first == second == (True, True) and other is None
     found = torch.load(tmp_path / "all" / "pytorch_model.bin", weights_only=True)
     trained = torch.load(tmp_path / "trained.bin", weights_only=True)
-    assert found.keys() == consolidated.keys() == state.keys() == make().state_dict().keys()
+    assert (
+        found.keys()
+        == consolidated.keys()
+        == state.keys()
+        == make().state_dict().keys()
+    )
     assert found.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
     for name, value in state.items():
-        assert value.dtype == (torch.float32 if name == "offset" else torch.bfloat16)         # a buffer
-        assert torch.equal(found[name], value) and torch.equal(consolidated[name], value), name
+        assert value.dtype == (
+            torch.float32 if name == "offset" else torch.bfloat16
+        )  # a buffer
+        assert torch.equal(found[name], value) and torch.equal(
+            consolidated[name], value
+        ), name
 
 
 @pytest.mark.parametrize("tag", [None, "best"])
@@ -85,14 +115,30 @@ def test_fp32_weights_are_taken_out_of_a_checkpoint(tag, tmp_path, capsys):
     check(get_fp32_state_dict_from_zero_checkpoint(saved))
     check(get_fp32_state_dict_from_zero_checkpoint(saved, tag, lazy_mode=True))
     loaded = load_state_dict_from_zero_checkpoint(make(seed=9), saved)
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
+    assert all(
+        torch.equal(loaded.state_dict()[name], value)
+        for name, value in expected.items()
+    )
     for arguments, read in (
-            (["pytorch_model.bin"], lambda at: torch.load(at, weights_only=True)),
-            (["folder"], lambda at: torch.load(at / "pytorch_model.bin", weights_only=True)),
-            (["safe", "--safe_serialization"], lambda at: load_file(at / "model.safetensors")),
-            (["parts", "--max_shard_size", "3KB", "--debug"], read_parts)):
-        assert zero_to_fp32.main(zero_to_fp32.parse_arguments([str(saved), str(tmp_path / arguments[0]),
-                                                               *arguments[1:]])) == 0
+        (["pytorch_model.bin"], lambda at: torch.load(at, weights_only=True)),
+        (
+            ["folder"],
+            lambda at: torch.load(at / "pytorch_model.bin", weights_only=True),
+        ),
+        (
+            ["safe", "--safe_serialization"],
+            lambda at: load_file(at / "model.safetensors"),
+        ),
+        (["parts", "--max_shard_size", "3KB", "--debug"], read_parts),
+    ):
+        assert (
+            zero_to_fp32.main(
+                zero_to_fp32.parse_arguments(
+                    [str(saved), str(tmp_path / arguments[0]), *arguments[1:]]
+                )
+            )
+            == 0
+        )
         check(read(tmp_path / arguments[0]))
         assert f"wrote {len(state)} fp32 tensors" in capsys.readouterr().out
 
@@ -101,21 +147,28 @@ def read_parts(folder):
     import json
 
     index = json.loads((folder / "pytorch_model.bin.index.json").read_text())
-    files = {name: torch.load(folder / name, weights_only=True) for name in set(index["weight_map"].values())}
+    files = {
+        name: torch.load(folder / name, weights_only=True)
+        for name in set(index["weight_map"].values())
+    }
     assert len(files) > 2
     return {name: files[file][name] for name, file in index["weight_map"].items()}
 
 
 def test_what_zero_to_fp32_cannot_do_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
-    for wrong, match in ((dict(tag="../x"), "not the name of a folder"),
-                         (dict(max_shard_size="5 apples"), "Write 5GB"),
-                         (dict(exclude_frozen_parameters=True), "save_16bit_model"),
-                         ({}, "no checkpoint in")):
+    for wrong, match in (
+        (dict(tag="../x"), "not the name of a folder"),
+        (dict(max_shard_size="5 apples"), "Write 5GB"),
+        (dict(exclude_frozen_parameters=True), "save_16bit_model"),
+        ({}, "no checkpoint in"),
+    ):
         with pytest.raises((ConfigError, CheckpointError), match=match):
             if "max_shard_size" in wrong:
                 megatron_ds.utils.zero_to_fp32.bytes_of(wrong["max_shard_size"])
-            convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "empty", tmp_path / "out", **wrong)
+            convert_zero_checkpoint_to_fp32_state_dict(
+                tmp_path / "empty", tmp_path / "out", **wrong
+            )
 
 
 def test_tied_names_are_filled_when_a_module_is_loaded(tmp_path):
@@ -132,18 +185,27 @@ def test_tied_names_are_filled_when_a_module_is_loaded(tmp_path):
     state = on_ranks(2, main, build, config_of(2, 2))[0]
     loaded = load_state_dict_from_zero_checkpoint(build(2), tmp_path)
     assert "head.weight" in state and loaded.embed.weight is loaded.head.weight
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
+    assert all(
+        torch.equal(loaded.state_dict()[name], value) for name, value in state.items()
+    )
 
 
 # ----------------------------------------------------------------------------------------- optimizers by name
-@pytest.mark.parametrize("kind, options, plain", [
-    (FusedAdam, {}, torch.optim.AdamW), (DeepSpeedCPUAdam, {}, torch.optim.AdamW),
-    (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam),
-    (DeepSpeedCPUAdam, {"adamw_mode": False}, torch.optim.Adam)])
+@pytest.mark.parametrize(
+    "kind, options, plain",
+    [
+        (FusedAdam, {}, torch.optim.AdamW),
+        (DeepSpeedCPUAdam, {}, torch.optim.AdamW),
+        (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam),
+        (DeepSpeedCPUAdam, {"adamw_mode": False}, torch.optim.Adam),
+    ],
+)
 def test_deepspeeds_adams_are_torchs(kind, options, plain):
     found = []
-    for make_one in (lambda ps: kind(ps, lr=0.1, weight_decay=0.3, **options),
-                     lambda ps: plain(ps, 0.1, weight_decay=0.3)):
+    for make_one in (
+        lambda ps: kind(ps, lr=0.1, weight_decay=0.3, **options),
+        lambda ps: plain(ps, 0.1, weight_decay=0.3),
+    ):
         p = nn.Parameter(torch.linspace(-2, 2, 9))
         optimizer = make_one([p])
         for _ in range(3):
@@ -163,9 +225,15 @@ def test_an_engine_runs_fused_adam_as_torchs_adamw(stage):
             train(engine, rank, 2)
             return engine.full_state_dict()
 
-        return on_ranks(2, run, lambda: make(Odd), config,
-                        optimizer=lambda ps: kind(ps, lr=0.01, betas=(0.8, 0.9), eps=1e-4,
-                                                  weight_decay=0.2))[0]
+        return on_ranks(
+            2,
+            run,
+            lambda: make(Odd),
+            config,
+            optimizer=lambda ps: kind(
+                ps, lr=0.01, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.2
+            ),
+        )[0]
 
     ours, plain = of(FusedAdam), of(torch.optim.AdamW)
     for name, value in plain.items():
@@ -174,29 +242,51 @@ def test_an_engine_runs_fused_adam_as_torchs_adamw(stage):
 
 @pytest.mark.parametrize("stage, decoupled", [(1, True), (3, False)])
 def test_fused_adam_without_bias_correction_is_that_of_the_json(stage, decoupled):
-    numbers = dict(lr=0.01, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.2, bias_correction=False)
+    numbers = dict(
+        lr=0.01, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.2, bias_correction=False
+    )
 
     def of(**choice):
         config = config_of(stage, 2)
-        config["optimizer"] = {"type": "Adam", "params": {**numbers, "adam_w_mode": decoupled, **choice}}
-        by_class = {"optimizer": lambda ps: DeepSpeedCPUAdam(ps, **numbers, adamw_mode=decoupled)}
-        config = config if choice else {key: value for key, value in config.items() if key != "optimizer"}
+        config["optimizer"] = {
+            "type": "Adam",
+            "params": {**numbers, "adam_w_mode": decoupled, **choice},
+        }
+        by_class = {
+            "optimizer": lambda ps: DeepSpeedCPUAdam(
+                ps, **numbers, adamw_mode=decoupled
+            )
+        }
+        config = (
+            config
+            if choice
+            else {key: value for key, value in config.items() if key != "optimizer"}
+        )
 
         def run(engine, rank):
             train(engine, rank, 2)
             return engine.full_state_dict()
 
-        return on_ranks(2, run, lambda: make(Odd), config, **({} if choice else by_class))[0]
+        return on_ranks(
+            2, run, lambda: make(Odd), config, **({} if choice else by_class)
+        )[0]
 
     ours, json, corrected = of(), of(bias_correction=False), of(bias_correction=True)
     for name, value in json.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7)
-    assert max(float((ours[name] - value).abs().max()) for name, value in corrected.items()) > 1e-3
+    assert (
+        max(
+            float((ours[name] - value).abs().max()) for name, value in corrected.items()
+        )
+        > 1e-3
+    )
 
 
 def test_adams_that_are_not_computed_are_refused():
-    for kind, options in ((FusedAdam, {"bias_correction": False, "amsgrad": True}),
-                          (DeepSpeedCPUAdam, {"fp32_optimizer_states": False})):
+    for kind, options in (
+        (FusedAdam, {"bias_correction": False, "amsgrad": True}),
+        (DeepSpeedCPUAdam, {"fp32_optimizer_states": False}),
+    ):
         with pytest.raises(ConfigError, match="is not supported"):
             kind([nn.Parameter(torch.ones(1))], **options)
 
@@ -208,14 +298,20 @@ def test_recomputation_has_the_same_gradients_and_masks():
     grads = []
     for run in (block, lambda y: megatron_ds.checkpointing.checkpoint(block, y)):
         torch.manual_seed(1)
-        grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
+        grads.append(
+            torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()])
+        )
     assert all(torch.equal(a, b) for a, b in zip(*grads))
     # A retained graph recomputes in each backward.
     loss = megatron_ds.checkpointing.checkpoint(layer, x).square().sum()
-    first, second = (torch.autograd.grad(loss, x, retain_graph=retain)[0] for retain in (True, False))
+    first, second = (
+        torch.autograd.grad(loss, x, retain_graph=retain)[0] for retain in (True, False)
+    )
     assert torch.equal(first, second)
     megatron_ds.checkpointing.configure(
-        None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
+        None,
+        deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}},
+    )
     assert megatron_ds.checkpointing.is_configured()
     with pytest.raises(ConfigError, match="partition_activations is not supported"):
         megatron_ds.checkpointing.configure(None, partition_activations=True)
@@ -227,9 +323,15 @@ def test_inputs_of_recomputation_wait_in_host_memory():
         layer, found, most = layer.to("cuda"), [], []
         for away in (False, True):
             megatron_ds.checkpointing.configure(
-                None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": away}})
+                None,
+                deepspeed_config={
+                    "activation_checkpointing": {"cpu_checkpointing": away}
+                },
+            )
             x = torch.ones(4, 14, device="cuda", requires_grad=True)
-            y = megatron_ds.checkpointing.checkpoint(layer, megatron_ds.checkpointing.checkpoint(layer, x))
+            y = megatron_ds.checkpointing.checkpoint(
+                layer, megatron_ds.checkpointing.checkpoint(layer, x)
+            )
             most.append(megatron_ds.checkpointing._waiting.nbytes)
             gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
             found.append([gradient.cpu() for gradient in gradients])
@@ -239,27 +341,37 @@ def test_inputs_of_recomputation_wait_in_host_memory():
 
 
 @pytest.mark.parametrize("has_group", [False, True])
-def test_a_program_of_one_process_needs_no_process_group_and_may_have_one(monkeypatch, has_group):
+def test_a_program_of_one_process_needs_no_process_group_and_may_have_one(
+    monkeypatch, has_group
+):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     comm = megatron_ds.comm
-    for wrong, match in ((dict(dist_backend="mpi"), "'mpi' is not supported"),
-                         (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
-                         (dict(dist_init_required=False), "no process group yet")):
+    for wrong, match in (
+        (dict(dist_backend="mpi"), "'mpi' is not supported"),
+        (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
+        (dict(dist_init_required=False), "no process group yet"),
+    ):
         with pytest.raises(ConfigError, match=match):
             megatron_ds.init_distributed(**wrong)
     if has_group:
         megatron_ds.init_distributed()
     assert torch.distributed.is_initialized() == has_group
-    assert "MASTER_PORT" not in os.environ      # the port that Slurm's or Open MPI's job number gives is kept
+    assert (
+        "MASTER_PORT" not in os.environ
+    )  # the port that Slurm's or Open MPI's job number gives is kept
     x, gathered = torch.arange(3.0), [torch.zeros(3)]
     comm.all_reduce(x)
     comm.broadcast(x, 0, async_op=True).wait()
     comm.all_gather(gathered, x)
     comm.barrier()
     assert torch.equal(x, torch.arange(3.0)) and torch.equal(gathered[0], x)
-    assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(),
-            comm.is_initialized()) == (0, 1, 0, has_group)
+    assert (
+        comm.get_rank(),
+        comm.get_world_size(),
+        comm.get_local_rank(),
+        comm.is_initialized(),
+    ) == (0, 1, 0, has_group)
     assert comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
     if has_group:
         return
@@ -275,7 +387,9 @@ def test_names_of_deepspeed_are_found_where_its_programs_look(monkeypatch, caplo
     from megatron_ds.compat.deepspeed.moe_layer import MoE
     from megatron_ds.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
 
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)       # transformers may import it
+    monkeypatch.delitem(
+        sys.modules, "deepspeed", raising=False
+    )  # transformers may import it
     assert MoE is megatron_ds.moe.MoE is megatron_ds.moe.layer.MoE
     assert get_accelerator().device_name(0) in ("cpu", "cuda:0")
     assert next(RepeatingLoader([5])) == 5 and logger.name == "megatron_ds"
@@ -288,7 +402,9 @@ def test_names_of_deepspeed_are_found_where_its_programs_look(monkeypatch, caplo
         log_dist("before the ranks are joined", ranks=[1])
         log_dist("of another rank", ranks=[0])
     assert caplog.messages == ["[Rank 1] before the ranks are joined"]
-    assert callable(megatron_ds.zero.Init) and callable(megatron_ds.zero.GatheredParameters)
+    assert callable(megatron_ds.zero.Init) and callable(
+        megatron_ds.zero.GatheredParameters
+    )
     with pytest.raises(AttributeError, match="no attribute 'Tiled'"):
         megatron_ds.zero.Tiled  # noqa: B018
     assert "deepspeed" not in sys.modules
@@ -301,13 +417,22 @@ def test_parameters_of_an_engine_are_gathered_under_deepspeeds_name(stage):
         before = engine.full_state_dict()
         with megatron_ds.zero.GatheredParameters(weight):
             seen = weight.detach().clone()
-        with megatron_ds.zero.GatheredParameters([weight], modifier_rank=1), torch.no_grad():
+        with (
+            megatron_ds.zero.GatheredParameters([weight], modifier_rank=1),
+            torch.no_grad(),
+        ):
             weight.add_(rank)
         return before, seen, engine.full_state_dict()
 
-    [(before, seen, after), (_, other, _)] = on_ranks(2, main, make, config_of(stage, 2))
+    [(before, seen, after), (_, other, _)] = on_ranks(
+        2, main, make, config_of(stage, 2)
+    )
     name = "blocks.0.up.weight"
-    assert torch.equal(seen, before[name]) and torch.equal(other, seen) and torch.equal(after[name], seen + 1)
+    assert (
+        torch.equal(seen, before[name])
+        and torch.equal(other, seen)
+        and torch.equal(after[name], seen + 1)
+    )
 
 
 def state_of(module) -> dict:
@@ -315,7 +440,10 @@ def state_of(module) -> dict:
     found = {}
     for name, p in module.named_parameters():
         if hasattr(p, "ds_id"):
-            assert p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.ds_numel == p.ds_shape.numel() > 0
+            assert (
+                p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+                and p.ds_numel == p.ds_shape.numel() > 0
+            )
             with megatron_ds.zero.GatheredParameters([p]):
                 assert p.ds_status == ZeroParamStatus.AVAILABLE
                 found[name] = p.detach().clone()
@@ -341,11 +469,15 @@ def test_parameters_of_zero_init_have_deepspeeds_attributes():
     expected.load_state_dict(modules[0].state_dict())
 
     def main(rank, world):
-        megatron_ds.zero.Init(module=modules[rank], mpu=Mesh(Grid(dp=2), rank, world.connect))
+        megatron_ds.zero.Init(
+            module=modules[rank], mpu=Mesh(Grid(dp=2), rank, world.connect)
+        )
         return state_of(modules[rank])
 
     for found in run_ranks(2, main):
-        assert all(torch.equal(found[name], p) for name, p in expected.named_parameters())
+        assert all(
+            torch.equal(found[name], p) for name, p in expected.named_parameters()
+        )
     assert not hasattr(expected.weight, "ds_id")
 
 
@@ -368,8 +500,14 @@ def test_the_loss_that_backward_returns_keeps_its_number_format():
 
 
 def test_the_monitor_takes_the_config_of_a_deepspeed_config(tmp_path):
-    config = config_of(0, 1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
-    monitor = megatron_ds.monitor.MonitorMaster(megatron_ds.DeepSpeedConfig(config).monitor_config)
+    config = config_of(
+        0,
+        1,
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"},
+    )
+    monitor = megatron_ds.monitor.MonitorMaster(
+        megatron_ds.DeepSpeedConfig(config).monitor_config
+    )
     monitor.write_events([("loss", 0.5, 3)])
     [file] = (tmp_path / "run").glob("*.csv")
     assert "3,0.5" in file.read_text().replace(" ", "")

@@ -33,7 +33,8 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 def same(found, expected):
     return found.keys() == expected.keys() and all(
-        torch.equal(p, expected[name]) for name, p in found.items())
+        torch.equal(p, expected[name]) for name, p in found.items()
+    )
 
 
 @STAGES
@@ -41,7 +42,11 @@ def same(found, expected):
 @pytest.mark.parametrize("caller", ["module", "around"])
 def test_torchs_zero_grad_of_the_module_is_that_of_the_engine(stage, place, caller):
     def main(engine, rank):
-        module = engine.module if caller == "module" else nn.ModuleDict({"inner": engine.module})
+        module = (
+            engine.module
+            if caller == "module"
+            else nn.ModuleDict({"inner": engine.module})
+        )
         for microbatches in batches(STEPS, 2, 2, rank):
             for tokens in microbatches:
                 module.zero_grad() if place == "before" else None
@@ -62,9 +67,14 @@ def test_torchs_zero_grad_of_a_part_zeroes_it_where_gradients_are_whole():
     def main(engine, rank):
         engine.backward(loss_of(engine, batches(1, 1, 2, rank)[0][0]))
         engine.module.head.zero_grad()
-        return engine.module.head.weight.grad.any().item(), engine.module.norm.weight.grad.any().item()
+        return (
+            engine.module.head.weight.grad.any().item(),
+            engine.module.norm.weight.grad.any().item(),
+        )
 
-    assert on_ranks(2, main, lambda: make(Stack), config_of(0, 2)) == [(False, True)] * 2
+    assert (
+        on_ranks(2, main, lambda: make(Stack), config_of(0, 2)) == [(False, True)] * 2
+    )
 
 
 @STAGES
@@ -73,23 +83,38 @@ def test_a_copy_of_the_module_is_a_plain_module_with_its_weights(stage, bf16):
     def main(engine, rank):
         train(engine, rank, 1)
         if stage == 3:
-            with pytest.raises(ConfigError, match=r"Copy it inside of `with engine.gathered_parameters"):
+            with pytest.raises(
+                ConfigError, match=r"Copy it inside of `with engine.gathered_parameters"
+            ):
                 copy.deepcopy(engine.module)
         with engine.gathered_parameters():
             other = copy.deepcopy(engine.module)
         before = {name: p.detach().clone() for name, p in other.named_parameters()}
-        kinds = {type(p) for p in other.parameters()} | {type(m._parameters) for m in other.modules()}
+        kinds = {type(p) for p in other.parameters()} | {
+            type(m._parameters) for m in other.modules()
+        }
         shown = same(before, weights(engine))
         train(engine, rank, 1, first=1)
         loss = loss_of(other, batches(1, 1, 2, rank)[0][0])
         loss.backward()
-        trained = all(p.grad is not None for name, p in other.named_parameters()
-                      if p.requires_grad and "unused" not in name)
-        return shown, trained, same(before, dict(other.named_parameters())), kinds == {nn.Parameter, dict}
+        trained = all(
+            p.grad is not None
+            for name, p in other.named_parameters()
+            if p.requires_grad and "unused" not in name
+        )
+        return (
+            shown,
+            trained,
+            same(before, dict(other.named_parameters())),
+            kinds == {nn.Parameter, dict},
+        )
 
     more = {"bf16": {"enabled": True}} if bf16 else {}
     kind = Stack if bf16 else Odd
-    assert on_ranks(2, main, lambda: make(kind), config_of(stage, 2, **more)) == [(True,) * 4] * 2
+    assert (
+        on_ranks(2, main, lambda: make(kind), config_of(stage, 2, **more))
+        == [(True,) * 4] * 2
+    )
 
 
 @STAGES
@@ -102,31 +127,52 @@ def test_after_destroy_the_module_is_a_plain_one_and_may_be_trained_again(stage)
         with pytest.raises(MegatronDSError, match="destroy"):
             engine.step()
         values = same(dict(module.named_parameters()), trained)
-        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        hooks = sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()
+        )
+        optimizer = torch.optim.SGD(
+            [p for p in module.parameters() if p.requires_grad], lr=0.1
+        )
         loss_of(module, batches(1, 1, 2, rank)[0][0]).backward()
         optimizer.step()
         changed = not same(dict(module.named_parameters()), trained)
         mesh = engine.world
-        return values, hooks, changed, {
-            type(p) for p in module.parameters()} == {nn.Parameter}, mesh.data.size
+        return (
+            values,
+            hooks,
+            changed,
+            {type(p) for p in module.parameters()} == {nn.Parameter},
+            mesh.data.size,
+        )
 
-    assert on_ranks(2, main, lambda: make(Odd), config_of(stage, 2)) == [(True, 0, True, True, 2)] * 2
+    assert (
+        on_ranks(2, main, lambda: make(Odd), config_of(stage, 2))
+        == [(True, 0, True, True, 2)] * 2
+    )
 
 
 def test_the_throughput_timer_counts():
     def main(engine, rank):
         train(engine, rank, 4)
         timer = engine.tput_timer
-        counts = timer.micro_step_count, timer.global_step_count, timer.avg_samples_per_sec() > 0
+        counts = (
+            timer.micro_step_count,
+            timer.global_step_count,
+            timer.avg_samples_per_sec() > 0,
+        )
         timer.update_epoch_count()
         return *counts, timer.epoch_count, timer.micro_step_count
 
-    assert on_ranks(2, main, lambda: make(Stack), config_of(1, 2, accumulation=2)) == [(8, 4, True, 1, 0)] * 2
+    assert (
+        on_ranks(2, main, lambda: make(Stack), config_of(1, 2, accumulation=2))
+        == [(8, 4, True, 1, 0)] * 2
+    )
 
 
 @STAGES
-def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(stage, tmp_path, monkeypatch):
+def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(
+    stage, tmp_path, monkeypatch
+):
     compiled = lambda: torch.compile(make(Stack), backend="eager")
 
     def first(engine, rank):
@@ -138,7 +184,7 @@ def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(stage, tmp_pa
         engine.load_checkpoint(tmp_path)
         return train(engine, rank, 1, first=2), engine.full_state_dict()
 
-    with monkeypatch.context() as patch:        # as this package was before
+    with monkeypatch.context() as patch:  # as this package was before
         patch.setattr(module_specs, "name_of", lambda path: path)
         patch.setattr(module_values, "name_of", lambda path: path)
         norms, saved = on_ranks(2, first, compiled, config_of(stage, 2))[0]
@@ -146,7 +192,10 @@ def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(stage, tmp_pa
     for model in (compiled, lambda: make(Stack, seed=5)):
         other_norms, found = on_ranks(2, second, model, config_of(stage, 2))[0]
         assert norms == other_norms
-        assert same(found, {name.removeprefix("_orig_mod."): value for name, value in saved.items()})
+        assert same(
+            found,
+            {name.removeprefix("_orig_mod."): value for name, value in saved.items()},
+        )
 
 
 # ---------------------------------------------------------------------------------------- resized parameters
@@ -180,10 +229,14 @@ def in_shards(rank, world, tied, seed=3):
 def test_parameters_of_zero_init_are_resized_while_they_are_gathered(tied):
     def main(rank, world):
         module, mesh = in_shards(rank, world, tied)
-        with megatron_ds.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        with megatron_ds.zero.GatheredParameters(
+            list(module.parameters()), modifier_rank=0
+        ):
             resize(module, 10)
-            module.embed.weight.data[9] += rank                 # rank 0's values count
-        engine, *_ = megatron_ds.initialize(model=module, config=config_of(3, 2), mpu=mesh)
+            module.embed.weight.data[9] += rank  # rank 0's values count
+        engine, *_ = megatron_ds.initialize(
+            model=module, config=config_of(3, 2), mpu=mesh
+        )
         return engine.full_state_dict()
 
     found = run_ranks(2, main)[0]
@@ -197,13 +250,17 @@ def test_parameters_of_zero_init_are_resized_while_they_are_gathered(tied):
 def test_resizing_that_would_lose_values_is_an_error():
     def main(rank, world):
         module, mesh = in_shards(rank, world, False)
-        with pytest.raises(ConfigError, match="without modifier_rank=.*resize_token_embeddings"):
+        with pytest.raises(
+            ConfigError, match="without modifier_rank=.*resize_token_embeddings"
+        ):
             with megatron_ds.zero.GatheredParameters(list(module.parameters())):
                 resize(module, 10)
         assert module.embed.weight.shape == (7, 4)
         with megatron_ds.zero.GatheredParameters(module.embed.weight, modifier_rank=0):
-            resize(module, 10)                                  # the head is not gathered
-        with pytest.raises(ConfigError, match=r"head.weight was made under zero.Init with the shape"):
+            resize(module, 10)  # the head is not gathered
+        with pytest.raises(
+            ConfigError, match=r"head.weight was made under zero.Init with the shape"
+        ):
             megatron_ds.initialize(model=module, config=config_of(3, 2), mpu=mesh)
         module.head = nn.Linear(4, 10, bias=False, device="meta")
         with pytest.raises(ConfigError, match="have no values, first head.weight"):
@@ -216,8 +273,12 @@ def test_resizing_that_would_lose_values_is_an_error():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engines_parameters_cannot_be_resized(stage):
     def main(engine, rank):
-        with pytest.raises(ConfigError, match="head.weight, were resized|embed.weight, were resized"):
+        with pytest.raises(
+            ConfigError, match="head.weight, were resized|embed.weight, were resized"
+        ):
             with engine.gathered_parameters(modifier_rank=0):
-                engine.module.embed.weight.data = F.pad(engine.module.embed.weight.data, (0, 0, 0, 2))
+                engine.module.embed.weight.data = F.pad(
+                    engine.module.embed.weight.data, (0, 0, 0, 2)
+                )
 
     on_ranks(2, main, lambda: make(Stack), config_of(stage, 2))

@@ -62,32 +62,45 @@ class Experts(nn.Module):
         stacked = torch.randn(EXPERTS, WIDTH) / 3
         parts, part = (group.size, group.rank) if group else (1, 0)
         n = EXPERTS // parts
-        self.experts = nn.ModuleList(experts[part * n:(part + 1) * n])
-        self.stacked = nn.Parameter(stacked[part * n:(part + 1) * n].clone())
+        self.experts = nn.ModuleList(experts[part * n : (part + 1) * n])
+        self.stacked = nn.Parameter(stacked[part * n : (part + 1) * n].clone())
         for p in (*self.experts.parameters(), self.stacked):
             p.allreduce, p.group_name = False, f"ep_size_{parts}"
 
     def forward(self, x):
         x = x + self.router(x)
-        by_expert = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)      # [E, tokens of each, h]
+        by_expert = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)  # [E, tokens of each, h]
         n, tokens = len(self.experts), by_expert.shape[1]
-        if self.group:             # tokens of this rank's experts come from all ranks: [n, ranks * tokens, h]
-            sent = AllToAll.apply(by_expert.reshape(self.group.size, n * tokens, WIDTH), self.group)
-            by_expert = sent.view(-1, n, tokens, WIDTH).transpose(0, 1).reshape(n, -1, WIDTH)
+        if (
+            self.group
+        ):  # tokens of this rank's experts come from all ranks: [n, ranks * tokens, h]
+            sent = AllToAll.apply(
+                by_expert.reshape(self.group.size, n * tokens, WIDTH), self.group
+            )
+            by_expert = (
+                sent.view(-1, n, tokens, WIDTH).transpose(0, 1).reshape(n, -1, WIDTH)
+            )
         first = n * (self.group.rank if self.group else 0)
-        made = [x_e if first + e == self.idle else expert(x_e) + self.stacked[e]
-                for e, (expert, x_e) in enumerate(zip(self.experts, by_expert))]
+        made = [
+            x_e if first + e == self.idle else expert(x_e) + self.stacked[e]
+            for e, (expert, x_e) in enumerate(zip(self.experts, by_expert))
+        ]
         out = torch.stack(made)
         if self.group:
-            back = out.view(n, self.group.size, tokens,
-                            WIDTH).transpose(0, 1).reshape(self.group.size, n * tokens, WIDTH)
+            back = (
+                out.view(n, self.group.size, tokens, WIDTH)
+                .transpose(0, 1)
+                .reshape(self.group.size, n * tokens, WIDTH)
+            )
             out = AllToAll.apply(back, self.group).view(EXPERTS, tokens, WIDTH)
         return self.head(x + out.transpose(0, 1).reshape(x.shape)).square().mean()
 
 
 def batches(ranks, rank=None):
     generator = torch.Generator().manual_seed(8)
-    data = [torch.randn(ranks, TOKENS, WIDTH, generator=generator) for _ in range(STEPS)]
+    data = [
+        torch.randn(ranks, TOKENS, WIDTH, generator=generator) for _ in range(STEPS)
+    ]
     return [list(x) if rank is None else [x[rank]] for x in data]
 
 
@@ -98,8 +111,12 @@ def config(stage, **more):
 def on_expert_ranks(main, stage, ep=2):
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
-        return main(megatron_ds.initialize(model=Experts(mesh.group("ep")), config=config(stage),
-                                           mpu=mesh).engine, rank)
+        return main(
+            megatron_ds.initialize(
+                model=Experts(mesh.group("ep")), config=config(stage), mpu=mesh
+            ).engine,
+            rank,
+        )
 
     return run_ranks(4, run)
 
@@ -115,8 +132,15 @@ def train(engine, rank, steps=slice(None)):
 
 def one_process():
     plain = Experts()
-    norms = train_plainly(plain, lambda module, x: module(x), batches(4), lr=0.01, eps=EPS, clip=0.5,
-                          weight_decay=0.1)
+    norms = train_plainly(
+        plain,
+        lambda module, x: module(x),
+        batches(4),
+        lr=0.01,
+        eps=EPS,
+        clip=0.5,
+        weight_decay=0.1,
+    )
     assert min(norms) > 0.5, "clipping is in force"
     return norms, plain.state_dict()
 
@@ -125,18 +149,27 @@ def assert_same_state(state, expected, ep=2):
     """The stacked parameter has a name for each part; the names of experts in a list are those of one
     process."""
     found = dict(state)
-    found["stacked"] = torch.cat([found.pop(f"stacked.expert_part_{part}_of_{ep}") for part in range(ep)])
+    found["stacked"] = torch.cat(
+        [found.pop(f"stacked.expert_part_{part}_of_{ep}") for part in range(ep)]
+    )
     assert found.keys() == expected.keys()
-    for name, value in found.items():       # other orders of summation
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+    for name, value in found.items():  # other orders of summation
+        torch.testing.assert_close(
+            value,
+            expected[name],
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_expert_parallel_modules_train_as_one_process_with_all_experts(stage, ep):
     norms, expected = one_process()
-    results = on_expert_ranks(lambda engine, rank: (train(engine, rank), engine.full_state_dict()), stage, ep)
+    results = on_expert_ranks(
+        lambda engine, rank: (train(engine, rank), engine.full_state_dict()), stage, ep
+    )
     for found, _ in results:
         assert found == pytest.approx(norms, rel=1e-5)
     assert_same_state(results[0][1], expected, ep)
@@ -153,7 +186,9 @@ def test_an_expert_without_tokens_on_one_of_its_ranks_adds_nothing_there(stage):
         return module(x)
 
     plain = Experts()
-    norms = train_plainly(plain, loss_of, batches(4), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    norms = train_plainly(
+        plain, loss_of, batches(4), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1
+    )
 
     def main(engine, rank):
         engine.module.idle = 3 if rank == 1 else None
@@ -165,7 +200,9 @@ def test_an_expert_without_tokens_on_one_of_its_ranks_adds_nothing_there(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_keep_every_expert_and_load_at_the_same_and_at_another_ep(stage, tmp_path):
+def test_checkpoints_keep_every_expert_and_load_at_the_same_and_at_another_ep(
+    stage, tmp_path
+):
     def save(engine, rank):
         train(engine, rank, slice(2))
         engine.save_checkpoint(tmp_path)
@@ -177,8 +214,13 @@ def test_checkpoints_keep_every_expert_and_load_at_the_same_and_at_another_ep(st
         return engine.full_state_dict(), train(engine, rank, slice(2, 3))
 
     saved, loaded = on_expert_ranks(save, stage), on_expert_ranks(load, 0)
-    assert saved[0][0].keys() == loaded[0][0].keys() and len(saved[0][0]) == len(one_process()[1]) + 1
-    assert all(torch.equal(value, loaded[0][0][name]) for name, value in saved[0][0].items())
+    assert (
+        saved[0][0].keys() == loaded[0][0].keys()
+        and len(saved[0][0]) == len(one_process()[1]) + 1
+    )
+    assert all(
+        torch.equal(value, loaded[0][0][name]) for name, value in saved[0][0].items()
+    )
     for (_, norms), (_, expected) in zip(saved, loaded):
         assert norms == pytest.approx(expected, rel=1e-5)
 
@@ -193,7 +235,12 @@ def test_lists_of_experts_load_at_another_ep(tmp_path):
     def run(ep, main):
         def rank_main(rank, world):
             mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
-            return main(megatron_ds.initialize(model=build(mesh), config=config(1), mpu=mesh).engine, rank)
+            return main(
+                megatron_ds.initialize(
+                    model=build(mesh), config=config(1), mpu=mesh
+                ).engine,
+                rank,
+            )
 
         return run_ranks(4, rank_main)[0]
 
@@ -207,8 +254,9 @@ def test_lists_of_experts_load_at_another_ep(tmp_path):
         return engine.full_state_dict(), train(engine, rank, slice(1, 3))
 
     (state, norms), (other, expected) = run(2, save), run(4, load)
-    assert (state.keys() == other.keys()
-            and all(torch.equal(value, other[name]) for name, value in state.items()))
+    assert state.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in state.items()
+    )
     assert norms == pytest.approx(expected, rel=1e-5)
 
 
@@ -221,7 +269,7 @@ def test_a_rank_may_change_the_experts_that_it_holds(stage):
         return engine.full_state_dict()
 
     before, after = Experts().state_dict(), on_expert_ranks(main, stage)[0]
-    assert (after.pop("experts.1.up.bias") == 7).all()          # rank 2 holds part 0
+    assert (after.pop("experts.1.up.bias") == 7).all()  # rank 2 holds part 0
     for name in before.keys() & after.keys():
         assert torch.equal(after[name], before[name]), name
 
@@ -235,7 +283,9 @@ class WithSpecs(Experts):
             p.spec = ParamSpec(f"experts.{name}", tuple(p.shape), Init("zeros"))
         if stacked:
             del self.stacked.allreduce, self.stacked.group_name
-            self.stacked.spec = ParamSpec("stacked", (EXPERTS, WIDTH), Init("zeros"), stacked)
+            self.stacked.spec = ParamSpec(
+                "stacked", (EXPERTS, WIDTH), Init("zeros"), stacked
+            )
 
 
 class Stacked(nn.Module):
@@ -244,17 +294,22 @@ class Stacked(nn.Module):
     def __init__(self, group):
         super().__init__()
         self.stacked = nn.Parameter(torch.zeros(EXPERTS // group.size, WIDTH))
-        self.stacked.spec = ParamSpec("stacked", (EXPERTS, WIDTH), Init("zeros"), (Split("ep", 0),))
+        self.stacked.spec = ParamSpec(
+            "stacked", (EXPERTS, WIDTH), Init("zeros"), (Split("ep", 0),)
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_marked_experts_that_have_specs_are_reduced_over_the_ranks_that_hold_them(stage):
+def test_marked_experts_that_have_specs_are_reduced_over_the_ranks_that_hold_them(
+    stage,
+):
     norms, expected = one_process()
 
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=2), rank, world.connect)
-        engine = megatron_ds.initialize(model=WithSpecs(mesh.group("ep")), config=config(stage),
-                                        mpu=mesh).engine
+        engine = megatron_ds.initialize(
+            model=WithSpecs(mesh.group("ep")), config=config(stage), mpu=mesh
+        ).engine
         return train(engine, rank), engine.full_state_dict()
 
     results = run_ranks(4, run)
@@ -263,14 +318,21 @@ def test_marked_experts_that_have_specs_are_reduced_over_the_ranks_that_hold_the
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_parameter_split_over_ep_by_its_spec_is_one_tensor_that_loads_at_any_ep(stage, tmp_path):
+def test_a_parameter_split_over_ep_by_its_spec_is_one_tensor_that_loads_at_any_ep(
+    stage, tmp_path
+):
     norms, expected = one_process()
 
     def run(ep, main):
         def rank_main(rank, world):
             mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
             module = WithSpecs(mesh.group("ep"), stacked=(Split("ep", 0),))
-            return main(megatron_ds.initialize(model=module, config=config(stage), mpu=mesh).engine, rank)
+            return main(
+                megatron_ds.initialize(
+                    model=module, config=config(stage), mpu=mesh
+                ).engine,
+                rank,
+            )
 
         return run_ranks(4, rank_main)[0]
 
@@ -284,7 +346,9 @@ def test_a_parameter_split_over_ep_by_its_spec_is_one_tensor_that_loads_at_any_e
         return train(engine, rank, slice(2, 3)), engine.full_state_dict()
 
     (all_norms, state), (last, loaded) = run(2, save), run(4, load)
-    assert all_norms == pytest.approx(norms, rel=1e-5) and last == pytest.approx(norms[2:], rel=1e-5)
+    assert all_norms == pytest.approx(norms, rel=1e-5) and last == pytest.approx(
+        norms[2:], rel=1e-5
+    )
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(loaded[name], value, rtol=1e-5, atol=1e-6)
@@ -295,8 +359,10 @@ def test_marked_experts_without_known_ranks_are_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)
         module = Experts(SimpleNamespace(size=2, rank=rank % 2))
-        with pytest.raises(ConfigError,
-                           match="9 parameters are marked .* not known which of the 4 .* hold the same"):
+        with pytest.raises(
+            ConfigError,
+            match="9 parameters are marked .* not known which of the 4 .* hold the same",
+        ):
             megatron_ds.initialize(model=module, config=config(0), mpu=mesh)
 
     run_ranks(4, run)
@@ -305,10 +371,15 @@ def test_marked_experts_without_known_ranks_are_refused():
 def test_another_size_of_groups_than_marked_is_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=4), rank, world.connect)
-        with pytest.raises(ConfigError,
-                           match="'ep_size_2', but expert-data groups of 1 of 4 ranks mean .* groups of 4"):
-            megatron_ds.initialize(model=Experts(SimpleNamespace(size=2, rank=rank % 2)), config=config(0),
-                                   mpu=mesh)
+        with pytest.raises(
+            ConfigError,
+            match="'ep_size_2', but expert-data groups of 1 of 4 ranks mean .* groups of 4",
+        ):
+            megatron_ds.initialize(
+                model=Experts(SimpleNamespace(size=2, rank=rank % 2)),
+                config=config(0),
+                mpu=mesh,
+            )
 
     run_ranks(4, run)
 
@@ -316,9 +387,14 @@ def test_another_size_of_groups_than_marked_is_refused():
 def test_unmarked_experts_of_other_names_or_shapes_are_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=2), rank, world.connect)
-        for module in (nn.ModuleList(nn.Linear(2, 2) for _ in range(1 + rank)), nn.Linear(2, 3 + rank)):
-            with pytest.raises(ConfigError,
-                               match="different modules: (1.)?weight is (missing|of shape .*) on rank 0 and"):
+        for module in (
+            nn.ModuleList(nn.Linear(2, 2) for _ in range(1 + rank)),
+            nn.Linear(2, 3 + rank),
+        ):
+            with pytest.raises(
+                ConfigError,
+                match="different modules: (1.)?weight is (missing|of shape .*) on rank 0 and",
+            ):
                 megatron_ds.initialize(model=module, config=config(0), mpu=mesh)
 
     run_ranks(2, run)
@@ -330,24 +406,41 @@ def test_unmarked_parameters_that_alone_differ_are_reported(caplog):
         module = nn.ModuleDict({"dense": nn.Linear(3, 3), "experts": nn.Linear(3, 3)})
         with torch.no_grad():
             for i, p in enumerate(module.parameters()):
-                p.copy_(torch.arange(float(p.numel())).view(p.shape) + (rank if i >= 2 else 0))
+                p.copy_(
+                    torch.arange(float(p.numel())).view(p.shape)
+                    + (rank if i >= 2 else 0)
+                )
         with caplog.at_level(logging.WARNING):
             megatron_ds.initialize(model=module, config=config(0), mpu=mesh)
 
     run_ranks(2, run)
-    [record] = [r for r in caplog.records if "differ between data-parallel ranks" in r.message]
+    [record] = [
+        r for r in caplog.records if "differ between data-parallel ranks" in r.message
+    ]
     assert "2 parameters, first experts.weight" in record.message
 
 
-@pytest.mark.parametrize("kind, message", [
-    (WithSpecs, "9 parameters are marked as experts .* which of the 4 .* hold the same experts"),
-    (Stacked,
-     r"stacked has shape \[2, 6\] here. Its spec.*1 model-parallel and 1 expert-parallel ranks")])
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (
+            WithSpecs,
+            "9 parameters are marked as experts .* which of the 4 .* hold the same experts",
+        ),
+        (
+            Stacked,
+            r"stacked has shape \[2, 6\] here. Its spec.*1 model-parallel and 1 expert-parallel ranks",
+        ),
+    ],
+)
 def test_experts_with_specs_and_without_known_ranks_are_refused(kind, message):
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)
         with pytest.raises(ConfigError, match=message):
-            megatron_ds.initialize(model=kind(SimpleNamespace(size=2, rank=rank % 2)), config=config(0),
-                                   mpu=mesh)
+            megatron_ds.initialize(
+                model=kind(SimpleNamespace(size=2, rank=rank % 2)),
+                config=config(0),
+                mpu=mesh,
+            )
 
     run_ranks(4, run)

@@ -34,7 +34,11 @@ DEEP = dict(depth=6)
 
 
 def units_of(engine):
-    return list(dict.fromkeys(unit for needs in engine.optimizer.gathering_of(0).needs for unit in needs))
+    return list(
+        dict.fromkeys(
+            unit for needs in engine.optimizer.gathering_of(0).needs for unit in needs
+        )
+    )
 
 
 def num_whole(engine):
@@ -44,14 +48,28 @@ def num_whole(engine):
 # ---------------------------------------------------------------------------------------------------- layers
 def test_layers_are_the_elements_of_lists_and_what_is_left_over():
     names = lambda module: [layer.name for layer in find_layers(module)]
-    assert names(make(Stack)) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    assert names(nn.Sequential(nn.Linear(2, 3), nn.ReLU(),
-                               nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))) == [
-        "0", "2.0", "2.1"], "a large part is taken apart"
-    assert names(nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])) == ["0.0", "0.1"]
+    assert names(make(Stack)) == [
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "norm",
+        "head",
+    ]
+    assert names(
+        nn.Sequential(
+            nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        )
+    ) == ["0", "2.0", "2.1"], "a large part is taken apart"
+    assert names(
+        nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
+    ) == ["0.0", "0.1"]
     assert names(nn.Transformer(8, 2, 5, 5, 8, batch_first=True)) == [
-        *(f"encoder.layers.{i}" for i in range(5)), "encoder.norm",
-        *(f"decoder.layers.{i}" for i in range(5)), "decoder.norm"]
+        *(f"encoder.layers.{i}" for i in range(5)),
+        "encoder.norm",
+        *(f"decoder.layers.{i}" for i in range(5)),
+        "decoder.norm",
+    ]
     shared = nn.Linear(2, 2)
     assert names(nn.ModuleList([shared, shared])) == ["0"]
 
@@ -68,28 +86,36 @@ def test_only_the_layer_at_work_and_those_ahead_are_whole(prefetch, most_whole):
         for p in engine.module.parameters():
             p.register_post_accumulate_grad_hook(look)
         train(engine, rank, 1)
-        most[0] = 0                     # the order is known from the first forward
+        most[0] = 0  # the order is known from the first forward
         train(engine, rank, 2, first=1)
         return most[0], num_whole(engine), len(units_of(engine))
 
     config = config_of(3, 2)
     if prefetch is not None:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetch
-    for most, afterwards, total in on_ranks(2, main, lambda: make(Stack, **DEEP), config):
+    for most, afterwards, total in on_ranks(
+        2, main, lambda: make(Stack, **DEEP), config
+    ):
         assert (most, afterwards, total) == (most_whole, 0, 9)
 
 
 def test_a_step_sends_three_times_the_parameters_at_most():
     """Gathered in forward and backward, but the last layer once and the embedding not for its backward;
     reduced once."""
+
     def main(engine, rank):
         train(engine, rank, 1)
         engine.world.data.traffic.clear()
         train(engine, rank, 1, first=1)
         sent = engine.world.data.traffic.bytes
         numel = {unit.layer: unit.numel for unit in units_of(engine)}
-        return ({op: sum(n for (o, _, _), n in sent.items() if o == op)
-                 for op in ("all_gather", "reduce_scatter")}, numel)
+        return (
+            {
+                op: sum(n for (o, _, _), n in sent.items() if o == op)
+                for op in ("all_gather", "reduce_scatter")
+            },
+            numel,
+        )
 
     for sent, numel in on_ranks(2, main, lambda: make(Stack, **DEEP), config_of(3, 2)):
         psi = 4 * sum(numel.values())
@@ -99,9 +125,12 @@ def test_a_step_sends_three_times_the_parameters_at_most():
 
 def test_gradients_are_reduced_while_backward_goes_on():
     """At most a few layers' whole gradients are held at a time."""
-    held = lambda depth: on_ranks(2, lambda engine, rank: train(engine, rank, 2)
-                                  and engine.optimizer.working_bytes,
-                                  lambda: make(Stack, depth=depth), config_of(3, 2))[0]
+    held = lambda depth: on_ranks(
+        2,
+        lambda engine, rank: train(engine, rank, 2) and engine.optimizer.working_bytes,
+        lambda: make(Stack, depth=depth),
+        config_of(3, 2),
+    )[0]
     assert held(12) == held(6)
 
 
@@ -123,16 +152,20 @@ def test_a_forward_that_fails_or_is_dropped_does_no_harm():
     def main(engine, rank):
         with pytest.raises(IndexError):
             engine(torch.full((1, 2), 99))
-        engine(batches(1, 1, 2, rank)[0][0])        # with a graph, and never backward
+        engine(batches(1, 1, 2, rank)[0][0])  # with a graph, and never backward
         engine.zero_grad()
         assert num_whole(engine) == 0
         return train(engine, rank), weights(engine)
 
     plain = make(Stack)
-    norms = train_plainly(plain, loss_of, batches(3, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    norms = train_plainly(
+        plain, loss_of, batches(3, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1
+    )
     for found, after in on_ranks(2, main, lambda: make(Stack), config_of(3, 2)):
         assert found == pytest.approx(norms, rel=1e-5)
-        torch.testing.assert_close(after["head.weight"], plain.head.weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            after["head.weight"], plain.head.weight.detach(), rtol=1e-5, atol=1e-6
+        )
 
 
 # -------------------------------------------------------------------------------------- modules of many kinds
@@ -140,8 +173,10 @@ class Wrapped(Block):
     """Its output comes in an object of its own."""
 
     def forward(self, x):
-        return SimpleNamespace(hidden=super().forward(x.hidden if isinstance(x, SimpleNamespace) else x),
-                               notes=["x", None])
+        return SimpleNamespace(
+            hidden=super().forward(x.hidden if isinstance(x, SimpleNamespace) else x),
+            notes=["x", None],
+        )
 
 
 class InPlace(nn.Module):
@@ -161,7 +196,9 @@ class Branches(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        pair = lambda: nn.ModuleList([nn.Linear(width, width), nn.Bilinear(width, width, width)])
+        pair = lambda: nn.ModuleList(
+            [nn.Linear(width, width), nn.Bilinear(width, width, width)]
+        )
         self.pairs = nn.ModuleList(pair() for _ in range(2))
         self.gate = nn.Parameter(torch.ones(width))
 
@@ -177,7 +214,10 @@ class Enclosing(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.gate, self.inner = nn.Parameter(torch.ones(width, 3)), nn.Linear(width, width)
+        self.gate, self.inner = (
+            nn.Parameter(torch.ones(width, 3)),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x):
         return self.inner(x @ self.gate @ self.gate.T)
@@ -215,7 +255,11 @@ class Reentrant(nn.Module):
 class Zoo(nn.Module):
     def __init__(self, animal):
         super().__init__()
-        self.embed, self.animal, self.head = nn.Embedding(11, WIDTH), animal(), nn.Linear(WIDTH, 11)
+        self.embed, self.animal, self.head = (
+            nn.Embedding(11, WIDTH),
+            animal(),
+            nn.Linear(WIDTH, 11),
+        )
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -224,33 +268,58 @@ class Zoo(nn.Module):
                 x = part(x=x + 0) if isinstance(part, InPlace) else part(x)
         else:
             x = self.animal(x)
-        x = x.hidden if isinstance(x, SimpleNamespace) else x["x"] if isinstance(x, dict) else x
+        x = (
+            x.hidden
+            if isinstance(x, SimpleNamespace)
+            else x["x"]
+            if isinstance(x, dict)
+            else x
+        )
         return self.head(x[0] if isinstance(x, tuple) else x)
 
 
 ANIMALS = {
     "lstm": lambda: nn.LSTM(WIDTH, WIDTH, 2),
     "wrapped": lambda: nn.ModuleList([Wrapped(WIDTH), Wrapped(WIDTH)]),
-    "in place": lambda: nn.ModuleList([InPlace(WIDTH), InPlace(WIDTH)]), "branches": lambda: Branches(WIDTH),
-    "enclosing": lambda: Enclosing(WIDTH), "borrowed": borrowed,
+    "in place": lambda: nn.ModuleList([InPlace(WIDTH), InPlace(WIDTH)]),
+    "branches": lambda: Branches(WIDTH),
+    "enclosing": lambda: Enclosing(WIDTH),
+    "borrowed": borrowed,
     "reentrant": lambda: Reentrant(WIDTH),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0), 2, None,
-                                             False),
-    "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.ReLU(inplace=True), nn.Linear(9, WIDTH),
-                                        nn.LayerNorm(WIDTH)),
-    "channels last": lambda: nn.Sequential(nn.Unflatten(2, (1, 2, 7)), nn.Flatten(0, 1),
-                                           nn.Conv2d(1, 3, 3, padding=1).to(
-        memory_format=torch.channels_last), nn.Conv2d(3, 1, 1), nn.Unflatten(0, (-1, 7)), nn.Flatten(2)),
-    "normed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))}
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0), 2, None, False
+    ),
+    "sequential": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 9),
+        nn.ReLU(inplace=True),
+        nn.Linear(9, WIDTH),
+        nn.LayerNorm(WIDTH),
+    ),
+    "channels last": lambda: nn.Sequential(
+        nn.Unflatten(2, (1, 2, 7)),
+        nn.Flatten(0, 1),
+        nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last),
+        nn.Conv2d(3, 1, 1),
+        nn.Unflatten(0, (-1, 7)),
+        nn.Flatten(2),
+    ),
+    "normed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+}
 
 
 @pytest.mark.parametrize("name", ANIMALS)
 def test_modules_of_many_kinds_train_as_with_torch_alone(name):
     build = lambda: make(Zoo, animal=ANIMALS[name])
     plain = build()
-    norms = train_plainly(plain, loss_of, batches(2, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
-    for found, after in on_ranks(2, lambda engine, rank: (train(engine, rank, 2), weights(engine)), build,
-                                 config_of(3, 2)):
+    norms = train_plainly(
+        plain, loss_of, batches(2, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1
+    )
+    for found, after in on_ranks(
+        2,
+        lambda engine, rank: (train(engine, rank, 2), weights(engine)),
+        build,
+        config_of(3, 2),
+    ):
         assert found == pytest.approx(norms, rel=1e-5)
         for key, p in plain.named_parameters():
             torch.testing.assert_close(after[key], p.detach(), rtol=1e-5, atol=2e-6)
@@ -262,11 +331,17 @@ def test_a_parameter_read_by_a_stranger_is_told_once(caplog):
             return super().forward(tokens) @ self.embed.weight @ self.embed.weight.T
 
     plain = make(Stranger)
-    norms = train_plainly(plain, loss_of, batches(3, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    norms = train_plainly(
+        plain, loss_of, batches(3, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1
+    )
     for found in on_ranks(2, train, lambda: make(Stranger), config_of(3, 2)):
         assert found == pytest.approx(norms, rel=1e-5)
-    told = [record.getMessage() for record in caplog.records if "read outside" in record.getMessage()]
-    assert len(told) == 2 and told[0].startswith("embed.weight")         # a rank each
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "read outside" in record.getMessage()
+    ]
+    assert len(told) == 2 and told[0].startswith("embed.weight")  # a rank each
 
 
 def test_modules_added_to_one_of_shards_go_to_its_device_and_must_have_values():
@@ -276,12 +351,19 @@ def test_modules_added_to_one_of_shards_go_to_its_device_and_must_have_values():
         mesh, model = Mesh(Grid.fit(2), rank, world.connect), models[rank]
         megatron_ds.zero.Init(module=model, mpu=mesh)
         assert model[0].weight.is_meta and model[0].weight.device == torch.device("cpu")
-        model.append(nn.Linear(4, 4).to(model[0].weight.device)).append(nn.Linear(4, 4, device="meta"))
-        with pytest.raises(ConfigError, match="2 tensors on the meta device have no values, first 2.weight"):
+        model.append(nn.Linear(4, 4).to(model[0].weight.device)).append(
+            nn.Linear(4, 4, device="meta")
+        )
+        with pytest.raises(
+            ConfigError,
+            match="2 tensors on the meta device have no values, first 2.weight",
+        ):
             megatron_ds.initialize(model=model, mpu=mesh, config=config_of(3, 2))
         del model[2]
         nn.init.ones_(model[1].weight)
-        engine = megatron_ds.initialize(model=model, mpu=mesh, config=config_of(3, 2)).engine
+        engine = megatron_ds.initialize(
+            model=model, mpu=mesh, config=config_of(3, 2)
+        ).engine
         return engine.full_state_dict()
 
     whole = run_ranks(2, main)[0]

@@ -44,7 +44,11 @@ class Inner(OwnForward):
         self.inner = OwnForward(width)
 
     def forward(self, x):
-        return checkpoint(lambda x: Block.forward(self, self.inner(x)), x, use_reentrant=self.reentrant)
+        return checkpoint(
+            lambda x: Block.forward(self, self.inner(x)),
+            x,
+            use_reentrant=self.reentrant,
+        )
 
 
 class InnerAgain(Inner):
@@ -54,16 +58,27 @@ class InnerAgain(Inner):
 class Recomputed(Stack):
     """A stack whose forward checkpoints runs of `run` blocks; `twice`: a checkpoint in the checkpoint."""
 
-    def __init__(self, block=Block, run=0, reentrant=False, twice=False, order=range(DEPTH)):
+    def __init__(
+        self, block=Block, run=0, reentrant=False, twice=False, order=range(DEPTH)
+    ):
         super().__init__(0)
         self.blocks = nn.ModuleList(block(WIDTH) for _ in range(DEPTH))
-        self.run, self.reentrant, self.twice, self.order = run, reentrant, twice, list(order)
+        self.run, self.reentrant, self.twice, self.order = (
+            run,
+            reentrant,
+            twice,
+            list(order),
+        )
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for start in range(0, len(self.order), self.run or 1):
-            indices = self.order[start:start + (self.run or 1)]
-            x = self._checkpoint(self._several, x, indices) if self.run else self._several(x, indices)
+            indices = self.order[start : start + (self.run or 1)]
+            x = (
+                self._checkpoint(self._several, x, indices)
+                if self.run
+                else self._several(x, indices)
+            )
         return self.head(self.norm(x))
 
     def _checkpoint(self, function, *args):
@@ -96,9 +111,15 @@ KINDS = {
     "runs": (lambda: make(Recomputed, run=3), 3),
     "runs, re-entrant": (lambda: make(Recomputed, run=3, reentrant=True), 3),
     "nested": (lambda: make(Recomputed, run=3, twice=True), 3),
-    "nested, re-entrant": (lambda: make(Recomputed, run=3, reentrant=True, twice=True), 3),
+    "nested, re-entrant": (
+        lambda: make(Recomputed, run=3, reentrant=True, twice=True),
+        3,
+    ),
     "again": (lambda: make(Recomputed, run=1, order=[0, 1, 0, 2, 3, 4, 5, 4]), 3),
-    "again, re-entrant": (lambda: make(Recomputed, run=1, reentrant=True, order=[0, 1, 0, 2, 3, 4, 5, 4]), 3),
+    "again, re-entrant": (
+        lambda: make(Recomputed, run=1, reentrant=True, order=[0, 1, 0, 2, 3, 4, 5, 4]),
+        3,
+    ),
     "embedding": (lambda: make(RecomputedEmbedding), 2),
 }
 
@@ -129,9 +150,13 @@ def test_recomputed_layers_are_freed_and_train_as_with_torch_alone(name, caplog)
         return norms, weights(engine), max(seen), total, engine.optimizer.working_bytes
 
     plain = build()
-    norms = train_plainly(plain, loss_of, batches(2, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    norms = train_plainly(
+        plain, loss_of, batches(2, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1
+    )
     for found, after, most, total, working in on_ranks(2, main, build, config_of(3, 2)):
-        assert most <= allowed and working < 0.7 * total, "weights and whole gradients of few layers"
+        assert most <= allowed and working < 0.7 * total, (
+            "weights and whole gradients of few layers"
+        )
         assert found == pytest.approx(norms, rel=1e-5)
         for key, p in plain.named_parameters():
             torch.testing.assert_close(after[key], p.detach(), rtol=1e-5, atol=2e-6)
@@ -144,8 +169,15 @@ def test_checkpointing_of_transformers_frees_its_layers(reentrant, caplog):
 
     def build(recomputes=True):
         torch.manual_seed(2)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=23,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+            )
+        )
         if recomputes:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return model.train()
@@ -167,6 +199,10 @@ def test_checkpointing_of_transformers_frees_its_layers(reentrant, caplog):
 
     expected = on_ranks(2, main, lambda: build(False), config_of(3, 2))
     caplog.clear()
-    for (losses, most), (plain, _) in zip(on_ranks(2, main, build, config_of(3, 2)), expected):
+    for (losses, most), (plain, _) in zip(
+        on_ranks(2, main, build, config_of(3, 2)), expected
+    ):
         assert losses == pytest.approx(plain, rel=1e-6) and most <= 2
-    assert not [r for r in caplog.records if r.name.startswith("megatron_ds")], "a warning"
+    assert not [r for r in caplog.records if r.name.startswith("megatron_ds")], (
+        "a warning"
+    )

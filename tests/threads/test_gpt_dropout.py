@@ -18,16 +18,26 @@ def dropping(**p):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_hidden_dropout_equals_plain_dropout_with_the_masks_of_the_whole_sequence(layout):
+def test_hidden_dropout_equals_plain_dropout_with_the_masks_of_the_whole_sequence(
+    layout,
+):
     config = dropping(hidden_dropout=0.3)
     weights, batch = logical_weights(config, seed=1), make_batch(config)
 
-    def drop(site, x):                                                          # x: [b, s, h]
-        return dropout(x.transpose(0, 1), 0.3, seed=SEED, site=site, sample_ids=batch.sample_ids,
-                       rows=range(x.shape[1])).transpose(0, 1)
+    def drop(site, x):  # x: [b, s, h]
+        return dropout(
+            x.transpose(0, 1),
+            0.3,
+            seed=SEED,
+            site=site,
+            sample_ids=batch.sample_ids,
+            rows=range(x.shape[1]),
+        ).transpose(0, 1)
 
-    assert_equal_runs(run_gpt(config, weights, batch, seed=SEED, **layout),
-                      oracle(config, weights, batch, drop=drop))
+    assert_equal_runs(
+        run_gpt(config, weights, batch, seed=SEED, **layout),
+        oracle(config, weights, batch, drop=drop),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
@@ -43,8 +53,12 @@ def test_attention_dropout_is_the_same_in_every_layout(layout):
     assert not torch.allclose(whole.double(), without, atol=1e-2)
 
 
-@pytest.mark.parametrize("p", [dict(hidden_dropout=0.3), dict(attention_dropout=0.3)], ids=str)
-def test_a_sample_keeps_its_masks_in_any_micro_batch_and_loses_them_with_another_seed(p):
+@pytest.mark.parametrize(
+    "p", [dict(hidden_dropout=0.3), dict(attention_dropout=0.3)], ids=str
+)
+def test_a_sample_keeps_its_masks_in_any_micro_batch_and_loses_them_with_another_seed(
+    p,
+):
     config = dropping(**p)
     weights, batch = logical_weights(config, seed=1), make_batch(config)
     _, together, _ = run_gpt(config, weights, batch, seed=SEED)
@@ -58,5 +72,9 @@ def test_evaluation_drops_nothing():
     config = dropping(hidden_dropout=0.3, attention_dropout=0.3)
     weights, batch = logical_weights(config, seed=1), make_batch(config, training=False)
     _, logits, _ = run_gpt(config, weights, batch)
-    torch.testing.assert_close(logits.double(), plain_gpt(weights, config, batch.tokens, batch.position_ids),
-                               rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits.double(),
+        plain_gpt(weights, config, batch.tokens, batch.position_ids),
+        rtol=1e-5,
+        atol=1e-5,
+    )

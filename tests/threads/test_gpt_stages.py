@@ -27,10 +27,10 @@ def test_stages_in_a_row_equal_the_whole_model(style, cuts):
     result = gpt_loss(x, batch, tp=tp, vocab_size=config.vocab_size)
     result.objective.backward()
     for p in (p for stage in stages for p in stage.parameters()):
-        found[p.spec.name] = found.get(p.spec.name, 0) + p.grad[:p.spec.shape[0]]
+        found[p.spec.name] = found.get(p.spec.name, 0) + p.grad[: p.spec.shape[0]]
     assert result.objective.item() == loss.objective.item()
     assert set(found) == set(grads)
-    for name in grads:                                 # a tied weight sums its two gradients in another order
+    for name in grads:  # a tied weight sums its two gradients in another order
         torch.testing.assert_close(found[name], grads[name], rtol=1e-5, atol=1e-7)
 
 
@@ -54,8 +54,8 @@ def test_gradients_reach_main_grad_as_often_as_count_uses_says(style, recompute)
     model = make_model(config, solo("tp"), weights, recompute_granularity=recompute)
     ready = {p: 0 for p in model.parameters()}
 
-    def accumulate(p):                           # what the gradient buckets do for parameters autograd serves
-        if p.grad is not None:                          # None: the layer has added its gradient itself
+    def accumulate(p):  # what the gradient buckets do for parameters autograd serves
+        if p.grad is not None:  # None: the layer has added its gradient itself
             p.main_grad += p.grad
             p.grad = None
             p.grad_ready()
@@ -64,10 +64,16 @@ def test_gradients_reach_main_grad_as_often_as_count_uses_says(style, recompute)
         p.main_grad = torch.zeros_like(p)
         p.grad_ready = lambda p=p: ready.__setitem__(p, ready[p] + 1)
         p.register_post_accumulate_grad_hook(accumulate)
-    gpt_loss(run_layers(model, None, batch), batch, tp=solo("tp"),
-             vocab_size=config.vocab_size).objective.backward()
+    gpt_loss(
+        run_layers(model, None, batch),
+        batch,
+        tp=solo("tp"),
+        vocab_size=config.vocab_size,
+    ).objective.backward()
     assert ready == count_uses(model)
     assert max(ready.values()) == (2 if style == "gpt2" else 1)
     for p in ready:
-        torch.testing.assert_close(p.main_grad[:p.spec.shape[0]], grads[p.spec.name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            p.main_grad[: p.spec.shape[0]], grads[p.spec.name], rtol=1e-5, atol=1e-7
+        )
         assert p.grad is None

@@ -28,7 +28,9 @@ def test_a_gpu_that_computes_something_else_is_found():
     """A run with other dropout; one that skips no step."""
     here = train(CASES["gpt2"], CPU)
     with pytest.raises(AssertionError, match="loss"):
-        check(CASES["gpt2"], train(CASES["gpt2"], CPU, ("--hidden-dropout", "0.2")), here)
+        check(
+            CASES["gpt2"], train(CASES["gpt2"], CPU, ("--hidden-dropout", "0.2")), here
+        )
     with pytest.raises(AssertionError):
         check(CASES["loss scaling"], train(CASES["gpt2"], CPU), here)
 

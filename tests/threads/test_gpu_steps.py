@@ -26,7 +26,13 @@ from tests.harness.fake_nccl import FakeNccl, FakeWork
 from tests.harness.stream_order import place
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
-from tools.layout_comparison import difference, merge, parse_layout, random_samples, train_layout
+from tools.layout_comparison import (
+    difference,
+    merge,
+    parse_layout,
+    random_samples,
+    train_layout,
+)
 
 STEPS, LAYERS, BATCH = 2, 3, 4
 THE_WAIT = "training/step.py"
@@ -47,20 +53,42 @@ class Run:
 
     def waits(self) -> list[Counter]:
         """Of each rank, how often the host waited in training steps, by place."""
-        return [Counter(wait for wait in order.waits if "init.py" not in wait and "a test" not in wait
-                        and "keep_gathered.py" not in wait)
-                for order in self.orders]
+        return [
+            Counter(
+                wait
+                for wait in order.waits
+                if "init.py" not in wait
+                and "a test" not in wait
+                and "keep_gathered.py" not in wait
+            )
+            for order in self.orders
+        ]
 
 
-def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] = ()) -> Run:
+def train(
+    layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] = ()
+) -> Run:
     request = parse_layout(layout, mbs="1")
-    config = parse([*tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS), "--kernels", "torch",
-                    *request.flags, *more], world_size=request.world_size)
+    config = parse(
+        [
+            *tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS),
+            "--kernels",
+            "torch",
+            *request.flags,
+            *more,
+        ],
+        world_size=request.world_size,
+    )
     samples, orders = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1), {}
 
     def main(rank, world):
         if device == "cpu":
-            mesh = Mesh(config.grid(request.world_size), rank, world.connect, torch.device("cpu"))
+            mesh = Mesh(
+                config.grid(request.world_size),
+                rank,
+                world.connect,
+                torch.device("cpu"),
+            )
             return train_layout(config, mesh, STEPS, samples)
 
         def connect(axes, groups, rank):
@@ -69,42 +97,72 @@ def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] =
 
         with FakeGpu() as gpu:
             orders[rank] = gpu.order
-            mesh = Mesh(config.grid(request.world_size), rank, connect, torch.device("cuda", 0))
+            mesh = Mesh(
+                config.grid(request.world_size), rank, connect, torch.device("cuda", 0)
+            )
             return train_layout(config, mesh, STEPS, samples)
 
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(fake_cuda())
-            stack.enter_context(kernel_table.selected("torch"))     # as it was, at the end
+            stack.enter_context(kernel_table.selected("torch"))  # as it was, at the end
         merged = merge(run_ranks(request.world_size, main))
     return Run(merged, config.model, [orders[rank] for rank in sorted(orders)])
 
 
-WINDOW, DOCUMENTS = ("--window-size", "5,0"), ("--reset-position-ids", "--reset-attention-mask")
+WINDOW, DOCUMENTS = (
+    ("--window-size", "5,0"),
+    ("--reset-position-ids", "--reset-attention-mask"),
+)
 ALIBI, MUON = ("--position-embedding-type", "alibi"), ("--optimizer", "muon")
-CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,comm=fp16", "fp32", 1),
-         ("zero=3,dp=2", "bf16", 1), ("zero=3,dp=4,hpz=2", "fp32", 1),
-         ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
-         ("zero=1,offload=cpu", "bf16", None), ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
-         ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
-         ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1),
-         ("cp=3", "bf16", 1), ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
-         ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS), ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
-         ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS), ("cp=2", "fp32", 1, ALIBI),
-         ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS), ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
-         ("tp=2,sp=1,tiles=3", "bf16", 1), ("zero=2,dp=2,tp=2", "fp32", 1, MUON)]
+CASES = [
+    ("zero=0,dp=2", "fp32", 1),
+    ("zero=1,dp=2", "fp16", 1),
+    ("zero=2,dp=2,comm=fp16", "fp32", 1),
+    ("zero=3,dp=2", "bf16", 1),
+    ("zero=3,dp=4,hpz=2", "fp32", 1),
+    ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
+    ("zero=1,offload=cpu", "bf16", None),
+    ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
+    ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
+    ("pp=2", "fp32", 1),
+    ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1),
+    ("tp=2,sp=1", "fp32", 1),
+    ("cp=3", "bf16", 1),
+    ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
+    ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS),
+    ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
+    ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS),
+    ("cp=2", "fp32", 1, ALIBI),
+    ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS),
+    ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
+    ("tp=2,sp=1,tiles=3", "bf16", 1),
+    ("zero=2,dp=2,tp=2", "fp32", 1, MUON),
+]
 NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
 
 
-@pytest.mark.parametrize("layout, dtype, waits, more", [(*case, ())[:4] for case in CASES], ids=NAMES)
-def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(layout, dtype, waits, more):
-    on_gpu, on_cpu = train(layout, "cuda", dtype, more), train(layout, "cpu", dtype, more)
+@pytest.mark.parametrize(
+    "layout, dtype, waits, more", [(*case, ())[:4] for case in CASES], ids=NAMES
+)
+def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
+    layout, dtype, waits, more
+):
+    on_gpu, on_cpu = (
+        train(layout, "cuda", dtype, more),
+        train(layout, "cpu", dtype, more),
+    )
     assert not on_gpu.problems
-    found, limit = difference(on_gpu.merged, on_cpu.merged, on_cpu.model), TOLERANCE[dtype]
+    found, limit = (
+        difference(on_gpu.merged, on_cpu.merged, on_cpu.model),
+        TOLERANCE[dtype],
+    )
     assert found.loss <= limit.loss and found.grad_norm <= limit.grad_norm, found
     if waits is not None:
         for of_rank in on_gpu.waits():
-            assert of_rank.total() == waits * STEPS and all(THE_WAIT in place for place in of_rank), of_rank
+            assert of_rank.total() == waits * STEPS and all(
+                THE_WAIT in place for place in of_rank
+            ), of_rank
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,tp=2,comm_type=all_gather"])
@@ -113,10 +171,13 @@ def test_documents_save_the_same_tiles_on_a_gpu_as_on_a_cpu(layout, monkeypatch)
     monkeypatch.setattr(attention_tiles, "ROWS", 3)
     found, tiles = {"cuda": set(), "cpu": set()}, Seen.tiles
     for device, of_device in found.items():
+
         def recorded(seen, *arguments, of_device=of_device):
             made = [*tiles(seen, *arguments)]
-            of_device.update((seen.documents.boundaries, tile.queries, tile.keys, tile.is_whole)
-                             for tile in made)
+            of_device.update(
+                (seen.documents.boundaries, tile.queries, tile.keys, tile.is_whole)
+                for tile in made
+            )
             return iter(made)
 
         monkeypatch.setattr(Seen, "tiles", recorded)
@@ -152,16 +213,25 @@ FAULTS = {
     "marks": (Mark, "wait", lambda mark: None),
     "side streams": (SideStream, "behind_current", SideStream.apart),
     "weights": (Arrivals, "wait", lambda arrivals, layer: None),
-    "the host": (Mark, "synchronize", lambda mark: None)}
+    "the host": (Mark, "synchronize", lambda mark: None),
+}
 # Not every wait is needed in every layout: the next collective of a group may order a stream as well.
-FAULTY = [("collectives and messages", "zero=1,dp=2", "bf16"), ("collectives and messages", "pp=2", "fp32"),
-          ("collectives and messages", "zero=2,dp=2,comm=fp16", "fp32"),
-          ("collectives and messages", "zero=3,dp=2", "fp32"), ("marks", "zero=2,dp=2,comm=fp16", "fp32"),
-          ("marks", "zero=1,dp=2,pp=2", "fp32"), ("marks", "zero=3,offload_param=cpu", "bf16"),
-          ("side streams", "zero=1,dp=2", "fp32"), ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
-          ("weights", "zero=1,dp=2", "bf16"), ("weights", "zero=2,dp=2,pp=2", "fp32"),
-          ("the host", "zero=1,offload=cpu", "bf16"), ("blocks of a ring", "cp=3", "fp32"),
-          ("collectives and messages", "cp=2,comm_type=all_gather", "fp32")]
+FAULTY = [
+    ("collectives and messages", "zero=1,dp=2", "bf16"),
+    ("collectives and messages", "pp=2", "fp32"),
+    ("collectives and messages", "zero=2,dp=2,comm=fp16", "fp32"),
+    ("collectives and messages", "zero=3,dp=2", "fp32"),
+    ("marks", "zero=2,dp=2,comm=fp16", "fp32"),
+    ("marks", "zero=1,dp=2,pp=2", "fp32"),
+    ("marks", "zero=3,offload_param=cpu", "bf16"),
+    ("side streams", "zero=1,dp=2", "fp32"),
+    ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
+    ("weights", "zero=1,dp=2", "bf16"),
+    ("weights", "zero=2,dp=2,pp=2", "fp32"),
+    ("the host", "zero=1,offload=cpu", "bf16"),
+    ("blocks of a ring", "cp=3", "fp32"),
+    ("collectives and messages", "cp=2,comm_type=all_gather", "fp32"),
+]
 
 
 @pytest.mark.parametrize("fault, layout, dtype", FAULTY)
@@ -170,19 +240,31 @@ def test_a_wait_that_is_left_out_is_found(fault, layout, dtype):
         assert train(layout, "cuda", dtype).problems
 
 
-@pytest.mark.parametrize("layout", ["zero=0,dp=2", "zero=2,dp=2,comm=fp16", "zero=3,dp=2",
-                                    "zero=3,offload=cpu,offload_param=cpu"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero=0,dp=2",
+        "zero=2,dp=2,comm=fp16",
+        "zero=3,dp=2",
+        "zero=3,offload=cpu,offload_param=cpu",
+    ],
+)
 def test_reductions_gathers_and_copies_run_beside_the_model(layout):
     """Casts and additions of reductions, gathers and copies are not on the stream of the model."""
     [order, *_] = train(layout, "cuda").orders
     kinds = {what for stream, what in order.launches if stream != DEFAULT}
-    wanted = {"zero=0,dp=2": {"all-reduce"}, "zero=2,dp=2,comm=fp16": {"reduce-scatter", "aten.add_"},
-              "zero=3,dp=2": {"all-gather", "reduce-scatter"},
-              "zero=3,offload=cpu,offload_param=cpu": {"copy"}}
+    wanted = {
+        "zero=0,dp=2": {"all-reduce"},
+        "zero=2,dp=2,comm=fp16": {"reduce-scatter", "aten.add_"},
+        "zero=3,dp=2": {"all-gather", "reduce-scatter"},
+        "zero=3,offload=cpu,offload_param=cpu": {"copy"},
+    }
     assert kinds >= wanted[layout], kinds
 
 
-@pytest.mark.parametrize("layout", ["zero=1,dp=2,bucket=4096", "zero=2,dp=2,pp=2,bucket=4096"])
+@pytest.mark.parametrize(
+    "layout", ["zero=1,dp=2,bucket=4096", "zero=2,dp=2,pp=2,bucket=4096"]
+)
 def test_the_first_layers_begin_while_weights_of_the_last_are_gathered(layout):
     """Between the waits for gathers of weights there are products, and no gather begins: all have begun."""
     wait = FakeWork.wait
@@ -197,7 +279,7 @@ def test_the_first_layers_begin_while_weights_of_the_last_are_gathered(layout):
     assert not run.problems
     for order in run.orders:
         names = [what for _, what in order.launches]
-        second_step = names[names.index("wait for weights"):]
-        second_step = second_step[:second_step.index("all-gather")]
+        second_step = names[names.index("wait for weights") :]
+        second_step = second_step[: second_step.index("all-gather")]
         last = len(second_step) - second_step[::-1].index("wait for weights")
         assert "aten.addmm" in second_step[:last], second_step[:last]

@@ -29,7 +29,9 @@ class LoopedMoE(MoE):
         x = hidden_states.flatten(0, -2)
         scores = (x.float() @ self.deepspeed_moe.gate.wg.weight.float().t()).softmax(1)
         best = scores.topk(2, dim=1)
-        shares = torch.zeros_like(scores).scatter(1, best.indices, best.values / best.values.sum(1, True))
+        shares = torch.zeros_like(scores).scatter(
+            1, best.indices, best.values / best.values.sum(1, True)
+        )
         made = [expert(x)[0] for expert in self.deepspeed_moe.experts.deepspeed_experts]
         out = sum(share[:, None] * y for share, y in zip(shares.t(), made))
         first = nn.functional.one_hot(best.indices[:, 0], EXPERTS).float()
@@ -73,14 +75,21 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.first(x.to(self.first.bias.dtype))
-        made = (checkpoint(self.moe, x, use_reentrant=False) if self.recompute else self.moe(x))
+        made = (
+            checkpoint(self.moe, x, use_reentrant=False)
+            if self.recompute
+            else self.moe(x)
+        )
         self.counts = made[2]
         return self.head(x + made[0]).square().mean() + AUX * made[1]
 
 
 def batches(ranks, rank=None):
     generator = torch.Generator().manual_seed(8)
-    data = [torch.randn(ranks, 3, TOKENS // 3, WIDTH, generator=generator) for _ in range(STEPS)]
+    data = [
+        torch.randn(ranks, 3, TOKENS // 3, WIDTH, generator=generator)
+        for _ in range(STEPS)
+    ]
     return [list(x) if rank is None else [x[rank]] for x in data]
 
 
@@ -91,12 +100,16 @@ def config(stage, **more):
 def on_ranks(main, stage, ep, grid=None, configuration=None, **options):
     """main(engine, rank) on each rank, with experts divided over ep ranks."""
     grid = grid or Grid(dp=RANKS)
-    nets = [Net(MoE, ep_size=ep, **options).number(rank % ep) for rank in range(grid.world_size)]
+    nets = [
+        Net(MoE, ep_size=ep, **options).number(rank % ep)
+        for rank in range(grid.world_size)
+    ]
 
     def run(rank, world):
         mesh = Mesh(grid, rank, world.connect)
-        engine = megatron_ds.initialize(model=nets[rank], config=configuration or config(stage),
-                                        mpu=mesh).engine
+        engine = megatron_ds.initialize(
+            model=nets[rank], config=configuration or config(stage), mpu=mesh
+        ).engine
         return main(engine, rank)
 
     return run_ranks(grid.world_size, run)
@@ -105,7 +118,9 @@ def on_ranks(main, stage, ep, grid=None, configuration=None, **options):
 def train(engine, rank, steps=slice(None)):
     """(gradient norms, this rank's counts of choices)."""
     norms, counts = [], []
-    for microbatches in batches(RANKS, rank if engine.gradient_accumulation_steps() == 1 else None)[steps]:
+    for microbatches in batches(
+        RANKS, rank if engine.gradient_accumulation_steps() == 1 else None
+    )[steps]:
         for x in microbatches:
             engine.backward(engine(x))
             counts.append(engine.module.counts)
@@ -116,24 +131,44 @@ def train(engine, rank, steps=slice(None)):
 
 def one_process(**options):
     """Losses, norms and state of one rank that computes the micro-batches of all ranks in turn."""
-    accumulates = config(0, gradient_accumulation_steps=RANKS, **options.pop("more", {}))
-    return on_ranks(lambda engine, rank: (train(engine, rank), engine.full_state_dict()), 0, 1, Grid(),
-                    accumulates, **options)[0]
+    accumulates = config(
+        0, gradient_accumulation_steps=RANKS, **options.pop("more", {})
+    )
+    return on_ranks(
+        lambda engine, rank: (train(engine, rank), engine.full_state_dict()),
+        0,
+        1,
+        Grid(),
+        accumulates,
+        **options,
+    )[0]
 
 
 def assert_same(found, expected, rtol=1e-5, atol=1e-6):
     """States of other orders of summation."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value,
+            expected[name],
+            rtol=rtol,
+            atol=atol,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 # ---------------------------------------------------------------------------------------- over several ranks
 def looped_training():
     plain = Net(LoopedMoE, **DROPLESS).number(0)
-    norms = train_plainly(plain, lambda module, x: module(x), batches(RANKS), lr=0.01, eps=EPS, clip=0.5,
-                          weight_decay=0.1)
+    norms = train_plainly(
+        plain,
+        lambda module, x: module(x),
+        batches(RANKS),
+        lr=0.01,
+        eps=EPS,
+        clip=0.5,
+        weight_decay=0.1,
+    )
     assert min(norms) > 0.5, "clipping is in force"
     return norms, plain.state_dict()
 
@@ -145,8 +180,12 @@ looped = pytest.fixture(scope="module", name="looped")(looped_training)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_divided_experts_train_as_a_loop_over_all_of_them(stage, ep, looped):
     norms, expected = looped
-    results = on_ranks(lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()), stage, ep,
-                       **DROPLESS)
+    results = on_ranks(
+        lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()),
+        stage,
+        ep,
+        **DROPLESS,
+    )
     for found, _ in results:
         assert found == pytest.approx(norms, rel=1e-5)
     assert_same(results[0][1], expected)
@@ -154,8 +193,13 @@ def test_divided_experts_train_as_a_loop_over_all_of_them(stage, ep, looped):
 
 def test_the_expert_parallel_ranks_may_be_those_of_the_mesh(looped):
     norms, expected = looped
-    results = on_ranks(lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()), 1, 2,
-                       Grid(dp=RANKS, ep=2), **DROPLESS)
+    results = on_ranks(
+        lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()),
+        1,
+        2,
+        Grid(dp=RANKS, ep=2),
+        **DROPLESS,
+    )
     assert results[0][0] == pytest.approx(norms, rel=1e-5)
     assert_same(results[0][1], expected)
 
@@ -163,6 +207,7 @@ def test_the_expert_parallel_ranks_may_be_those_of_the_mesh(looped):
 def test_tensor_parallel_ranks_compute_the_same():
     """Data-parallel ranks 0 1 of two tensor-parallel ranks each: global ranks (0, 2) and (1, 3) divide the
     experts."""
+
     def main(engine, rank):
         for [x] in batches(2, rank // 2):
             engine.backward(engine(x))
@@ -181,34 +226,59 @@ def test_tensor_parallel_ranks_compute_the_same():
 
     def run(rank, world):
         mesh = Mesh(grid, rank, world.connect)
-        return main(megatron_ds.initialize(model=nets[rank], config=config(1), mpu=mesh).engine, rank)
+        return main(
+            megatron_ds.initialize(model=nets[rank], config=config(1), mpu=mesh).engine,
+            rank,
+        )
 
     twice = config(0, gradient_accumulation_steps=2, train_batch_size=2)
     expected = on_ranks(alone, 0, 1, Grid(), twice, k=2)
     assert_same(run_ranks(4, run)[0], expected[0])
 
 
-@pytest.mark.parametrize("stage, ep, options", [
-    (0, 2, dict(k=1, capacity_factor=0.75, min_capacity=0)),                      # random selection
-    (3, 4, dict(k=1, noisy_gate_policy="RSample", use_residual=True)),
-    (1, 4, dict(k=2, capacity_factor=0.7, min_capacity=1, noisy_gate_policy="Jitter")),
-    (2, 2, dict(k=3, capacity_factor=0.8, min_capacity=1, recompute=True)),
-])
-def test_drops_and_noise_are_those_of_one_process_with_the_same_calls(stage, ep, options):
+@pytest.mark.parametrize(
+    "stage, ep, options",
+    [
+        (0, 2, dict(k=1, capacity_factor=0.75, min_capacity=0)),  # random selection
+        (3, 4, dict(k=1, noisy_gate_policy="RSample", use_residual=True)),
+        (
+            1,
+            4,
+            dict(k=2, capacity_factor=0.7, min_capacity=1, noisy_gate_policy="Jitter"),
+        ),
+        (2, 2, dict(k=3, capacity_factor=0.8, min_capacity=1, recompute=True)),
+    ],
+)
+def test_drops_and_noise_are_those_of_one_process_with_the_same_calls(
+    stage, ep, options
+):
     (norms, counts), expected = one_process(**options)
-    results = on_ranks(lambda engine, rank: (train(engine, rank), engine.full_state_dict()), stage, ep,
-                       **options)
+    results = on_ranks(
+        lambda engine, rank: (train(engine, rank), engine.full_state_dict()),
+        stage,
+        ep,
+        **options,
+    )
     for rank, ((found, found_counts), _) in enumerate(results):
         assert found == pytest.approx(norms, rel=1e-5)
-        assert all(torch.equal(a, b) for a, b in zip(found_counts, counts[rank::RANKS], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(found_counts, counts[rank::RANKS], strict=True)
+        )
     assert_same(results[0][1], expected)
 
 
 def test_bf16_trains_as_one_process_within_its_rounding():
     more = {"bf16": {"enabled": True}}
     (norms, _), expected = one_process(more=more, k=2)
-    found, state = on_ranks(lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()), 2, 2,
-                            None, config(2, **more), k=2)[0]
+    found, state = on_ranks(
+        lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()),
+        2,
+        2,
+        None,
+        config(2, **more),
+        k=2,
+    )[0]
     # The products of 9 and of 36 tokens are rounded to 8 bits at other places of a sum.
     assert found == pytest.approx(norms, rel=0.02)
     assert_same(state, expected, rtol=0.01, atol=0.01)
@@ -231,22 +301,30 @@ def test_a_checkpoint_has_every_expert_once_and_loads_at_any_ep(stage, ep, tmp_p
     loaded, more_norms = on_ranks(load, stage, ep, **options)[0]
     assert state.keys() == loaded.keys() == Net(MoE, **options).state_dict().keys()
     assert all(torch.equal(value, loaded[name]) for name, value in state.items())
-    numbers = [state[f"moe.deepspeed_moe.experts.deepspeed_experts.{e}.number"] for e in range(EXPERTS)]
+    numbers = [
+        state[f"moe.deepspeed_moe.experts.deepspeed_experts.{e}.number"]
+        for e in range(EXPERTS)
+    ]
     assert [n[0].item() for n in numbers] == list(range(EXPERTS))
     assert more_norms == pytest.approx(norms, rel=1e-5)
 
 
 def test_a_recomputed_layer_has_the_same_gradients():
     """Random selection and noise of the second forward are those of the first."""
+
     def gradients(engine, rank):
         engine.backward(engine(batches(1)[0][0]))
         engine.step()
         return engine.full_state_dict()
 
-    options = dict(k=1, capacity_factor=0.5, min_capacity=0, noisy_gate_policy="RSample")
+    options = dict(
+        k=1, capacity_factor=0.5, min_capacity=0, noisy_gate_policy="RSample"
+    )
     one = config(0, train_batch_size=1)
-    states = [on_ranks(gradients, 0, 1, Grid(), one, recompute=recompute, **options)[0]
-              for recompute in (False, True)]
+    states = [
+        on_ranks(gradients, 0, 1, Grid(), one, recompute=recompute, **options)[0]
+        for recompute in (False, True)
+    ]
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
@@ -261,10 +339,23 @@ def test_a_copy_of_the_module_computes_over_the_same_ranks():
 
 
 # ------------------------------------------------------------------------------------------------- refusals
-@pytest.mark.parametrize("ranks, ep, grid, match", [
-    (2, 4, {}, r"ep_size=4, but there are 2 data-parallel ranks.*not the number of experts.*ep_size 1, 2\."),
-    (4, 2, {"ep": 4}, r"ep_size=2, but the mpu has expert-parallel groups of 4 ranks. Use ep_size 4 or 1"),
-])
+@pytest.mark.parametrize(
+    "ranks, ep, grid, match",
+    [
+        (
+            2,
+            4,
+            {},
+            r"ep_size=4, but there are 2 data-parallel ranks.*not the number of experts.*ep_size 1, 2\.",
+        ),
+        (
+            4,
+            2,
+            {"ep": 4},
+            r"ep_size=2, but the mpu has expert-parallel groups of 4 ranks. Use ep_size 4 or 1",
+        ),
+    ],
+)
 def test_ep_sizes_that_the_ranks_do_not_allow_are_refused(ranks, ep, grid, match):
     nets = [Net(MoE, ep_size=ep) for _ in range(ranks)]
 
@@ -284,9 +375,14 @@ def test_layers_of_different_ep_sizes_are_refused_and_undivided_ones_allowed():
 
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)
-        with pytest.raises(ConfigError, match=r"different ep_size: \{2: '0', 4: '1'\}.*one expert-parallel"):
+        with pytest.raises(
+            ConfigError,
+            match=r"different ep_size: \{2: '0', 4: '1'\}.*one expert-parallel",
+        ):
             megatron_ds.initialize(model=wrong[rank], config=config(0), mpu=mesh)
-        engine = megatron_ds.initialize(model=right[rank], config=config(0), mpu=mesh).engine
+        engine = megatron_ds.initialize(
+            model=right[rank], config=config(0), mpu=mesh
+        ).engine
         x = torch.ones(4, WIDTH)
         engine.backward(sum(layer(x)[0].sum() for layer in engine.module))
         engine.step()
@@ -300,7 +396,9 @@ def test_expert_tensor_parallelism_is_refused_with_tensor_parallel_ranks():
 
     def run(rank, world):
         mesh = Mesh(Grid(tp=2), rank, world.connect)
-        with pytest.raises(ConfigError, match="with 2 tensor-parallel ranks is not supported"):
+        with pytest.raises(
+            ConfigError, match="with 2 tensor-parallel ranks is not supported"
+        ):
             megatron_ds.initialize(model=nets[rank], config=config(0), mpu=mesh)
 
     run_ranks(2, run)
@@ -309,18 +407,35 @@ def test_expert_tensor_parallelism_is_refused_with_tensor_parallel_ranks():
 def test_wrong_arguments_are_refused():
     expert = nn.Linear(WIDTH, WIDTH)
     for wrong, match in (
-            (dict(num_experts=4, ep_size=3), "num_experts=4 and ep_size=3.*use ep_size 1, 2, 4"),
-            (dict(num_experts=2, k=3), "k=3 experts for a token, of num_experts=2.*from 1 to 2"),
-            (dict(num_experts=0), "num_experts=0"),
-            (dict(noisy_gate_policy="jitter"), "'jitter' of an MoE layer is unknown.*'Jitter', 'RSample'")):
+        (
+            dict(num_experts=4, ep_size=3),
+            "num_experts=4 and ep_size=3.*use ep_size 1, 2, 4",
+        ),
+        (
+            dict(num_experts=2, k=3),
+            "k=3 experts for a token, of num_experts=2.*from 1 to 2",
+        ),
+        (dict(num_experts=0), "num_experts=0"),
+        (
+            dict(noisy_gate_policy="jitter"),
+            "'jitter' of an MoE layer is unknown.*'Jitter', 'RSample'",
+        ),
+    ):
         with pytest.raises(ConfigError, match=match):
             MoE(WIDTH, expert, **wrong)
     x = torch.zeros(2, 3, WIDTH)
-    with pytest.raises(ConfigError, match="ep_size=2 is called on 1 rank: it holds 1 of 2.*initialize first"):
+    with pytest.raises(
+        ConfigError,
+        match="ep_size=2 is called on 1 rank: it holds 1 of 2.*initialize first",
+    ):
         MoE(WIDTH, expert, 2, 2)(x)
-    with pytest.raises(ConfigError, match=r"used_token has 5 elements, but .* \[2, 3, 6\] holds 6"):
+    with pytest.raises(
+        ConfigError, match=r"used_token has 5 elements, but .* \[2, 3, 6\] holds 6"
+    ):
         MoE(WIDTH, expert)(x, torch.ones(5))
-    with pytest.raises(ConfigError, match=r"returned \[6, 2\] for an input of \[6, 6\]"):
+    with pytest.raises(
+        ConfigError, match=r"returned \[6, 2\] for an input of \[6, 6\]"
+    ):
         MoE(WIDTH, nn.Linear(WIDTH, 2))(x)
 
 
@@ -336,7 +451,9 @@ def test_experts_that_cannot_be_copied_are_refused():
 
     def run(rank, world):
         megatron_ds.zero.Init(experts[rank], mpu=Mesh(Grid(dp=2), rank, world.connect))
-        with pytest.raises(ConfigError, match="made under zero.Init.*outside of zero.Init"):
+        with pytest.raises(
+            ConfigError, match="made under zero.Init.*outside of zero.Init"
+        ):
             MoE(WIDTH, experts[rank])
 
     run_ranks(2, run)

@@ -26,6 +26,10 @@ def test_what_is_accepted_trains_like_one_process(seed):
 
 def test_a_sink_without_a_weight_is_on_the_device_of_the_queries():
     """ZeRO 3 builds a model on the meta device."""
-    job = [*tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS), "--softmax-type", "off-by-one"]
+    job = [
+        *tiny_job("gpt2", "fp32", False, 0.0, 2, BATCH, STEPS),
+        "--softmax-type",
+        "off-by-one",
+    ]
     difference, _ = stray(job, "dp=2,zero=3", STEPS)
     assert difference.is_within(WITHIN), difference

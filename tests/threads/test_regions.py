@@ -14,11 +14,15 @@ RANKS = 3
 
 def drawn(*shape, seed=3):
     """Small integers: sums are exact in any order, so equality is to the last bit."""
-    return torch.randint(-5, 6, shape, generator=torch.Generator().manual_seed(seed)).double()
+    return torch.randint(
+        -5, 6, shape, generator=torch.Generator().manual_seed(seed)
+    ).double()
 
 
 def on_ranks(function, count=RANKS):
-    return run_ranks(count, lambda rank, world: function(rank, world.group("tp", range(count), rank)))
+    return run_ranks(
+        count, lambda rank, world: function(rank, world.group("tp", range(count), rank))
+    )
 
 
 def leaf(x):
@@ -45,7 +49,7 @@ def test_reduce_region_sums_and_passes_the_gradient_on():
         mine = leaf(parts[rank])
         out = regions.reduce_from_region(mine, group)
         (out * weight).sum().backward()
-        assert torch.equal(mine.detach(), parts[rank])                   # the input is not overwritten
+        assert torch.equal(mine.detach(), parts[rank])  # the input is not overwritten
         return out.detach(), mine.grad
 
     for out, grad in on_ranks(leave):
@@ -70,14 +74,22 @@ def test_scatter_then_gather_is_the_identity_in_both_directions(dim):
 
 def test_column_then_row_linear_through_sequence_regions_equals_one_process():
     """The use of Korthikanti et al.: gather, column-parallel, row-parallel, reduce-scatter."""
-    x, w1, w2, weight = drawn(6, 2, 4), drawn(9, 4, seed=4), drawn(5, 9, seed=5), drawn(6, 2, 5, seed=6)
+    x, w1, w2, weight = (
+        drawn(6, 2, 4),
+        drawn(9, 4, seed=4),
+        drawn(5, 9, seed=5),
+        drawn(6, 2, 5, seed=6),
+    )
     whole = [leaf(t) for t in (x, w1, w2)]
     expected = whole[0] @ whole[1].t() @ whole[2].t()
     (expected * weight).sum().backward()
 
     def block(rank, group):
-        x_slice, w1_rows, w2_columns = (leaf(x.chunk(RANKS)[rank]), leaf(w1.chunk(RANKS)[rank]),
-                                        leaf(w2.chunk(RANKS, 1)[rank]))
+        x_slice, w1_rows, w2_columns = (
+            leaf(x.chunk(RANKS)[rank]),
+            leaf(w1.chunk(RANKS)[rank]),
+            leaf(w2.chunk(RANKS, 1)[rank]),
+        )
         hidden = regions.gather_from_sequence_region(x_slice, group) @ w1_rows.t()
         out = regions.reduce_scatter_to_sequence_region(hidden @ w2_columns.t(), group)
         (out * weight.chunk(RANKS)[rank]).sum().backward()
@@ -86,7 +98,9 @@ def test_column_then_row_linear_through_sequence_regions_equals_one_process():
     out, dx, dw1, dw2 = zip(*on_ranks(block))
     assert torch.equal(torch.cat(out), expected.detach())
     assert torch.equal(torch.cat(dx), whole[0].grad)
-    assert torch.equal(torch.cat(dw1), whole[1].grad) and torch.equal(torch.cat(dw2, dim=1), whole[2].grad)
+    assert torch.equal(torch.cat(dw1), whole[1].grad) and torch.equal(
+        torch.cat(dw2, dim=1), whole[2].grad
+    )
 
 
 def test_gathering_the_sequence_for_the_same_work_on_all_ranks_splits_the_gradient():
@@ -117,12 +131,22 @@ def test_gradients_that_are_not_contiguous_are_summed_right():
 
 def test_a_sequence_that_does_not_divide_is_refused():
     with pytest.raises(LayoutError, match=r"\[7, 2\]"):
-        on_ranks(lambda rank, group: regions.reduce_scatter_to_sequence_region(drawn(7, 2), group))
+        on_ranks(
+            lambda rank, group: regions.reduce_scatter_to_sequence_region(
+                drawn(7, 2), group
+            )
+        )
 
 
 def test_a_group_of_one_passes_everything_through():
     x, group = drawn(7, 2), solo()
-    for region in (regions.copy_to_region, regions.reduce_from_region, regions.scatter_to_region,
-                   regions.gather_from_region, regions.scatter_to_sequence_region,
-                   regions.gather_from_sequence_region, regions.reduce_scatter_to_sequence_region):
+    for region in (
+        regions.copy_to_region,
+        regions.reduce_from_region,
+        regions.scatter_to_region,
+        regions.gather_from_region,
+        regions.scatter_to_sequence_region,
+        regions.gather_from_sequence_region,
+        regions.reduce_scatter_to_sequence_region,
+    ):
         assert region(x, group) is x

@@ -39,32 +39,39 @@ BATCH, STEPS = 4, 4
 def test_buckets_of_any_size_are_mapped_as_an_all_gather_would_lay_them(seed):
     draw = random.Random(seed)
     ranks, dtype = draw.choice([2, 3, 4]), draw.choice([torch.float32, torch.bfloat16])
-    items = [(f"p{i}", draw.choice([1, 60, 700, 1024, 5000, 40_000])) for i in range(draw.randint(1, 6))]
-    layout = plan_layout(items, bucket_elements=draw.choice([1, 3000, 10**6]), shards=ranks)
-    values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    items = [
+        (f"p{i}", draw.choice([1, 60, 700, 1024, 5000, 40_000]))
+        for i in range(draw.randint(1, 6))
+    ]
+    layout = plan_layout(
+        items, bucket_elements=draw.choice([1, 3000, 10**6]), shards=ranks
+    )
+    values = torch.randn(
+        layout.numel, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
     first = draw.randrange(len(layout.buckets))
     stop = draw.randint(first + 1, len(layout.buckets))
     start = layout.buckets[first].start
 
     def main(rank, world):
         group = share_memory(world.group("dp", tuple(range(ranks)), rank))
-        SharedParts(layout, group, torch.float64)           # there are others before them
+        SharedParts(layout, group, torch.float64)  # there are others before them
         parts = SharedParts(layout, group, dtype)
         barrier(group)
         mapping = parts.map(first, stop)
         results = []
-        for factor in (1, 2):                          # the owners' second values are seen, too
+        for factor in (1, 2):  # the owners' second values are seen, too
             for array, piece in zip(parts.arrays, layout.shard_pieces(rank)):
-                array.tensor.copy_(factor * values[piece.start:piece.stop])
+                array.tensor.copy_(factor * values[piece.start : piece.stop])
             barrier(group)
             mapping.populate()
             results.append(mapping.bytes.view(dtype).clone())
-            mapping.bytes.zero_()                      # nobody else sees that
+            mapping.bytes.zero_()  # nobody else sees that
             mapping.drop()
             barrier(group)
         return results
 
-    expected = values[start:layout.buckets[stop - 1].stop]
+    expected = values[start : layout.buckets[stop - 1].stop]
     for once, twice in run_ranks(ranks, main, shares_memory=True):
         assert torch.equal(once, expected) and torch.equal(twice, 2 * expected)
 
@@ -83,13 +90,17 @@ def test_dropped_pages_leave_memory_and_cannot_be_read():
         mapping = Mapping(group.memory, [Part(1, 0, nbytes)])
         mapping.populate()
         mapped = resident() - before
-        total = int(mapping.bytes.sum(dtype=torch.int64))     # its temporary of 1 GiB may stay
+        total = int(
+            mapping.bytes.sum(dtype=torch.int64)
+        )  # its temporary of 1 GiB may stay
         before = resident()
         mapping.drop()
         return mapped, before - resident(), total, protection(mapping.bytes.data_ptr())
 
     mapped, dropped, total, rights = run_ranks(2, main, shares_memory=True)[0]
-    assert mapped == pytest.approx(nbytes, rel=0.05) and dropped == pytest.approx(nbytes, rel=0.05)
+    assert mapped == pytest.approx(nbytes, rel=0.05) and dropped == pytest.approx(
+        nbytes, rel=0.05
+    )
     assert total == 2 * nbytes
     assert rights.startswith("---")
 
@@ -108,30 +119,57 @@ def protection(address: int) -> str:
 
 # ----------------------------------------------------------------------------------------- where it cannot be
 def files_here() -> list[str]:
-    gc.collect()                                        # what other tests left may hold some
-    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return [os.readlink(link) for link in links if os.path.lexists(link) and "memfd" in os.readlink(link)]
+    gc.collect()  # what other tests left may hold some
+    links = (
+        os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")
+    )
+    return [
+        os.readlink(link)
+        for link in links
+        if os.path.lexists(link) and "memfd" in os.readlink(link)
+    ]
 
 
 def share(rank, world):
-    return share_pages(rank, world.group("dp", (0, 1), rank).transport.all_gather_object) is None
+    return (
+        share_pages(rank, world.group("dp", (0, 1), rank).transport.all_gather_object)
+        is None
+    )
 
 
-@pytest.mark.parametrize("what, warns", [("hosts", False), ("no files", False), ("no rights", True),
-                                         ("no such process", True), ("another file", True)])
-def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "what, warns",
+    [
+        ("hosts", False),
+        ("no files", False),
+        ("no rights", True),
+        ("no such process", True),
+        ("another file", True),
+    ],
+)
+def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(
+    what, warns, monkeypatch, caplog
+):
     calls, files = [], files_here()
     if what == "hosts":
-        monkeypatch.setattr(host_memory, "_host", lambda: calls.append(0) or (f"host{len(calls)}", "", ""))
-    elif what == "no files":                            # on one rank
+        monkeypatch.setattr(
+            host_memory,
+            "_host",
+            lambda: calls.append(0) or (f"host{len(calls)}", "", ""),
+        )
+    elif what == "no files":  # on one rank
         make = host_memory._make_file
-        first = lambda name: calls.append(0) or (make(name) if len(calls) == 1 else None)
+        first = lambda name: (
+            calls.append(0) or (make(name) if len(calls) == 1 else None)
+        )
         monkeypatch.setattr(host_memory, "_make_file", first)
     elif what == "no rights":
         refuse = PermissionError(13, "Permission denied")
         monkeypatch.setattr(os, "readlink", _raising(refuse, os.readlink))
-    elif what == "another file":                        # under a number that was used again
-        monkeypatch.setattr(host_memory, "_make_file", lambda name: os.memfd_create("somebody-else"))
+    elif what == "another file":  # under a number that was used again
+        monkeypatch.setattr(
+            host_memory, "_make_file", lambda name: os.memfd_create("somebody-else")
+        )
     else:
         monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     host_memory.warn_of_messages.cache_clear()
@@ -139,8 +177,9 @@ def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, mo
         assert run_ranks(2, share) == [True, True]
     monkeypatch.undo()
     assert files_here() == files
-    assert (len(caplog.records) == warns and all("send tensors as messages" in r.message
-                                                 for r in caplog.records))
+    assert len(caplog.records) == warns and all(
+        "send tensors as messages" in r.message for r in caplog.records
+    )
 
 
 def _raising(error, otherwise):
@@ -148,6 +187,7 @@ def _raising(error, otherwise):
         if str(path).startswith("/proc/") and "/fd/" in str(path):
             raise error
         return otherwise(path, *args, **kwargs)
+
     return readlink
 
 
@@ -163,7 +203,7 @@ def test_memory_and_files_are_given_back_with_the_last_tensor_that_looks_at_them
         return mapping
 
     mappings = run_ranks(2, main, shares_memory=True)
-    assert len(files_here()) == len(files) + 4          # whoever looks can go on doing so
+    assert len(files_here()) == len(files) + 4  # whoever looks can go on doing so
     for mapping in mappings:
         mapping.populate()
         assert mapping.bytes.unique(return_counts=True)[1].tolist() == [60, 100]
@@ -174,8 +214,10 @@ def test_memory_and_files_are_given_back_with_the_last_tensor_that_looks_at_them
 def test_no_room_for_a_map_is_told_with_what_limits_it():
     def main(rank, world):
         group = share_memory(world.group("dp", (0, 1), rank))
-        with pytest.raises(OSError,
-                           match=r"cannot map 4503599627370496 bytes.*Cannot allocate memory.*ulimit -v"):
+        with pytest.raises(
+            OSError,
+            match=r"cannot map 4503599627370496 bytes.*Cannot allocate memory.*ulimit -v",
+        ):
             Mapping(group.memory, [Part(0, 0, 2**52)])
 
     run_ranks(2, main, shares_memory=True)
@@ -185,32 +227,59 @@ def test_no_room_for_a_map_is_told_with_what_limits_it():
 def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
     """Of each rank (losses, whole weights, bytes sent, kinds of units)."""
     request = parse_layout(layout, mbs="1")
-    config = parse([*tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), *request.flags],
-                   world_size=request.world_size)
-    grid = Grid.fit(config.world_size, tp=config.parallel.tensor_model_parallel_size,
-                    pp=config.parallel.pipeline_model_parallel_size, order=config.parallel.rank_order)
+    config = parse(
+        [*tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), *request.flags],
+        world_size=request.world_size,
+    )
+    grid = Grid.fit(
+        config.world_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+        order=config.parallel.rank_order,
+    )
     samples = random_samples(16, SEQ_LENGTH, VOCAB, seed=1)
 
     def main(rank, world):
         engine = build_engine(config, Mesh(grid, rank, world.connect))
         losses = []
         for step in range(steps):
-            batch = global_batch_share(samples, step * BATCH, BATCH, config, engine.mesh)
-            losses.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-2,
-                                     weight_decay=0.1).loss)
+            batch = global_batch_share(
+                samples, step * BATCH, BATCH, config, engine.mesh
+            )
+            losses.append(
+                train_step(
+                    engine,
+                    batch,
+                    Progress(step=step),
+                    learning_rate=1e-2,
+                    weight_decay=0.1,
+                ).loss
+            )
         sent = dict(engine.mesh.traffic.bytes)
         with engine.optimizer.gathered(next(iter(engine.stages))):
             weights = {p.spec.name: p.detach().clone() for p in engine.parameters}
-        kinds = {type(unit) for s in engine.optimizer.sets if s.plan.units for unit in s.store.units}
+        kinds = {
+            type(unit)
+            for s in engine.optimizer.sets
+            if s.plan.units
+            for unit in s.store.units
+        }
         return losses, weights, sent, kinds
 
     return run_ranks(config.world_size, main, shares_memory)
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=4,zero=3,pin=1", "dp=4,zero=3,hpz=2",
-                                    "dp=2,pp=2,zero=3,schedule=zb-h1",
-                                    "dp=2,tp=2,zero=3,recompute=full",
-                                    "dp=2,zero=3,offload=cpu,offload_param=cpu"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=3",
+        "dp=4,zero=3,pin=1",
+        "dp=4,zero=3,hpz=2",
+        "dp=2,pp=2,zero=3,schedule=zb-h1",
+        "dp=2,tp=2,zero=3,recompute=full",
+        "dp=2,zero=3,offload=cpu,offload_param=cpu",
+    ],
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
     for seen, sent in zip(train(layout, dtype, True), train(layout, dtype, False)):
@@ -219,7 +288,9 @@ def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
         assert all(torch.equal(seen[1][name], sent[1][name]) for name in sent[1])
 
 
-def test_a_rank_that_cannot_begin_tells_the_others_also_where_they_share_memory(monkeypatch):
+def test_a_rank_that_cannot_begin_tells_the_others_also_where_they_share_memory(
+    monkeypatch,
+):
     """Its disk is full before weights are laid out: all ranks tell that, and none waits for another."""
     calls, arrays = [], DiskTier.arrays
 
@@ -234,7 +305,9 @@ def test_a_rank_that_cannot_begin_tells_the_others_also_where_they_share_memory(
         train(f"dp=2,zero=3,offload=nvme,nvme={tempfile.gettempdir()}", "fp32", True)
 
 
-def test_without_meeting_after_an_update_a_rank_would_see_weights_of_two_steps(monkeypatch):
+def test_without_meeting_after_an_update_a_rank_would_see_weights_of_two_steps(
+    monkeypatch,
+):
     expected = [rank[0] for rank in train("dp=2,zero=3", "fp32", True)]
     monkeypatch.setattr(ZeroOptimizer, "_synchronize", lambda optimizer: None)
     assert [rank[0] for rank in train("dp=2,zero=3", "fp32", True)] != expected

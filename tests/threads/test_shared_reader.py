@@ -27,11 +27,16 @@ class Rows:
 
 def batches(tp_size, resets, datasets, shared=True, **where):
     def main(rank, world):
-        collate = GPTCollator(9, 20, EOD, reset_position_ids=resets, reset_attention_mask=resets)
+        collate = GPTCollator(
+            9, 20, EOD, reset_position_ids=resets, reset_attention_mask=resets
+        )
         loader = Loader(datasets[rank], collate, micro_batch_size=2, num_workers=rank)
         tp = world.group("tp", tuple(range(tp_size)), rank)
         reader = SharedReader(loader, tp, torch.device("cpu")) if shared else loader
-        got = [reader.batch(consumed, 8, 1, 2, training=consumed > 0) for consumed in (0, 8, 24)]
+        got = [
+            reader.batch(consumed, 8, 1, 2, training=consumed > 0)
+            for consumed in (0, 8, 24)
+        ]
         reader.close()
         return got
 
@@ -45,8 +50,10 @@ def test_all_ranks_get_what_the_first_reads_and_it_alone_reads(resets):
     for rank, got in enumerate(batches(3, resets, datasets)):
         for ours, own in zip(got, each, strict=True):
             assert ours.sample_ids == own.sample_ids and ours.training == own.training
-            assert (ours.tensors().keys() == own.tensors().keys()
-                    and ("document_ids" in ours.tensors()) == resets)
+            assert (
+                ours.tensors().keys() == own.tensors().keys()
+                and ("document_ids" in ours.tensors()) == resets
+            )
             for name, tensor in own.tensors().items():
                 assert torch.equal(getattr(ours, name), tensor), name
             assert (ours.position_ids.stride(0) == 0) == (not resets)
@@ -58,7 +65,9 @@ def test_what_the_reader_cannot_read_is_an_error_on_every_rank():
 
     def main(rank, world):
         loader = Loader(Rows(highest=99), GPTCollator(9, 20), micro_batch_size=2)
-        reader = SharedReader(loader, world.group("tp", (0, 1), rank), torch.device("cpu"))
+        reader = SharedReader(
+            loader, world.group("tp", (0, 1), rank), torch.device("cpu")
+        )
         with pytest.raises(DataError, match="outside the vocabulary of 20"):
             reader.batch(0, 8)
         told.append(rank)

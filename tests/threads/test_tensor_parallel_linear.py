@@ -21,13 +21,23 @@ def randn(*shape, seed):
 
 
 X, DY = randn(S, B, IN, seed=1), randn(S, B, OUT, seed=2)
-WEIGHTS = [randn(MIDDLE, IN, seed=3), randn(MIDDLE, seed=4), randn(OUT, MIDDLE, seed=5), randn(OUT, seed=6)]
+WEIGHTS = [
+    randn(MIDDLE, IN, seed=3),
+    randn(MIDDLE, seed=4),
+    randn(OUT, MIDDLE, seed=5),
+    randn(OUT, seed=6),
+]
 
 
 def make_pair(group, sequence_parallel=False, bias=True):
-    ctx, options = context_of(group, sequence_parallel=sequence_parallel), dict(init_std=0.02, bias=bias)
-    pair = (ColumnParallelLinear(IN, MIDDLE, ctx, name="a", **options),
-            RowParallelLinear(MIDDLE, OUT, ctx, name="b", **options))
+    ctx, options = (
+        context_of(group, sequence_parallel=sequence_parallel),
+        dict(init_std=0.02, bias=bias),
+    )
+    pair = (
+        ColumnParallelLinear(IN, MIDDLE, ctx, name="a", **options),
+        RowParallelLinear(MIDDLE, OUT, ctx, name="b", **options),
+    )
     values = WEIGHTS if bias else WEIGHTS[::2]
     parameters = [p for layer in pair for p in layer.parameters()]
     for parameter, logical in zip(parameters, values):
@@ -46,8 +56,13 @@ def install_main_grads(parameters):
 
 def plain_pair():
     """Output, input gradient and the four parameter gradients of the whole pair, by torch."""
-    x, weights = X.clone().requires_grad_(), [w.clone().requires_grad_() for w in WEIGHTS]
-    y = F.linear(torch.tanh(F.linear(x, weights[0], weights[1])), weights[2], weights[3])
+    x, weights = (
+        X.clone().requires_grad_(),
+        [w.clone().requires_grad_() for w in WEIGHTS],
+    )
+    y = F.linear(
+        torch.tanh(F.linear(x, weights[0], weights[1])), weights[2], weights[3]
+    )
     return [y.detach(), *torch.autograd.grad(y, [x, *weights], DY)]
 
 
@@ -57,7 +72,9 @@ def collect(results, sequence_parallel):
     if sequence_parallel:
         y, dx = torch.cat(ys), torch.cat(dxs)
     else:
-        assert all(torch.equal(y, ys[0]) for y in ys) and all(torch.equal(dx, dxs[0]) for dx in dxs)
+        assert all(torch.equal(y, ys[0]) for y in ys) and all(
+            torch.equal(dx, dxs[0]) for dx in dxs
+        )
         y, dx = ys[0], dxs[0]
     whole = []
     for spec, shards in zip(specs[0], zip(*gradients)):
@@ -80,14 +97,22 @@ def test_the_pair_equals_one_process(t, sequence_parallel, main_grad, recompute)
         calls = install_main_grads([column.weight, row.weight]) if main_grad else []
         x = slice_of(X, group, sequence_parallel).clone().requires_grad_()
         forward = lambda x: row(torch.tanh(column(x)))
-        y = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False) if recompute else forward(x)
+        y = (
+            checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else forward(x)
+        )
         y.backward(slice_of(DY, group, sequence_parallel))
         assert calls == (["b.weight", "a.weight"] if main_grad else [])
-        gradients = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters]
+        gradients = [
+            p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters
+        ]
         assert not main_grad or column.weight.grad is None
         return y.detach(), x.grad, gradients, [p.spec for p in parameters]
 
-    for ours, plain in zip(collect(run_ranks(t, rank_main), sequence_parallel), plain_pair(), strict=True):
+    for ours, plain in zip(
+        collect(run_ranks(t, rank_main), sequence_parallel), plain_pair(), strict=True
+    ):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -101,8 +126,13 @@ def test_a_second_backward_adds_to_the_main_grad(t, sequence_parallel):
         once = []
         for _ in range(2):
             row(torch.tanh(column(x))).backward(slice_of(DY, group, sequence_parallel))
-            once = once or [column.weight.main_grad.clone(), row.weight.main_grad.clone()]
-        torch.testing.assert_close([column.weight.main_grad, row.weight.main_grad], [2 * g for g in once])
+            once = once or [
+                column.weight.main_grad.clone(),
+                row.weight.main_grad.clone(),
+            ]
+        torch.testing.assert_close(
+            [column.weight.main_grad, row.weight.main_grad], [2 * g for g in once]
+        )
 
     run_ranks(t, rank_main)
 
@@ -110,6 +140,7 @@ def test_a_second_backward_adds_to_the_main_grad(t, sequence_parallel):
 def test_communication_is_what_the_papers_say():
     """Bytes per rank: one all-reduce each way, or with sequence parallelism gathers and reduce-scatters of
     the same size."""
+
     def rank_main(sequence_parallel):
         def main(rank, world):
             group = world.group("tp", (0, 1), rank)
@@ -119,6 +150,7 @@ def test_communication_is_what_the_papers_say():
             forward = dict(world.traffic[rank].bytes)
             y.backward(slice_of(DY, group, sequence_parallel))
             return forward, dict(world.traffic[rank].bytes)
+
         return main
 
     x_bytes, y_bytes = X.numel() * 4, DY.numel() * 4
@@ -126,9 +158,14 @@ def test_communication_is_what_the_papers_say():
     assert forward == {("all_reduce", "tp", 2): y_bytes}
     assert total == {("all_reduce", "tp", 2): y_bytes + x_bytes}
     forward, total = run_ranks(2, rank_main(True))[0]
-    assert forward == {("all_gather", "tp", 2): x_bytes, ("reduce_scatter", "tp", 2): y_bytes}
-    assert total == {("all_gather", "tp", 2): 2 * x_bytes + y_bytes, ("reduce_scatter", "tp", 2): y_bytes
-                     + x_bytes}
+    assert forward == {
+        ("all_gather", "tp", 2): x_bytes,
+        ("reduce_scatter", "tp", 2): y_bytes,
+    }
+    assert total == {
+        ("all_gather", "tp", 2): 2 * x_bytes + y_bytes,
+        ("reduce_scatter", "tp", 2): y_bytes + x_bytes,
+    }
 
 
 def test_sequence_parallelism_keeps_only_the_slice_of_the_input():
@@ -136,7 +173,9 @@ def test_sequence_parallelism_keeps_only_the_slice_of_the_input():
         group = world.group("tp", (0, 1, 2), rank)
         (column, _), _ = make_pair(group, sequence_parallel=True)
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (kept.append(t.shape), t)[1], lambda t: t
+        ):
             column(X.chunk(3)[rank].clone().requires_grad_())
         return kept
 
@@ -147,8 +186,9 @@ def test_sequence_parallelism_keeps_only_the_slice_of_the_input():
 def test_gathered_output_is_whole_on_every_rank(t):
     def rank_main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
-        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="a", init_std=0.02,
-                                     gather_output=True)
+        layer = ColumnParallelLinear(
+            IN, MIDDLE, context_of(group), name="a", init_std=0.02, gather_output=True
+        )
         layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, {"tp": (rank, t)}))
         layer.bias.data.copy_(cut(WEIGHTS[1], layer.bias.spec, {"tp": (rank, t)}))
         x = X.clone().requires_grad_()
@@ -166,22 +206,36 @@ def test_gathered_output_is_whole_on_every_rank(t):
 
 def test_packed_parts_are_split_each_by_itself():
     """[gate; up]: the rank's output is its piece of the gate and then its piece of up."""
+
     def rank_main(rank, world):
         group = world.group("tp", (0, 1), rank)
-        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="fc1", init_std=0.02, parts=2,
-                                     bias=False)
+        layer = ColumnParallelLinear(
+            IN,
+            MIDDLE,
+            context_of(group),
+            name="fc1",
+            init_std=0.02,
+            parts=2,
+            bias=False,
+        )
         layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, {"tp": (rank, 2)}))
         return layer(X).detach()
 
     gate, up = F.linear(X, WEIGHTS[0]).chunk(2, dim=-1)
     for rank, y in enumerate(run_ranks(2, rank_main)):
-        torch.testing.assert_close(y, torch.cat((gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]), -1),
-                                   rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y,
+            torch.cat((gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]), -1),
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 def test_bf16_gradients_add_up_in_fp32():
     group = solo("tp")
-    layer = ColumnParallelLinear(IN, MIDDLE, context_of(group, dtype=torch.bfloat16), name="a", init_std=0.02)
+    layer = ColumnParallelLinear(
+        IN, MIDDLE, context_of(group, dtype=torch.bfloat16), name="a", init_std=0.02
+    )
     layer.weight.data.copy_(WEIGHTS[0])
     layer.bias.data.copy_(WEIGHTS[1])
     install_main_grads([layer.weight])
@@ -207,10 +261,17 @@ def test_any_memory_order_of_inputs_and_gradients_is_taken():
     x = X.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     y = row(torch.tanh(column(x)))
     y.backward(torch.ones(()).expand(y.shape))
-    plain_x, weights = X.clone().requires_grad_(), [w.clone().requires_grad_() for w in WEIGHTS]
+    plain_x, weights = (
+        X.clone().requires_grad_(),
+        [w.clone().requires_grad_() for w in WEIGHTS],
+    )
     F.linear(torch.tanh(F.linear(plain_x, *weights[:2])), *weights[2:]).sum().backward()
-    torch.testing.assert_close([x.grad, *(p.grad for p in parameters)],
-                               [plain_x.grad, *(w.grad for w in weights)], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        [x.grad, *(p.grad for p in parameters)],
+        [plain_x.grad, *(w.grad for w in weights)],
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_outputs_may_be_changed_in_place():
@@ -221,7 +282,9 @@ def test_outputs_may_be_changed_in_place():
 
 def test_an_output_that_ranks_cannot_share_is_refused():
     def rank_main(rank, world):
-        ColumnParallelLinear(4, 7, context_of(world.group("tp", (0, 1), rank)), name="odd", init_std=0.02)
+        ColumnParallelLinear(
+            4, 7, context_of(world.group("tp", (0, 1), rank)), name="odd", init_std=0.02
+        )
 
     with pytest.raises(LayoutError, match="odd.weight"):
         run_ranks(2, rank_main)

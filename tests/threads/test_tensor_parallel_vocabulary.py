@@ -8,14 +8,25 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.ops.cpu import kept_probabilities
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_ds.tensor_parallel.vocabulary import VocabParallelEmbedding, parallel_logits, vocabulary_spec
+from megatron_ds.tensor_parallel.vocabulary import (
+    VocabParallelEmbedding,
+    parallel_logits,
+    vocabulary_spec,
+)
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
 
 S, B, H, V = 6, 3, 5, 19
-LAYOUTS = [(1, 19), (1, 24), (2, 20), (2, 40), (3, 24), (4, 24)]   # (2, 40): the last rank holds padding only
+LAYOUTS = [
+    (1, 19),
+    (1, 24),
+    (2, 20),
+    (2, 40),
+    (3, 24),
+    (4, 24),
+]  # (2, 40): the last rank holds padding only
 
 
 def randn(*shape, seed):
@@ -36,7 +47,9 @@ def make_embedding(group, padded, **options):
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("t, padded", [layout for layout in LAYOUTS if S % layout[0] == 0])
+@pytest.mark.parametrize(
+    "t, padded", [layout for layout in LAYOUTS if S % layout[0] == 0]
+)
 def test_embedding_equals_torch(t, padded, sequence_parallel, main_grad):
     def rank_main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
@@ -57,7 +70,9 @@ def test_embedding_equals_torch(t, padded, sequence_parallel, main_grad):
     plain.backward(DX)
     assert torch.equal(torch.cat(xs) if sequence_parallel else xs[0], plain)
     torch.testing.assert_close(assemble(list(gradients), specs[0]), table.grad)
-    assert sum(g.count_nonzero() for g in gradients) == table.grad.count_nonzero()          # none on padding
+    assert (
+        sum(g.count_nonzero() for g in gradients) == table.grad.count_nonzero()
+    )  # none on padding
 
 
 def test_bf16_embedding_gradients_add_up_in_fp32():
@@ -69,21 +84,32 @@ def test_bf16_embedding_gradients_add_up_in_fp32():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("t, sequence_parallel", [(1, False), (2, False), (2, True), (3, True)])
-def test_tied_embedding_and_logits_add_to_one_main_grad(t, sequence_parallel, recompute):
+@pytest.mark.parametrize(
+    "t, sequence_parallel", [(1, False), (2, False), (2, True), (3, True)]
+)
+def test_tied_embedding_and_logits_add_to_one_main_grad(
+    t, sequence_parallel, recompute
+):
     def rank_main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
         layer = make_embedding(group, 24, sequence_parallel=sequence_parallel)
         ready = []
-        layer.weight.main_grad, layer.weight.grad_ready = (torch.zeros_like(layer.weight),
-                                                           lambda: ready.append(1))
+        layer.weight.main_grad, layer.weight.grad_ready = (
+            torch.zeros_like(layer.weight),
+            lambda: ready.append(1),
+        )
 
         def run(tokens):
-            logits = parallel_logits(layer(tokens).tanh(), layer.weight, group, sequence_parallel)
+            logits = parallel_logits(
+                layer(tokens).tanh(), layer.weight, group, sequence_parallel
+            )
             return vocab_parallel_cross_entropy(logits, LABELS, group, V)
 
-        loss = (checkpoint(run, TOKENS, use_reentrant=False, preserve_rng_state=False) if recompute
-                else run(TOKENS))
+        loss = (
+            checkpoint(run, TOKENS, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else run(TOKENS)
+        )
         loss.backward(torch.ones_like(loss))
         assert len(ready) == 2
         return loss.detach(), layer.weight.main_grad, layer.weight.spec
@@ -91,18 +117,24 @@ def test_tied_embedding_and_logits_add_to_one_main_grad(t, sequence_parallel, re
     losses, gradients, specs = zip(*run_ranks(t, rank_main))
     table = TABLE.clone().requires_grad_()
     logits = F.embedding(TOKENS, table).transpose(0, 1).tanh() @ table.t()
-    plain = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none").view(S, B)
+    plain = F.cross_entropy(
+        logits.flatten(0, 1), LABELS.flatten(), reduction="none"
+    ).view(S, B)
     plain.backward(torch.ones_like(plain))
     for loss in losses:
         torch.testing.assert_close(loss, plain.detach())
-    torch.testing.assert_close(assemble(list(gradients), specs[0]), table.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        assemble(list(gradients), specs[0]), table.grad, rtol=1e-5, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("scale", [1.0, 100.0])               # 100: most probabilities underflow
+@pytest.mark.parametrize("scale", [1.0, 100.0])  # 100: most probabilities underflow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("t, padded", LAYOUTS)
 def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing, scale):
-    whole = torch.full((S, B, padded), 1e4)               # padded columns hold rubbish, larger than any logit
+    whole = torch.full(
+        (S, B, padded), 1e4
+    )  # padded columns hold rubbish, larger than any logit
     whole[..., :V] = scale * randn(S, B, V, seed=5)
     dloss = randn(S, B, seed=6)
 
@@ -115,9 +147,13 @@ def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing,
 
     losses, gradients = zip(*run_ranks(t, rank_main))
     logits = whole[..., :V].clone().requires_grad_()
-    plain = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none",
-                            # torch's definition of smoothing
-                            label_smoothing=smoothing * V / (V - 1)).view(S, B)
+    plain = F.cross_entropy(
+        logits.flatten(0, 1),
+        LABELS.flatten(),
+        reduction="none",
+        # torch's definition of smoothing
+        label_smoothing=smoothing * V / (V - 1),
+    ).view(S, B)
     plain.backward(dloss)
     for loss in losses:
         assert torch.equal(loss, losses[0])
@@ -127,11 +163,13 @@ def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing,
     assert gradient[..., V:].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("rows", [1, 4, 1000])             # worked on at once
+@pytest.mark.parametrize("rows", [1, 4, 1000])  # worked on at once
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("t, padded", LAYOUTS)
-def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, smoothing, rows, monkeypatch):
+def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(
+    t, padded, dtype, smoothing, rows, monkeypatch
+):
     monkeypatch.setattr(kept_probabilities, "CPU_BLOCK", rows * padded // t)
     whole = torch.full((S, B, padded), 100.0, dtype=dtype)
     whole[..., :V] = (3 * randn(S, B, V, seed=5)).to(dtype)
@@ -139,15 +177,20 @@ def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, sm
 
     def rank_main(rank, world):
         logits = whole.chunk(t, dim=-1)[rank].clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(logits, LABELS, world.group("tp", tuple(range(t)), rank), V,
-                                            smoothing)
+        loss = vocab_parallel_cross_entropy(
+            logits, LABELS, world.group("tp", tuple(range(t)), rank), V, smoothing
+        )
         loss.backward(dloss)
         return loss.detach(), logits.grad
 
     losses, gradients = zip(*run_ranks(t, rank_main))
     wide = whole[..., :V].float().requires_grad_()
-    plain = F.cross_entropy(wide.flatten(0, 1), LABELS.flatten(), reduction="none",
-                            label_smoothing=smoothing * V / (V - 1)).view(S, B)
+    plain = F.cross_entropy(
+        wide.flatten(0, 1),
+        LABELS.flatten(),
+        reduction="none",
+        label_smoothing=smoothing * V / (V - 1),
+    ).view(S, B)
     plain.backward(dloss)
     assert losses[0].dtype == torch.float32
     torch.testing.assert_close(losses[0], plain.detach())
@@ -156,19 +199,31 @@ def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, sm
     # Probabilities and the gradient are rounded, and with smoothing the difference of what was rounded is
     # taken.
     least = smoothing / V * torch.finfo(dtype).eps
-    torch.testing.assert_close(gradient[..., :V].float(), wide.grad, rtol=torch.finfo(dtype).eps,
-                               atol=1e-7 + least)
+    torch.testing.assert_close(
+        gradient[..., :V].float(),
+        wide.grad,
+        rtol=torch.finfo(dtype).eps,
+        atol=1e-7 + least,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bit_logits_are_as_exact_where_the_label_is_certain_and_where_tokens_are_unlikely(
-        dtype):
+    dtype,
+):
     whole = torch.zeros(1, 1, V, dtype=dtype)
-    whole[..., 3], whole[..., 7] = 8.0, -10.0      # p = 1 - 0.0040 and 1.5e-8: neither is a number of 16 bits
+    whole[..., 3], whole[..., 7] = (
+        8.0,
+        -10.0,
+    )  # p = 1 - 0.0040 and 1.5e-8: neither is a number of 16 bits
     logits, labels = whole.clone().requires_grad_(), torch.tensor([[3]])
-    vocab_parallel_cross_entropy(logits, labels, solo("tp"), V).backward(torch.full((1, 1), 2.0**16))
+    vocab_parallel_cross_entropy(logits, labels, solo("tp"), V).backward(
+        torch.full((1, 1), 2.0**16)
+    )
     exact = (whole.double().softmax(-1) - F.one_hot(labels, V)) * 2.0**16
-    torch.testing.assert_close(logits.grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(
+        logits.grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=0
+    )
 
 
 def test_cross_entropy_talks_once_and_little():
@@ -180,14 +235,16 @@ def test_cross_entropy_talks_once_and_little():
 
     calls, count = run_ranks(2, rank_main)[0]
     assert calls == {("all_gather", "tp", 2): 1}
-    assert count == {("all_gather", "tp", 2): 2 * 2 * S * B * 4}          # two ranks, two numbers a token
+    assert count == {
+        ("all_gather", "tp", 2): 2 * 2 * S * B * 4
+    }  # two ranks, two numbers a token
 
 
 def test_cross_entropy_keeps_one_buffer_of_the_size_of_the_logits():
     logits = randn(S, B, V, seed=5).requires_grad_()
     with AliveBytes() as alive:
         loss = vocab_parallel_cross_entropy(logits, LABELS, solo("tp"), V).sum()
-    assert alive.now() <= 17 * S * B + 4                                   # besides it, numbers per token
+    assert alive.now() <= 17 * S * B + 4  # besides it, numbers per token
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert gradient.numel() == S * B * V
     with pytest.raises(AssertionError, match="run the forward again"):
@@ -208,12 +265,16 @@ def test_logits_become_probabilities_and_gradient_where_they_lie(dtype, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cross_entropy_takes_logits_that_lie_anyhow_and_gives_a_loss_of_its_own(dtype):
     logits, labels = randn(B, S, V, seed=5).to(dtype), LABELS
-    losses = [vocab_parallel_cross_entropy(x.requires_grad_(), labels, solo("tp"), V)
-              for x in (logits.clone().transpose(0, 1), logits.transpose(0, 1).contiguous())]
+    losses = [
+        vocab_parallel_cross_entropy(x.requires_grad_(), labels, solo("tp"), V)
+        for x in (logits.clone().transpose(0, 1), logits.transpose(0, 1).contiguous())
+    ]
     torch.testing.assert_close(*losses)
-    losses[0].mul_(2)                                                    # in place: it is no view of anything
+    losses[0].mul_(2)  # in place: it is no view of anything
     with pytest.raises(AssertionError):
-        vocab_parallel_cross_entropy(logits, labels, solo("tp"), V)        # labels [s, b] of logits [b, s, V]
+        vocab_parallel_cross_entropy(
+            logits, labels, solo("tp"), V
+        )  # labels [s, b] of logits [b, s, V]
 
 
 def test_second_derivatives_are_refused_not_wrong():

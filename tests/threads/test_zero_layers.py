@@ -27,31 +27,46 @@ BATCH = 4
 
 def config_of(layout, style="gpt2", dtype="fp32", untie=False, dropout=0.0, layers=3):
     request = parse_layout(layout, mbs="1")
-    return parse([*tiny_job(style, dtype, untie, dropout, layers, BATCH, 8), *request.flags],
-                 world_size=request.world_size)
+    return parse(
+        [*tiny_job(style, dtype, untie, dropout, layers, BATCH, 8), *request.flags],
+        world_size=request.world_size,
+    )
 
 
 def run(config, main):
     """main(engine) on every rank."""
     p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
-                    order=p.rank_order)
-    return run_ranks(config.world_size,
-                     lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))))
+    grid = Grid.fit(
+        config.world_size,
+        tp=p.tensor_model_parallel_size,
+        pp=p.pipeline_model_parallel_size,
+        order=p.rank_order,
+    )
+    return run_ranks(
+        config.world_size,
+        lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))),
+    )
 
 
 def train(engine, steps):
     """Losses of steps number `steps`."""
     samples, losses = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
     for step in steps:
-        batch = global_batch_share(samples, step * BATCH, BATCH, engine.config, engine.mesh)
-        losses.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-3,
-                                 weight_decay=0.1).loss)
+        batch = global_batch_share(
+            samples, step * BATCH, BATCH, engine.config, engine.mesh
+        )
+        losses.append(
+            train_step(
+                engine, batch, Progress(step=step), learning_rate=1e-3, weight_decay=0.1
+            ).loss
+        )
     return losses
 
 
 def units_of(engine):
-    return [unit for s in engine.optimizer.sets if s.plan.units for unit in s.store.units]
+    return [
+        unit for s in engine.optimizer.sets if s.plan.units for unit in s.store.units
+    ]
 
 
 def bytes_whole(engine):
@@ -59,28 +74,49 @@ def bytes_whole(engine):
 
 
 # ----------------------------------------------------------------------------------------- what is whole when
-@pytest.mark.parametrize("layout, layers_whole", [
-    ("dp=2,zero=3,prefetch=0", 1), ("dp=2,zero=3", 2), ("dp=2,zero=3,recompute=full", 2),
-    ("dp=2,pp=2,zero=3", 2), ("dp=2,zero=3,pin=1", 100), ("dp=2,zero=3,prefetch=1000000", 100)])
+@pytest.mark.parametrize(
+    "layout, layers_whole",
+    [
+        ("dp=2,zero=3,prefetch=0", 1),
+        ("dp=2,zero=3", 2),
+        ("dp=2,zero=3,recompute=full", 2),
+        ("dp=2,pp=2,zero=3", 2),
+        ("dp=2,zero=3,pin=1", 100),
+        ("dp=2,zero=3,prefetch=1000000", 100),
+    ],
+)
 def test_only_the_layer_at_work_and_those_ahead_are_whole(layout, layers_whole):
     def main(engine):
-        stage, = engine.stages.values()
+        (stage,) = engine.stages.values()
         most, inside = [0], stage.hooks.enter
 
         def enter(layer, backward):
             inside(layer, backward)
             most[0] = max(most[0], bytes_whole(engine))
-            assert (all(p.untyped_storage().nbytes() for p in engine.modules[layer].parameters()) or backward
-                    and not layer)
+            assert (
+                all(
+                    p.untyped_storage().nbytes()
+                    for p in engine.modules[layer].parameters()
+                )
+                or backward
+                and not layer
+            )
 
         assert bytes_whole(engine) == 0
         stage.hooks = replace(stage.hooks, enter=enter)
         train(engine, range(2))
-        return most[0], bytes_whole(engine), sorted(unit.flat.nbytes for unit in units_of(engine))
+        return (
+            most[0],
+            bytes_whole(engine),
+            sorted(unit.flat.nbytes for unit in units_of(engine)),
+        )
 
     for most, afterwards, sizes in run(config_of(layout, untie=True), main):
         # One more where the last layer waits for its backward.
-        assert sum(sizes[-1:]) <= most <= sum(sizes[-layers_whole - 1:]) and afterwards == 0
+        assert (
+            sum(sizes[-1:]) <= most <= sum(sizes[-layers_whole - 1 :])
+            and afterwards == 0
+        )
         assert layers_whole < 100 or most == sum(sizes)
 
 
@@ -91,7 +127,9 @@ def test_nothing_but_shards_is_ever_allocated_for_the_weights(monkeypatch):
 
     def watched(layers):
         stages = allocate(layers)
-        made.extend(p.device.type for modules in stages.values() for p in modules.parameters())
+        made.extend(
+            p.device.type for modules in stages.values() for p in modules.parameters()
+        )
         return stages
 
     monkeypatch.setattr(build, "build_stages", watched)
@@ -106,7 +144,9 @@ def test_weights_drawn_in_shards_have_the_bits_of_any_other_layout(style, dtype)
             return {p.spec.name: p.detach().clone() for p in engine.parameters}
 
     whole = run(config_of("dp=1,tp=2", style, dtype), main)
-    for rank, weights in enumerate(run(config_of("dp=2,tp=2,zero=3", style, dtype), main)):
+    for rank, weights in enumerate(
+        run(config_of("dp=2,tp=2,zero=3", style, dtype), main)
+    ):
         for name, values in weights.items():
             assert torch.equal(values, whole[rank % 2][name]), name
 
@@ -120,9 +160,15 @@ def test_evaluation_gathers_too_and_gives_the_loss_of_one_process():
     def main(engine):
         loader = Loader()
         loader.engine = engine
-        return [evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH).loss,
-                *train(engine, range(1)), evaluate(engine, loader, first_sample=0, iterations=2,
-                                                   global_batch_size=BATCH).loss]
+        return [
+            evaluate(
+                engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH
+            ).loss,
+            *train(engine, range(1)),
+            evaluate(
+                engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH
+            ).loss,
+        ]
 
     [expected] = run(config_of("dp=1"), main)
     for layout in ("dp=2,zero=3", "dp=2,pp=2,zero=3,pin=1"):
@@ -143,52 +189,88 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
     def main(engine):
         engine.mesh.traffic.clear()
         train(engine, range(1))
-        traffic = {op: sent for (op, axes, _), sent in engine.mesh.traffic.bytes.items() if axes == "dp-cp"}
-        traffic["all_reduce"] -= 24                                                         # the norm's
-        wire = {op: sent for (op, axes, _), sent in engine.mesh.traffic.wire_bytes().items()
-                if axes == "dp-cp"}
+        traffic = {
+            op: sent
+            for (op, axes, _), sent in engine.mesh.traffic.bytes.items()
+            if axes == "dp-cp"
+        }
+        traffic["all_reduce"] -= 24  # the norm's
+        wire = {
+            op: sent
+            for (op, axes, _), sent in engine.mesh.traffic.wire_bytes().items()
+            if axes == "dp-cp"
+        }
         return traffic, wire, engine.optimizer
 
-    for traffic, wire, optimizer in run(config_of(f"dp=2,zero={zero}{persistence}", dtype=dtype), main):
+    for traffic, wire, optimizer in run(
+        config_of(f"dp=2,zero={zero}{persistence}", dtype=dtype), main
+    ):
         psi = sum(s.plan.layout.numel for s in optimizer.sets)
         true = sum(p.numel() for s in optimizer.sets for p in s.parameters)
-        assert true <= psi <= 1.1 * true                              # padding to 128 elements, of rows of 32
+        assert true <= psi <= 1.1 * true  # padding to 128 elements, of rows of 32
         m = BATCH // 2
-        expected = {0: {"all_reduce": 4 * psi},
-                    1: {"reduce_scatter": 4 * psi, "all_gather": parameter_bytes * psi},
-                    2: {"reduce_scatter": 4 * psi * m, "all_gather": parameter_bytes * psi}}
+        expected = {
+            0: {"all_reduce": 4 * psi},
+            1: {"reduce_scatter": 4 * psi, "all_gather": parameter_bytes * psi},
+            2: {"reduce_scatter": 4 * psi * m, "all_gather": parameter_bytes * psi},
+        }
         if zero < 3:
             assert {op: sent for op, sent in traffic.items() if sent} == expected[zero]
         else:
             assert traffic["all_gather"] == parameter_bytes * m * 2 * psi
             assert traffic["reduce_scatter"] == 4 * m * psi
-        assert optimizer.traffic(m, zero >= 2, False) == {(op, "dp-cp"): sent for op, sent in traffic.items()
-                                                          if sent}
-        elements = sum(wire[op] / {"all_gather": parameter_bytes}.get(op, 4) for op, sent in traffic.items()
-                       if sent)
+        assert optimizer.traffic(m, zero >= 2, False) == {
+            (op, "dp-cp"): sent for op, sent in traffic.items() if sent
+        }
+        elements = sum(
+            wire[op] / {"all_gather": parameter_bytes}.get(op, 4)
+            for op, sent in traffic.items()
+            if sent
+        )
         once = {0: 2, 1: 2, 2: 1 + m, 3: 3 * m}[zero]
-        assert elements - (6 if zero == 0 else 0) == once * psi * (2 - 1) / 2       # 6: of the norm, 24 bytes
+        assert (
+            elements - (6 if zero == 0 else 0) == once * psi * (2 - 1) / 2
+        )  # 6: of the norm, 24 bytes
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=3,accumulate=full", "dp=2,zero=3,pin=1", "dp=2,pp=2,zero=3",
-                                    "dp=4,zero=3", "dp=2,pp=2,zero=3,schedule=gpipe",
-                                    "dp=2,zero=3,prefetch=20000", "dp=2,tp=2,zero=2",
-                                    "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full",
-                                    "dp=2,zero=0,comm=fp16", "dp=4,zero=1,comm=fp16,prescale=1",
-                                    "dp=2,pp=2,zero=3,comm=bf16", "dp=4,zero=3,hpz=2",
-                                    "dp=4,pp=2,zero=3,hpz=2,accumulate=full", "dp=4,zero=3,hpz=4,pin=1",
-                                    "dp=2,pp=2,zero=3,schedule=zb-h1",
-                                    "dp=2,pp=2,zero=3,schedule=interleaved",
-                                    "dp=2,pp=2,zero=3,schedule=zb-v", "dp=2,pp=2,zero=3,schedule=zb-v,pin=1",
-                                    "dp=2,pp=2,zero=2,schedule=zb-v", "dp=2,pp=2,zero=1,schedule=zb-v",
-                                    "dp=4,zero=3,hpz=2,qw=1,qg=1", "dp=2,zero=2,qg=1"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=3,accumulate=full",
+        "dp=2,zero=3,pin=1",
+        "dp=2,pp=2,zero=3",
+        "dp=4,zero=3",
+        "dp=2,pp=2,zero=3,schedule=gpipe",
+        "dp=2,zero=3,prefetch=20000",
+        "dp=2,tp=2,zero=2",
+        "dp=2,zero=3,prefetch=0,bucket=3000",
+        "dp=2,zero=2,accumulate=full",
+        "dp=2,zero=0,comm=fp16",
+        "dp=4,zero=1,comm=fp16,prescale=1",
+        "dp=2,pp=2,zero=3,comm=bf16",
+        "dp=4,zero=3,hpz=2",
+        "dp=4,pp=2,zero=3,hpz=2,accumulate=full",
+        "dp=4,zero=3,hpz=4,pin=1",
+        "dp=2,pp=2,zero=3,schedule=zb-h1",
+        "dp=2,pp=2,zero=3,schedule=interleaved",
+        "dp=2,pp=2,zero=3,schedule=zb-v",
+        "dp=2,pp=2,zero=3,schedule=zb-v,pin=1",
+        "dp=2,pp=2,zero=2,schedule=zb-v",
+        "dp=2,pp=2,zero=1,schedule=zb-v",
+        "dp=4,zero=3,hpz=2,qw=1,qg=1",
+        "dp=2,zero=2,qg=1",
+    ],
+)
 @pytest.mark.parametrize("untie", [False, True])
 def test_planned_traffic_is_counted_traffic(layout, untie):
     def main(engine):
         engine.mesh.traffic.clear()
         train(engine, range(1))
-        traffic = {(op, axes): sent for (op, axes, _), sent in engine.mesh.traffic.bytes.items()
-                   if axes.startswith("dp-cp")}
+        traffic = {
+            (op, axes): sent
+            for (op, axes, _), sent in engine.mesh.traffic.bytes.items()
+            if axes.startswith("dp-cp")
+        }
         traffic["all_reduce", "dp-cp"] -= 24
         return traffic, engine.traffic()
 
@@ -197,8 +279,14 @@ def test_planned_traffic_is_counted_traffic(layout, untie):
 
 
 # ------------------------------------------------------------------------------------------ pinning by itself
-@pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=2,pp=2,zero=3,recompute=full",
-                                    "dp=4,zero=3,hpz=2,accumulate=full"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=3",
+        "dp=2,pp=2,zero=3,recompute=full",
+        "dp=4,zero=3,hpz=2,accumulate=full",
+    ],
+)
 def test_stages_are_kept_gathered_where_all_ranks_have_room(layout, monkeypatch):
     def main(engine):
         engine.mesh.traffic.clear()
@@ -208,18 +296,29 @@ def test_stages_are_kept_gathered_where_all_ranks_have_room(layout, monkeypatch)
         return engine.keeps_gathered, engine.why_gathered, losses, gathers
 
     def with_memory(least):
-        monkeypatch.setattr(keep_gathered, "memory_of_rank", lambda mesh: least if mesh.rank == 1 else 10**12)
+        monkeypatch.setattr(
+            keep_gathered,
+            "memory_of_rank",
+            lambda mesh: least if mesh.rank == 1 else 10**12,
+        )
         monkeypatch.setattr(build, "memory_of_rank", keep_gathered.memory_of_rank)
         return run(config_of(f"{layout},pin=auto"), main)
 
     roomy, tight = with_memory(10**11), with_memory(10**5)
-    assert all(pinned and "keeps each stage gathered: rank 1, which has the least" in text
-               for pinned, text, _, _ in roomy)
-    assert all(not pinned and "keeps no stage gathered: rank 1, which has the least" in text
-               for pinned, text, _, _ in tight)
+    assert all(
+        pinned and "keeps each stage gathered: rank 1, which has the least" in text
+        for pinned, text, _, _ in roomy
+    )
+    assert all(
+        not pinned and "keeps no stage gathered: rank 1, which has the least" in text
+        for pinned, text, _, _ in tight
+    )
     for (_, _, losses, few), (_, _, expected, many) in zip(roomy, tight):
         assert losses == expected and few < many
-    told = run(config_of(f"{layout},pin=1"), lambda engine: (engine.keeps_gathered, engine.why_gathered))
+    told = run(
+        config_of(f"{layout},pin=1"),
+        lambda engine: (engine.keeps_gathered, engine.why_gathered),
+    )
     assert told == [(True, "")] * len(told)
 
 
@@ -227,7 +326,9 @@ def test_the_memory_of_a_machine_is_shared_out_among_its_ranks(monkeypatch):
     free = {0: 1000, 1: 900, 2: 5000, 3: 7000}
     here = threading.local()
     monkeypatch.setattr(keep_gathered, "free_memory", lambda device: free[here.rank])
-    monkeypatch.setattr(keep_gathered.socket, "gethostname", lambda: "one" if here.rank < 2 else "two")
+    monkeypatch.setattr(
+        keep_gathered.socket, "gethostname", lambda: "one" if here.rank < 2 else "two"
+    )
 
     def main(rank, world):
         here.rank = rank
@@ -238,25 +339,41 @@ def test_the_memory_of_a_machine_is_shared_out_among_its_ranks(monkeypatch):
 
 def test_what_pinning_plans_for_is_what_a_step_takes():
     """State to the byte, whole weights to the byte, gradient buffers not less than measured."""
+
     def main(engine):
-        schedule = run_plan.plan_schedule(engine.config, run_plan.microbatches_of(engine.config))
-        budget = keep_gathered._budget(engine.config, engine.mesh, 0, engine.optimizer, engine.plan,
-                                       schedule[0])
-        stage, = engine.stages.values()
+        schedule = run_plan.plan_schedule(
+            engine.config, run_plan.microbatches_of(engine.config)
+        )
+        budget = keep_gathered._budget(
+            engine.config, engine.mesh, 0, engine.optimizer, engine.plan, schedule[0]
+        )
+        (stage,) = engine.stages.values()
         most, inside = [0], stage.hooks.enter
-        stage.hooks = replace(stage.hooks,
-                              enter=lambda *args: (inside(*args), most.append(bytes_whole(engine))))
+        stage.hooks = replace(
+            stage.hooks,
+            enter=lambda *args: (inside(*args), most.append(bytes_whole(engine))),
+        )
         train(engine, range(2))
-        return budget, engine.optimizer.memory().total, max(most), engine.optimizer.working_bytes
+        return (
+            budget,
+            engine.optimizer.memory().total,
+            max(most),
+            engine.optimizer.working_bytes,
+        )
 
     for layout in ("dp=2,zero=3,pin=1", "dp=2,zero=3,pin=1,accumulate=full"):
         for budget, held, whole, gradients in run(config_of(layout), main):
-            assert (budget.state, budget.weights) == (held, whole) and 0 < gradients <= budget.gradients
+            assert (budget.state, budget.weights) == (
+                held,
+                whole,
+            ) and 0 < gradients <= budget.gradients
 
 
 @pytest.mark.parametrize("untie", [False, True])
 @pytest.mark.parametrize("schedule, recompute", [("zb-h1", "none"), ("zb-v", "full")])
-def test_weights_kept_gathered_are_gone_when_only_weight_halves_are_left(schedule, recompute, untie):
+def test_weights_kept_gathered_are_gone_when_only_weight_halves_are_left(
+    schedule, recompute, untie
+):
     def main(engine):
         inputs, whole = {}, []
 
@@ -266,40 +383,65 @@ def test_weights_kept_gathered_are_gone_when_only_weight_halves_are_left(schedul
                 return input_half(microbatch, grad)
 
             def backward_weights(microbatch):
-                if len(inputs) == len(engine.stages) and min(inputs.values()) == BATCH // 2:
+                if (
+                    len(inputs) == len(engine.stages)
+                    and min(inputs.values()) == BATCH // 2
+                ):
                     whole.append(bytes_whole(engine))
                 weight_half(microbatch)
 
-            stage.backward_input, stage.backward_weights = backward_input, backward_weights
+            stage.backward_input, stage.backward_weights = (
+                backward_input,
+                backward_weights,
+            )
 
         for stage in engine.stages.values() if engine.keeps_gathered else ():
             watch(stage, stage.backward_input, stage.backward_weights)
         return train(engine, range(1)), whole
 
     layout = f"dp=2,pp=2,zero=3,schedule={schedule},recompute={recompute}"
-    pinned, plain = (run(config_of(f"{layout}{pin}", untie=untie, layers=4), main) for pin in (",pin=1", ""))
+    pinned, plain = (
+        run(config_of(f"{layout}{pin}", untie=untie, layers=4), main)
+        for pin in (",pin=1", "")
+    )
     assert [losses for losses, _ in pinned] == [losses for losses, _ in plain]
     assert all(whole and not any(whole) for _, whole in pinned)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-@pytest.mark.parametrize("before, after", [
-    ("dp=2,zero=3", "dp=1"), ("dp=1", "dp=2,zero=3,pp=2"), ("dp=2,zero=2,tp=2", "dp=4,zero=3"),
-    ("dp=4,zero=3", "dp=2,zero=1"),
-    ("dp=4,zero=3,hpz=2", "dp=2,zero=1"), ("dp=2,zero=3", "dp=4,pp=2,zero=3,hpz=2"),
-    ("dp=2,pp=2,zero=3", "dp=2,tp=2,zero=2,sp=1"), ("dp=2,zero=3", "dp=2,zero=3,bucket=2000,persist=0"),
-    ("pp=2,dp=2,zero=3,schedule=zb-v", "pp=2,tp=2,schedule=1f1b"),
-    ("pp=2,schedule=interleaved", "pp=2,schedule=zb-v,dp=2,zero=1"),
-    ("pp=4,schedule=zb-h1", "pp=2,dp=2,zero=2,schedule=interleaved"),
-    ("dp=2,zero=3", "pp=2,dp=2,zero=3,schedule=zb-v")])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("dp=2,zero=3", "dp=1"),
+        ("dp=1", "dp=2,zero=3,pp=2"),
+        ("dp=2,zero=2,tp=2", "dp=4,zero=3"),
+        ("dp=4,zero=3", "dp=2,zero=1"),
+        ("dp=4,zero=3,hpz=2", "dp=2,zero=1"),
+        ("dp=2,zero=3", "dp=4,pp=2,zero=3,hpz=2"),
+        ("dp=2,pp=2,zero=3", "dp=2,tp=2,zero=2,sp=1"),
+        ("dp=2,zero=3", "dp=2,zero=3,bucket=2000,persist=0"),
+        ("pp=2,dp=2,zero=3,schedule=zb-v", "pp=2,tp=2,schedule=1f1b"),
+        ("pp=2,schedule=interleaved", "pp=2,schedule=zb-v,dp=2,zero=1"),
+        ("pp=4,schedule=zb-h1", "pp=2,dp=2,zero=2,schedule=interleaved"),
+        ("dp=2,zero=3", "pp=2,dp=2,zero=3,schedule=zb-v"),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_path):
-    groups = lambda engine: {"coordinates": engine.mesh.coordinates, "world": engine.mesh.group("world")}
+    groups = lambda engine: {
+        "coordinates": engine.mesh.coordinates,
+        "world": engine.mesh.group("world"),
+    }
 
     def first(engine):
         losses = train(engine, range(3))
-        save(tmp_path, 3, list(engine.optimizer.pieces()), run={"extra": engine.optimizer.extra_state()},
-             **groups(engine))
+        save(
+            tmp_path,
+            3,
+            list(engine.optimizer.pieces()),
+            run={"extra": engine.optimizer.extra_state()},
+            **groups(engine),
+        )
         return losses, engine.optimizer.extra_state()
 
     results = run(config_of(before, dtype=dtype, layers=4), first)
@@ -310,33 +452,54 @@ def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_p
         engine.optimizer.after_load()
         return train(engine, range(3, 6))
 
-    [expected] = run(config_of("dp=1", dtype=dtype, layers=4), lambda engine: train(engine, range(6)))
-    tolerance = 1e-6 if dtype == "fp32" else 2e-4      # in 16 bits each order of summation rounds differently
+    [expected] = run(
+        config_of("dp=1", dtype=dtype, layers=4), lambda engine: train(engine, range(6))
+    )
+    tolerance = (
+        1e-6 if dtype == "fp32" else 2e-4
+    )  # in 16 bits each order of summation rounds differently
     for losses in run(config_of(after, dtype=dtype, layers=4), second):
         assert results[0][0] + losses == pytest.approx(expected, rel=tolerance)
 
 
-def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_saves_it(tmp_path):
+def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_saves_it(
+    tmp_path,
+):
     def copy(source, target):
         def main(engine):
             pieces = list(engine.optimizer.pieces())
-            to = {"coordinates": engine.mesh.coordinates, "world": engine.mesh.group("world")}
+            to = {
+                "coordinates": engine.mesh.coordinates,
+                "world": engine.mesh.group("world"),
+            }
             if source is None:
                 train(engine, range(2))
             else:
                 load(tmp_path / source, 1, pieces, **to)
                 engine.optimizer.after_load()
             save(tmp_path / target, 1, pieces, run={}, **to)
+
         return main
 
-    for i, layout in enumerate(("dp=2,zero=1", "dp=4,zero=3", "dp=4,zero=3,hpz=2",
-                                "dp=2,tp=2,zero=3,persist=0", "dp=2,pp=2,zero=2", "dp=1")):
+    for i, layout in enumerate(
+        (
+            "dp=2,zero=1",
+            "dp=4,zero=3",
+            "dp=4,zero=3,hpz=2",
+            "dp=2,tp=2,zero=3,persist=0",
+            "dp=2,pp=2,zero=2",
+            "dp=1",
+        )
+    ):
         run(config_of(layout, dtype="bf16"), copy(str(i - 1) if i else None, str(i)))
     first, last = read(tmp_path / "0"), read(tmp_path / "5")
-    assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+    assert first.keys() == last.keys() and all(
+        torch.equal(first[name], last[name]) for name in first
+    )
 
 
 def read(folder):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     dcp_to_torch_save(folder / "iter_0000001", folder / "whole.pt")
     return torch.load(folder / "whole.pt")

@@ -19,39 +19,78 @@ from ...config.sources.config_files import JsonDocument
 from ...config.sources.reading import attempt
 from ...registry import did_you_mean
 
-LEGACY, SAMPLING = "curriculum_learning", "data_efficiency.data_sampling"
+LEGACY = "curriculum_learning"
+SAMPLING = "data_efficiency.data_sampling"
 METRICS = f"{SAMPLING}.curriculum_learning.curriculum_metrics"
 CURRICULUM_KEYS: Mapping[str, Option] = {
-    LEGACY: json_key(str, "`--curriculum-type` seqlen_truncate and the lengths of its schedule"),
+    LEGACY: json_key(
+        str, "`--curriculum-type` seqlen_truncate and the lengths of its schedule"
+    ),
     "data_efficiency.enabled": json_key(bool, "whether the block is used"),
     "data_efficiency.seed": json_key(int, "`--data-efficiency-seed`", at_least=0),
     f"{SAMPLING}.enabled": json_key(bool, "whether the block is used"),
     f"{SAMPLING}.num_workers": json_key(int, "`--num-workers`", at_least=0),
-    f"{SAMPLING}.curriculum_learning.enabled": json_key(bool, "whether the block is used"),
+    f"{SAMPLING}.curriculum_learning.enabled": json_key(
+        bool, "whether the block is used"
+    ),
     f"{SAMPLING}.curriculum_learning.data_cluster_path": json_key(
-        str, "`--curriculum-cluster-path`, if several metrics choose samples"),
-    METRICS: json_key(str, "`--curriculum-metrics`; the metrics `seqlen_truncate` and `seqlen_reshape` are "
-                      "`--curriculum-type`")}
-LENGTHS = {"min_difficulty": "min_length", "max_difficulty": "max_length", "schedule_type": "schedule"}
-SCHEDULES = {"total_curriculum_step": "steps", "difficulty_step": "length_step", "root_degree": "root_degree",
-             "difficulty": "lengths", "max_step": "until_steps", "function": "function"}
+        str, "`--curriculum-cluster-path`, if several metrics choose samples"
+    ),
+    METRICS: json_key(
+        str,
+        "`--curriculum-metrics`; the metrics `seqlen_truncate` and `seqlen_reshape` are "
+        "`--curriculum-type`",
+    ),
+}
+LENGTHS = {
+    "min_difficulty": "min_length",
+    "max_difficulty": "max_length",
+    "schedule_type": "schedule",
+}
+SCHEDULES = {
+    "total_curriculum_step": "steps",
+    "difficulty_step": "length_step",
+    "root_degree": "root_degree",
+    "difficulty": "lengths",
+    "max_step": "until_steps",
+    "function": "function",
+}
 
 ROUTING = "data_efficiency.data_routing"
 LTD = f"{ROUTING}.random_ltd"
-SWITCHES = ("data_efficiency.enabled", f"{ROUTING}.enabled", f"{LTD}.enabled")  # all of them, as in DeepSpeed
+SWITCHES = (
+    "data_efficiency.enabled",
+    f"{ROUTING}.enabled",
+    f"{LTD}.enabled",
+)  # all of them, as in DeepSpeed
 RANDOM_LTD_KEYS: Mapping[str, Option] = {
     f"{ROUTING}.enabled": json_key(bool, "whether the block is used"),
-    f"{LTD}.enabled": json_key(bool, "`--random-ltd`, if the blocks around it are enabled, too"),
-    f"{LTD}.random_ltd_layer_num": json_key(int, "must be the number of `random_ltd_layer_id`"),
+    f"{LTD}.enabled": json_key(
+        bool, "`--random-ltd`, if the blocks around it are enabled, too"
+    ),
+    f"{LTD}.random_ltd_layer_num": json_key(
+        int, "must be the number of `random_ltd_layer_id`"
+    ),
     f"{LTD}.model_type": json_key(
-        str, "decoder or encoder: masks follow from the model", choices=("decoder", "encoder")),
+        str,
+        "decoder or encoder: masks follow from the model",
+        choices=("decoder", "encoder"),
+    ),
     f"{LTD}.model_mask_name": json_key(
-        str, "attention_mask, the only one there is", choices=("attention_mask",)),
+        str, "attention_mask, the only one there is", choices=("attention_mask",)
+    ),
     f"{LTD}.hidden_state_order": json_key(
-        str, "either order: the model knows its own", choices=("seq_batch_dim", "batch_seq_dim")),
+        str,
+        "either order: the model knows its own",
+        choices=("seq_batch_dim", "batch_seq_dim"),
+    ),
     f"{LTD}.random_ltd_schedule.schedule_type": json_key(
-        str, "fixed_linear, the only one there is", choices=("fixed_linear",)),
-    f"{LTD}.layer_token_lr_schedule.enabled": json_key(bool, "must be false, as in DeepSpeed")}
+        str, "fixed_linear, the only one there is", choices=("fixed_linear",)
+    ),
+    f"{LTD}.layer_token_lr_schedule.enabled": json_key(
+        bool, "must be false, as in DeepSpeed"
+    ),
+}
 
 
 def translate_curriculum(document: JsonDocument) -> None:
@@ -69,24 +108,35 @@ def translate_curriculum(document: JsonDocument) -> None:
 
 
 def _legacy(document: JsonDocument, block: Any) -> None:
-    if not _is_block(document, LEGACY, block, {"enabled", "curriculum_type", "schedule_config", *LENGTHS}):
+    if not _is_block(
+        document,
+        LEGACY,
+        block,
+        {"enabled", "curriculum_type", "schedule_config", *LENGTHS},
+    ):
         return
     if block.get("enabled") is True:
         kind = block.get("curriculum_type", "seqlen")
         if kind != "seqlen":
-            document.refuse(f'{document.path}: "{LEGACY}.curriculum_type" is {shown(kind)}; it must be '
-                            '"seqlen".')
+            document.refuse(
+                f'{document.path}: "{LEGACY}.curriculum_type" is {shown(kind)}; it must be '
+                '"seqlen".'
+            )
         _lengths(document, LEGACY, TRUNCATE, block)
     elif block.get("enabled") not in (None, False, "auto"):
-        document.refuse(f'{document.path}: "{LEGACY}.enabled": {shown(block["enabled"])} is not true '
-                        'or false.')
+        document.refuse(
+            f'{document.path}: "{LEGACY}.enabled": {shown(block["enabled"])} is not true '
+            "or false."
+        )
 
 
 def _metrics(document: JsonDocument) -> None:
     metrics = document.values.get(METRICS)
     if not isinstance(metrics, dict) or not metrics:
-        document.refuse(f'{document.path}: "{METRICS}" is {shown(metrics)}; give a block for each '
-                        'metric: {"vocab_rarity": { … }}.')
+        document.refuse(
+            f'{document.path}: "{METRICS}" is {shown(metrics)}; give a block for each '
+            'metric: {"vocab_rarity": { … }}.'
+        )
         return
     texts = []
     for name, block in metrics.items():
@@ -95,38 +145,58 @@ def _metrics(document: JsonDocument) -> None:
             continue
         if name in (TRUNCATE, RESHAPE):
             _lengths(document, key, name, block)
-        if name not in (TRUNCATE, RESHAPE) or block.get("clustering_type") == "schedule_based":
+        if (
+            name not in (TRUNCATE, RESHAPE)
+            or block.get("clustering_type") == "schedule_based"
+        ):
             texts.append(json.dumps({"name": name, **block}))
     document.give("curriculum.curriculum_metrics", tuple(texts) or None, METRICS)
-    if len(texts) > 1:                           # DeepSpeed always requires it; with one metric it has no use
-        document.copy(f"{SAMPLING}.curriculum_learning.data_cluster_path",
-                      "curriculum.curriculum_cluster_path")
+    if len(texts) > 1:  # DeepSpeed always requires it; with one metric it has no use
+        document.copy(
+            f"{SAMPLING}.curriculum_learning.data_cluster_path",
+            "curriculum.curriculum_cluster_path",
+        )
 
 
-def _lengths(document: JsonDocument, key: str, kind: str, block: Mapping[str, Any]) -> None:
+def _lengths(
+    document: JsonDocument, key: str, kind: str, block: Mapping[str, Any]
+) -> None:
     document.give("curriculum.curriculum_type", kind, key)
     schedule = block.get("schedule_config", {})
     if not _is_block(document, f"{key}.schedule_config", schedule, set(SCHEDULES)):
         return
-    for values, names, prefix in ((block, LENGTHS, key), (schedule, SCHEDULES, f"{key}.schedule_config")):
+    for values, names, prefix in (
+        (block, LENGTHS, key),
+        (schedule, SCHEDULES, f"{key}.schedule_config"),
+    ):
         for name, option in names.items():
             if name in values and values[name] != "auto":
-                path, inner = f"curriculum.curriculum_{option}", f"{prefix}.{name}"
-                value = attempt(document.problems, coerce, all_options()[path], values[name],
-                                f'{document.path}: "{inner}"')
+                path = f"curriculum.curriculum_{option}"
+                inner = f"{prefix}.{name}"
+                value = attempt(
+                    document.problems,
+                    coerce,
+                    all_options()[path],
+                    values[name],
+                    f'{document.path}: "{inner}"',
+                )
                 document.give(path, value, inner)
 
 
 def _is_block(document: JsonDocument, key: str, block: Any, known: set[str]) -> bool:
     """Whether it is a block with known keys. If not, a problem is added."""
     if not isinstance(block, dict):
-        document.refuse(f'{document.path}: "{key}" should be a block {{ … }}, not {shown(block)}.')
+        document.refuse(
+            f'{document.path}: "{key}" should be a block {{ … }}, not {shown(block)}.'
+        )
         return False
     for name in block:
         if name not in known:
             near = did_you_mean(name, sorted(known)) or "."
-            document.refuse(f'{document.path}: unknown key "{key}.{name}"{near} '
-                            f'Known: {", ".join(sorted(known))}.')
+            document.refuse(
+                f'{document.path}: unknown key "{key}.{name}"{near} '
+                f"Known: {', '.join(sorted(known))}."
+            )
     return known >= block.keys()
 
 
@@ -145,10 +215,15 @@ def translate_random_ltd(document: JsonDocument) -> None:
         if key not in SWITCHES:
             document.take(key)
     if document.take(f"{LTD}.layer_token_lr_schedule.enabled"):
-        document.refuse(f'{document.path}: "{LTD}.layer_token_lr_schedule" is not available, as in '
-                        "DeepSpeed: the learning rate follows samples or steps. Disable it.")
-    count, ids = document.take(f"{LTD}.random_ltd_layer_num"), document.take(f"{LTD}.random_ltd_layer_id")
+        document.refuse(
+            f'{document.path}: "{LTD}.layer_token_lr_schedule" is not available, as in '
+            "DeepSpeed: the learning rate follows samples or steps. Disable it."
+        )
+    count = document.take(f"{LTD}.random_ltd_layer_num")
+    ids = document.take(f"{LTD}.random_ltd_layer_id")
     if count is not None and count != len(ids or ()):
-        document.refuse(f'{document.path}: "{LTD}.random_ltd_layer_num" is {count}, but '
-                        f'"random_ltd_layer_id" contains {len(ids or ())} layers. Make them equal, or remove '
-                        "the number.")
+        document.refuse(
+            f'{document.path}: "{LTD}.random_ltd_layer_num" is {count}, but '
+            f'"random_ltd_layer_id" contains {len(ids or ())} layers. Make them equal, or remove '
+            "the number."
+        )

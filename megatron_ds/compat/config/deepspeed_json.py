@@ -27,33 +27,58 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
-from .deepspeed_optimizer import ADAM_W_MODE, OPTIMIZER_KEYS, is_adamw, translate_optimizer
+from .deepspeed_optimizer import (
+    ADAM_W_MODE,
+    OPTIMIZER_KEYS,
+    is_adamw,
+    translate_optimizer,
+)
 from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
 from .deepspeed_spellings import loads, with_usual_names
 from .unsupported import KEYS, answer_to_key
 
-MOST_PLACES = 2         # a name in more blocks than these, such as "enabled", does not identify a place
+MOST_PLACES = (
+    2  # a name in more blocks than these, such as "enabled", does not identify a place
+)
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
-    "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power", at_least=0,
-                                         at_most=127),
+    "fp16.initial_scale_power": json_key(
+        int, "`--initial-loss-scale`, 2 to this power", at_least=0, at_most=127
+    ),
     "sequence_parallel_size": json_key(
-        int, "`--context-parallel-size`, with `--cp-comm-type` a2a. An engine takes mpu=", at_least=1),
+        int,
+        "`--context-parallel-size`, with `--cp-comm-type` a2a. An engine takes mpu=",
+        at_least=1,
+    ),
     "tensor_parallel.autotp_size": json_key(
-        int, "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
-        at_least=0),
+        int,
+        "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
+        at_least=0,
+    ),
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
-    "aio.thread_count": json_key(int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1),
-    "wandb.enabled": json_key(bool, "whether the block is used; the project is deepspeed unless given"),
+    "aio.thread_count": json_key(
+        int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1
+    ),
+    "wandb.enabled": json_key(
+        bool, "whether the block is used; the project is deepspeed unless given"
+    ),
     "csv_monitor.enabled": json_key(bool, "whether the block is used"),
-    "csv_monitor.output_path": json_key(str, "`--csv-monitor-dir`, together with the job name"),
+    "csv_monitor.output_path": json_key(
+        str, "`--csv-monitor-dir`, together with the job name"
+    ),
     "csv_monitor.job_name": json_key(str, "the directory under the output path"),
     "tensorboard.enabled": json_key(bool, "whether the block is used"),
-    "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
+    "tensorboard.output_path": json_key(
+        str, "`--tensorboard-dir`, together with the job name"
+    ),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
-    **OPTIMIZER_KEYS, **SCHEDULER_KEYS, **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
+    **OPTIMIZER_KEYS,
+    **SCHEDULER_KEYS,
+    **CURRICULUM_KEYS,
+    **RANDOM_LTD_KEYS,
+}
 
 
 def read_deepspeed(path: str) -> Reading:
@@ -73,9 +98,19 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     block, notes = with_usual_names(block)
     document.without_effect |= {f"{path} {key}": why for key, why in notes.items()}
     _collect(document, "", block)
-    for translate in (_declared, _fp16, translate_optimizer, translate_scheduler, _offload, _model_parallel,
-                      _tensorboard, _csv_monitor, _sparse_attention, translate_curriculum,
-                      translate_random_ltd):
+    for translate in (
+        _declared,
+        _fp16,
+        translate_optimizer,
+        translate_scheduler,
+        _offload,
+        _model_parallel,
+        _tensorboard,
+        _csv_monitor,
+        _sparse_attention,
+        translate_curriculum,
+        translate_random_ltd,
+    ):
         translate(document)
     return document
 
@@ -91,8 +126,11 @@ def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def with_autos(block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def with_autos(
+    block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
     """A copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
+
     def replaced(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return with_autos(value, values, f"{prefix}{name}.")
@@ -101,7 +139,9 @@ def with_autos(block: Mapping[str, Any], values: Mapping[str, Any], prefix: str 
     return {name: replaced(name, value) for name, value in block.items()}
 
 
-def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any], is_off: bool = False) -> None:
+def _collect(
+    document: JsonDocument, prefix: str, block: Mapping[str, Any], is_off: bool = False
+) -> None:
     """Store the values of known keys in the document, and accept or refuse the others.
 
     is_off: a block around this one is switched off
@@ -109,12 +149,17 @@ def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any], is_o
     is_off = is_off or block.get("enabled") is False
     for name, value in block.items():
         key = prefix + name
-        is_block = any(known.startswith(key + ".") for known in document.known) or key not in KEYS and any(
-            known.startswith(key + ".") for known in KEYS)
+        is_block = (
+            any(known.startswith(key + ".") for known in document.known)
+            or key not in KEYS
+            and any(known.startswith(key + ".") for known in KEYS)
+        )
         if is_block and isinstance(value, dict):
             _collect(document, key + ".", value, is_off)
         elif is_block:
-            document.refuse(f'{document.path}: "{key}" should be a block {{ … }}, not {shown(value)}.')
+            document.refuse(
+                f'{document.path}: "{key}" should be a block {{ … }}, not {shown(value)}.'
+            )
         elif key in document.known:
             document.values[key] = value
         else:
@@ -126,24 +171,39 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
     covered = answer_to_key(key)
     if covered is None:
         near = _near(key)
-        document.refuse(f'{document.path}: unknown key "{key}"{near or "."} '
-                        'docs/reference/flags.md lists all keys.')
-        document.unread |= {option.path for known, option in declared_keys().items()
-                            if any(repr(part) in near for part in (
-                                known, known.rpartition(".")[2], known.partition(".")[0]))}
+        document.refuse(
+            f'{document.path}: unknown key "{key}"{near or "."} '
+            "docs/reference/flags.md lists all keys."
+        )
+        document.unread |= {
+            option.path
+            for known, option in declared_keys().items()
+            if any(
+                repr(part) in near
+                for part in (known, known.rpartition(".")[2], known.partition(".")[0])
+            )
+        }
     elif is_off or covered[1].accepts(value):
         if not is_off and not asks_for_nothing(value):
             document.without_effect[f"{document.path} {key}"] = covered[1].note
     else:
-        document.refuse(f'{document.path}: "{key}" is not supported: {covered[1].refusal}')
+        document.refuse(
+            f'{document.path}: "{key}" is not supported: {covered[1].refusal}'
+        )
 
 
 def _declared(document: JsonDocument) -> None:
     """Keys that an option declares."""
-    off = {block + "." for block in ("fp16", "bf16") if document.values.get(block + ".enabled",
-                                                                            False) is False}
-    off |= {f"{block}." for block in ("wandb", "flops_profiler", "autotuning")
-            if document.values.get(f"{block}.enabled", False) is not True}
+    off = {
+        block + "."
+        for block in ("fp16", "bf16")
+        if document.values.get(block + ".enabled", False) is False
+    }
+    off |= {
+        f"{block}."
+        for block in ("wandb", "flops_profiler", "autotuning")
+        if document.values.get(f"{block}.enabled", False) is not True
+    }
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
     off |= {ADAM_W_MODE} if is_adamw(document) else set()
     for key, option in declared_keys().items():
@@ -154,20 +214,27 @@ def _declared(document: JsonDocument) -> None:
 def _fp16(document: JsonDocument) -> None:
     if document.take("fp16.enabled") is False or "fp16.enabled" not in document.values:
         return
-    document.copy("fp16.loss_scale", "optimizer.loss_scale", lambda scale: scale or None)    # 0 is dynamic
-    document.copy("fp16.initial_scale_power", "optimizer.initial_loss_scale", lambda power: 2.0**power)
-
-
+    document.copy(
+        "fp16.loss_scale", "optimizer.loss_scale", lambda scale: scale or None
+    )  # 0 is dynamic
+    document.copy(
+        "fp16.initial_scale_power",
+        "optimizer.initial_loss_scale",
+        lambda power: 2.0**power,
+    )
 
 
 def _offload(document: JsonDocument) -> None:
     """Older names."""
-    for key, path in (("cpu_offload", "zero.offload_optimizer"),
-                      ("cpu_offload_params", "zero.offload_param")):
+    for key, path in (
+        ("cpu_offload", "zero.offload_optimizer"),
+        ("cpu_offload_params", "zero.offload_param"),
+    ):
         wanted = document.take(f"zero_optimization.{key}")
         if wanted and any(setting.path == path for setting in document.settings):
             document.without_effect[f"{document.path} zero_optimization.{key}"] = (
-                f"the block {path.partition('.')[2]}, its newer name, is given")
+                f"the block {path.partition('.')[2]}, its newer name, is given"
+            )
         elif wanted:
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
@@ -177,22 +244,33 @@ def _sparse_attention(document: JsonDocument) -> None:
     """A block without a mode has DeepSpeed's default."""
     keys = [key for key in document.values if key.startswith("sparse_attention.")]
     if keys and "sparse_attention.mode" not in keys:
-        document.give("model.sparse_attention", "fixed", "sparse_attention, as DeepSpeed's default")
+        document.give(
+            "model.sparse_attention",
+            "fixed",
+            "sparse_attention, as DeepSpeed's default",
+        )
 
 
 def _model_parallel(document: JsonDocument) -> None:
     """Sizes of groups that split a model or its sequences."""
-    document.copy("tensor_parallel.autotp_size", "parallel.tensor_model_parallel_size",
-                  lambda size: size or 1)
+    document.copy(
+        "tensor_parallel.autotp_size",
+        "parallel.tensor_model_parallel_size",
+        lambda size: size or 1,
+    )
     document.copy("sequence_parallel_size", "parallel.context_parallel_size")
-    if (document.take("sequence_parallel_size") or 1) > 1:                                   # Ulysses
+    if (document.take("sequence_parallel_size") or 1) > 1:  # Ulysses
         document.give("parallel.cp_comm_type", ("a2a",), "sequence_parallel_size")
 
 
 def _csv_monitor(document: JsonDocument) -> None:
     if document.take("csv_monitor.enabled"):
-        folder = document.values.get("csv_monitor.output_path") and document.take("csv_monitor.output_path")
-        folder = os.path.join(folder or "", document.take("csv_monitor.job_name") or "DeepSpeedJobName")
+        folder = document.values.get("csv_monitor.output_path") and document.take(
+            "csv_monitor.output_path"
+        )
+        folder = os.path.join(
+            folder or "", document.take("csv_monitor.job_name") or "DeepSpeedJobName"
+        )
         document.give("logging.csv_monitor_dir", folder, "csv_monitor.enabled")
 
 
@@ -203,10 +281,14 @@ def _tensorboard(document: JsonDocument) -> None:
         return
     folder = document.take("tensorboard.output_path")
     if folder is None and document.values.get("tensorboard.output_path") != "auto":
-        document.refuse(f'{document.path}: "tensorboard" is enabled without "output_path", the '
-                        "directory for the events. Add it, or disable the block and use --tensorboard-dir.")
+        document.refuse(
+            f'{document.path}: "tensorboard" is enabled without "output_path", the '
+            "directory for the events. Add it, or disable the block and use --tensorboard-dir."
+        )
     elif folder is not None:
-        folder = os.path.join(folder, document.take("tensorboard.job_name") or "DeepSpeedJobName")
+        folder = os.path.join(
+            folder, document.take("tensorboard.job_name") or "DeepSpeedJobName"
+        )
         document.give("logging.tensorboard_dir", folder, "tensorboard.output_path")
 
 
@@ -215,12 +297,15 @@ def unique_keys(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
     path: of the file, for messages
     """
+
     def block_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in a block, and JSON "
-                              "would keep only the last. Remove one.")
+            raise ConfigError(
+                f"{path}: {', '.join(map(repr, twice))} occurs twice in a block, and JSON "
+                "would keep only the last. Remove one."
+            )
         return dict(pairs)
 
     return block_of
@@ -232,14 +317,20 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
     try:
         document = loads(text, object_pairs_hook=unique_keys(path))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
-                          f"{error.colno}.") from None
+        raise ConfigError(
+            f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
+            f"{error.colno}."
+        ) from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
-    except ConfigError:                                               # it is a ValueError, too
+        raise ConfigError(
+            f"{path}: this is not a configuration: its brackets are nested too deep."
+        ) from None
+    except ConfigError:  # it is a ValueError, too
         raise
     except ValueError:
-        raise ConfigError(f"{path}: a number has more digits than can be read.") from None
+        raise ConfigError(
+            f"{path}: a number has more digits than can be read."
+        ) from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} should contain one block {{ … }} of keys.")
     return document
@@ -249,28 +340,48 @@ def _near(key: str) -> str:
     """A suggestion: the key of an option of this name, a key of the same block, or any other key."""
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *KEYS]
-    siblings = {other.rpartition(".")[2]: other.rpartition(".")[2] for other in candidates
-                if other.rpartition(".")[0] == parent}
+    siblings = {
+        other.rpartition(".")[2]: other.rpartition(".")[2]
+        for other in candidates
+        if other.rpartition(".")[0] == parent
+    }
     by_option = {other: option.json for other, option in names().items() if option.json}
     direct = by_option.get(name) if not parent else None
     if direct:
         return f"; did you mean {direct!r}?"
     if place := _place_of(name, candidates, parent):
         return place
-    blocks = {block: block for other in candidates if (block := other.partition(".")[0]) != other}
-    near = near_key(name, siblings) or (not parent and (near_key(name, blocks) or near_key(name, by_option)))
-    return near or near_key(name, {candidate.rpartition(".")[2]: candidate for candidate in candidates})
+    blocks = {
+        block: block
+        for other in candidates
+        if (block := other.partition(".")[0]) != other
+    }
+    near = near_key(name, siblings) or (
+        not parent and (near_key(name, blocks) or near_key(name, by_option))
+    )
+    return near or near_key(
+        name, {candidate.rpartition(".")[2]: candidate for candidate in candidates}
+    )
 
 
 def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
     """The hint for a key or block that exists, but in another place; "" if there is none."""
-    blocks = {".".join(parts[:end]) for other in candidates if (parts := other.split("."))
-              for end in range(1, len(parts) + 1)}
-    places = sorted((other for other in blocks if other.rpartition(".")[2] == name), key=len)
+    blocks = {
+        ".".join(parts[:end])
+        for other in candidates
+        if (parts := other.split("."))
+        for end in range(1, len(parts) + 1)
+    }
+    places = sorted(
+        (other for other in blocks if other.rpartition(".")[2] == name), key=len
+    )
     if not places or len(places) > MOST_PLACES:
         return ""
-    where = [f"in \"{place.rpartition('.')[0]}\"" if "." in place else "at the top level" for place in places]
-    here = f"in \"{parent}\"" if parent else "at the top level"
+    where = [
+        f'in "{place.rpartition(".")[0]}"' if "." in place else "at the top level"
+        for place in places
+    ]
+    here = f'in "{parent}"' if parent else "at the top level"
     return f": there is no {name!r} {here}; it belongs {' or '.join(where)}."
 
 

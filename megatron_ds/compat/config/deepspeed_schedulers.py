@@ -14,20 +14,31 @@ from ...registry import did_you_mean
 
 SCHEDULER_KEYS: Mapping[str, Option] = {
     "scheduler.type": json_key(
-        str, "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
+        str,
+        "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest",
+    ),
     "scheduler.params.warmup_type": json_key(
-        str, "`--lr-warmup-style`; log unless given", choices=("log", "linear")),
+        str, "`--lr-warmup-style`; log unless given", choices=("log", "linear")
+    ),
     "scheduler.params.warmup_min_lr": json_key(float, "`--lr-warmup-init`"),
-    "scheduler.params.warmup_max_lr": json_key(float, "`--lr`; with WarmupDecayLR 0.001 unless given"),
-    "scheduler.params.warmup_num_steps": json_key(int, "`--lr-warmup-iters`; 1000 unless given"),
+    "scheduler.params.warmup_max_lr": json_key(
+        float, "`--lr`; with WarmupDecayLR 0.001 unless given"
+    ),
+    "scheduler.params.warmup_num_steps": json_key(
+        int, "`--lr-warmup-iters`; 1000 unless given"
+    ),
     "scheduler.params.total_num_steps": json_key(int, "`--lr-decay-iters`"),
     "scheduler.params.warmup_min_ratio": json_key(
-        float, "`--lr-warmup-init`, as a fraction of the learning rate"),
+        float, "`--lr-warmup-init`, as a fraction of the learning rate"
+    ),
     "scheduler.params.cos_min_ratio": json_key(
-        float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
+        float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"
+    ),
     "scheduler.params.cycle_min_lr": json_key(float, "`--min-lr`"),
     "scheduler.params.cycle_max_lr": json_key(float, "`--lr`"),
-    "scheduler.params.lr_range_test_min_lr": json_key(float, "`--lr`; 0.001 unless given"),
+    "scheduler.params.lr_range_test_min_lr": json_key(
+        float, "`--lr`; 0.001 unless given"
+    ),
 }
 
 _WARMUP = {"warmup_num_steps", "warmup_type"}
@@ -37,18 +48,27 @@ _TEST = {name for name in _CYCLE if "range_test" in name}
 SCHEDULER_PARAMS: Mapping[str, set[str]] = {
     "WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
     "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
-    "WarmupCosineLR": _WARMUP | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"},
+    "WarmupCosineLR": _WARMUP
+    | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"},
     ONE_CYCLE: (_CYCLE - _TEST) | {"cycle_min_lr", "cycle_max_lr"},
-    RANGE_TEST: _TEST | {"lr_range_test_min_lr"}}
+    RANGE_TEST: _TEST | {"lr_range_test_min_lr"},
+}
 # (parameter, option, DeepSpeed's default where the option's is another)
 TRANSLATIONS = (
-    ("warmup_num_steps", "lr_warmup_iters", 1000), ("warmup_type", "lr_warmup_style", "log"),
-    ("warmup_min_lr", "lr_warmup_init", None), ("warmup_max_lr", "lr", None),
-    ("total_num_steps", "lr_decay_iters", None), ("warmup_min_ratio", "lr_warmup_init", None),
-    ("cos_min_ratio", "min_lr", 1e-4), ("cycle_min_lr", "min_lr", None), ("cycle_max_lr", "lr", None),
-    ("lr_range_test_min_lr", "lr", 1e-3))
-DECAY_DEFAULT = 1e-3                             # of WarmupDecayLR's warmup_max_lr
-RATE, OF_OPTIMIZER = "optimizer.lr", "optimizer.params.lr"
+    ("warmup_num_steps", "lr_warmup_iters", 1000),
+    ("warmup_type", "lr_warmup_style", "log"),
+    ("warmup_min_lr", "lr_warmup_init", None),
+    ("warmup_max_lr", "lr", None),
+    ("total_num_steps", "lr_decay_iters", None),
+    ("warmup_min_ratio", "lr_warmup_init", None),
+    ("cos_min_ratio", "min_lr", 1e-4),
+    ("cycle_min_lr", "min_lr", None),
+    ("cycle_max_lr", "lr", None),
+    ("lr_range_test_min_lr", "lr", 1e-3),
+)
+DECAY_DEFAULT = 1e-3  # of WarmupDecayLR's warmup_max_lr
+RATE = "optimizer.lr"
+OF_OPTIMIZER = "optimizer.params.lr"
 
 
 def translate_scheduler(document: JsonDocument) -> None:
@@ -58,8 +78,10 @@ def translate_scheduler(document: JsonDocument) -> None:
         return
     if kind not in SCHEDULER_PARAMS:
         near = did_you_mean(kind, list(SCHEDULER_PARAMS)) or "."
-        document.refuse(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
-                        f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead.")
+        document.refuse(
+            f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
+            f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead."
+        )
         document.unread |= paths_of("scheduler.type")
         return
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
@@ -67,13 +89,21 @@ def translate_scheduler(document: JsonDocument) -> None:
     if kind == ONE_CYCLE:
         _require(document, "cycle_min_lr", "cycle_max_lr")
     for name, option, default in TRANSLATIONS:
-        key, path = f"scheduler.params.{name}", f"optimizer.{option}"
-        meaning = partial(PartOf, RATE) if name.endswith("_ratio") else lambda value: value
+        key = f"scheduler.params.{name}"
+        path = f"optimizer.{option}"
+        meaning = (
+            partial(PartOf, RATE) if name.endswith("_ratio") else lambda value: value
+        )
         if key in document.values:
             document.copy(key, path, meaning)
         elif default is not None and name in SCHEDULER_PARAMS[kind]:
-            document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
-    if kind == "WarmupDecayLR" and "scheduler.params.warmup_max_lr" not in document.values:
+            document.give(
+                path, meaning(default), "scheduler.type, as DeepSpeed's default"
+            )
+    if (
+        kind == "WarmupDecayLR"
+        and "scheduler.params.warmup_max_lr" not in document.values
+    ):
         _decay_default(document)
     _override(document)
 
@@ -82,8 +112,10 @@ def _require(document: JsonDocument, *names: str) -> None:
     """Parameters without a default."""
     for name in names:
         if f"scheduler.params.{name}" not in document.values:
-            document.refuse(f'{document.path}: "scheduler.type" {ONE_CYCLE} needs "scheduler.params.{name}", '
-                            "which has no default. Add it.")
+            document.refuse(
+                f'{document.path}: "scheduler.type" {ONE_CYCLE} needs "scheduler.params.{name}", '
+                "which has no default. Add it."
+            )
 
 
 def _decay_default(document: JsonDocument) -> None:
@@ -92,16 +124,23 @@ def _decay_default(document: JsonDocument) -> None:
     if given is None:
         document.give(RATE, DECAY_DEFAULT, "scheduler.type, as DeepSpeed's default")
     elif given not in ("auto", DECAY_DEFAULT):
-        document.refuse(f'{document.path}: WarmupDecayLR without "scheduler.params.warmup_max_lr" rises to '
-                        f'{DECAY_DEFAULT:g} in DeepSpeed, not to "{OF_OPTIMIZER}" {given}. Add '
-                        '"warmup_max_lr" with the rate that you mean.', RATE)
+        document.refuse(
+            f'{document.path}: WarmupDecayLR without "scheduler.params.warmup_max_lr" rises to '
+            f'{DECAY_DEFAULT:g} in DeepSpeed, not to "{OF_OPTIMIZER}" {given}. Add '
+            '"warmup_max_lr" with the rate that you mean.',
+            RATE,
+        )
 
 
 def _override(document: JsonDocument) -> None:
     """As in DeepSpeed, the rate of the scheduler replaces that of the optimizer."""
     rates = [setting for setting in document.settings if setting.path == RATE]
-    of_optimizer = [setting for setting in rates if str(setting.source).endswith(f" {OF_OPTIMIZER}")]
+    of_optimizer = [
+        setting for setting in rates if str(setting.source).endswith(f" {OF_OPTIMIZER}")
+    ]
     if len(rates) > len(of_optimizer):
         for setting in of_optimizer:
             document.settings.remove(setting)
-            document.without_effect[str(setting.source)] = "the scheduler sets the learning rate"
+            document.without_effect[str(setting.source)] = (
+                "the scheduler sets the learning rate"
+            )

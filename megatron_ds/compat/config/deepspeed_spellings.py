@@ -1,7 +1,7 @@
 """Other spellings of DeepSpeed's keys, and a JSON with comments and trailing commas, which it reads as HJSON.
 
-    "bfloat16": {…}                            "bf16": {…}
-    zero_optimization.max_live_parameters      zero_optimization.stage3_max_live_parameters, and others
+"bfloat16": {…}                            "bf16": {…}
+zero_optimization.max_live_parameters      zero_optimization.stage3_max_live_parameters, and others
 """
 
 import json
@@ -12,31 +12,47 @@ from typing import Any
 ZERO = "zero_optimization"
 PREFIX = "stage3_"
 # Keys of ZeRO that DeepSpeed also reads without the prefix.
-UNPREFIXED = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
-              "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
-              "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save",
-              "use_all_reduce_for_fetch_params")
+UNPREFIXED = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "module_granularity_threshold",
+    "gather_16bit_weights_on_model_save",
+    "gather_fp16_weights_on_model_save",
+    "use_all_reduce_for_fetch_params",
+)
 OTHERS = {"cpu_offload_param": "cpu_offload_params"}
 DEVICES = ("cpu", "nvme")
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
 # A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket. A string or a
 # comment without an end goes on to the end of its line or of the text, so that no part is read twice.
 _STRING = r'"(?:\\[^\n]|[^"\n])*+(?:"|$)'
-_EXTRAS = re.compile(rf"{_STRING}|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL | re.MULTILINE)
+_EXTRAS = re.compile(
+    rf"{_STRING}|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL | re.MULTILINE
+)
 _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.MULTILINE)
 
 
 def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
-    block, notes = dict(block), {}
+    block = dict(block)
+    notes = {}
     if "bfloat16" in block and "bf16" not in block:
-        block = {"bf16" if key == "bfloat16" else key: value for key, value in block.items()}
+        block = {
+            "bf16" if key == "bfloat16" else key: value for key, value in block.items()
+        }
     zero = block.get(ZERO)
     if not isinstance(zero, Mapping):
         return block, notes
     zero = {_usual(key, zero): value for key, value in zero.items()}
     offload = zero.get("offload_param")
-    if isinstance(offload, Mapping) and offload.get("device") in DEVICES and _is_below_stage_3(zero):
+    if (
+        isinstance(offload, Mapping)
+        and offload.get("device") in DEVICES
+        and _is_below_stage_3(zero)
+    ):
         del zero["offload_param"]
         notes[f"{ZERO}.offload_param"] = STAGE3_ONLY
     return block | {ZERO: zero}, notes
@@ -54,6 +70,7 @@ def _is_below_stage_3(zero: Mapping[str, Any]) -> bool:
 
 def without_extras(text: str) -> str:
     """The text without comments and trailing commas; line numbers stay."""
+
     def blank(found: re.Match) -> str:
         return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
 

@@ -8,7 +8,11 @@ from .unsupported import answer_to_flag
 
 WORDS = ForeignWords(
     names=FORK_NAMES,
-    projects={name: dialect.project for dialect in reversed(DIALECTS) for name in dialect.names},
+    projects={
+        name: dialect.project
+        for dialect in reversed(DIALECTS)
+        for name in dialect.names
+    },
     phrases=FORK_PHRASES,
     readers=FORK_READERS,
     answer_to_flag=answer_to_flag,

@@ -6,9 +6,12 @@ from typing import Any
 
 from .neox_names import INITIAL, POSITIONS, SWITCHES, TOKENIZERS, VALUES
 
-Words = Iterator[tuple[str, list[str]]]                        # (key, words)
-OUTPUTS = ("*.linear_proj.weight", "*.linear_fc2.weight")      # the output projections of a block
-LARGEST = 2**50                                                # of a size in a square root
+Words = Iterator[tuple[str, list[str]]]  # (key, words)
+OUTPUTS = (
+    "*.linear_proj.weight",
+    "*.linear_fc2.weight",
+)  # the output projections of a block
+LARGEST = 2**50  # of a size in a square root
 
 
 def words_of(block: Mapping[str, Any]) -> Words:
@@ -30,7 +33,7 @@ def _value_words(block: Mapping[str, Any]) -> Words:
             value = block[key]
             values = value if isinstance(value, list) else [value]
             yield key, [flag, *map(str, values)]
-    if "pipe_parallel_size" in block:                          # 0: no pipeline
+    if "pipe_parallel_size" in block:  # 0: no pipeline
         stages = block["pipe_parallel_size"] or 1
         yield "pipe_parallel_size", ["--pipeline-model-parallel-size", str(stages)]
 
@@ -48,7 +51,9 @@ def _layer_words(block: Mapping[str, Any]) -> Words:
     if positions in POSITIONS:
         yield "pos_emb", ["--position-embedding-type", POSITIONS[positions]]
 
-    is_fused = block.get("bias_gelu_fusion") is True           # the fused kernel computes the tanh form
+    is_fused = (
+        block.get("bias_gelu_fusion") is True
+    )  # the fused kernel computes the tanh form
     yield "bias_gelu_fusion", ["--activation", "gelu" if is_fused else "gelu_exact"]
 
     biases = [block.get("use_bias_in_mlp"), block.get("use_bias_in_attn_linear")]
@@ -57,10 +62,12 @@ def _layer_words(block: Mapping[str, Any]) -> Words:
 
 
 def _norm_words(block: Mapping[str, Any]) -> Words:
-    key, default = "layernorm_epsilon", 1e-5
+    key = "layernorm_epsilon"
+    default = 1e-5
     if block.get("norm") == "rmsnorm":
         yield "norm", ["--normalization", "RMSNorm"]
-        key, default = "rms_norm_epsilon", 1e-8
+        key = "rms_norm_epsilon"
+        default = 1e-8
     yield key, ["--norm-epsilon", str(block.get(key, default))]
 
 
@@ -69,7 +76,10 @@ def _rate_words(block: Mapping[str, Any]) -> Words:
     style = block.get("lr_decay_style", "linear")
     is_line_to_0 = style == "linear" and not block.get("min_lr")
     if style in ("constant", "cosine") or is_line_to_0:
-        yield "lr_decay_style", ["--lr-decay-style", style, "--lr-warmup-style", "linear_from_one"]
+        yield (
+            "lr_decay_style",
+            ["--lr-decay-style", style, "--lr-warmup-style", "linear_from_one"],
+        )
 
 
 def _path_words(block: Mapping[str, Any]) -> Words:
@@ -105,11 +115,14 @@ def _initial_words(block: Mapping[str, Any]) -> Words:
     small_init: sqrt(2 / (5 h)), Nguyen and Salazar 2019, arXiv:1910.05895, section 2.2;
     wang_init: 2 / (L sqrt(h)), of Wang and Komatsuzaki's GPT-J.
     """
-    layers, hidden = block.get("num_layers"), block.get("hidden_size")
+    layers = block.get("num_layers")
+    hidden = block.get("hidden_size")
     normal = block.get("init_method_std", 0.02)
     inner = block.get("init_method", "normal")
     output = block.get("output_layer_init_method", "scaled_normal")
-    sizes_are_known = all(isinstance(size, int) and 0 < size <= LARGEST for size in (layers, hidden))
+    sizes_are_known = all(
+        isinstance(size, int) and 0 < size <= LARGEST for size in (layers, hidden)
+    )
     if not sizes_are_known or inner not in INITIAL or output not in INITIAL:
         return
 
@@ -117,10 +130,14 @@ def _initial_words(block: Mapping[str, Any]) -> Words:
         "normal": normal,
         "scaled_normal": normal / math.sqrt(2 * layers),
         "small_init": math.sqrt(2 / (5 * hidden)),
-        "wang_init": 2 / layers / math.sqrt(hidden)}
+        "wang_init": 2 / layers / math.sqrt(hidden),
+    }
     yield "init_method", ["--init-method-std", repr(deviation[inner])]
 
     factor = deviation[output] * math.sqrt(2 * layers) / deviation[inner]
     if not math.isclose(factor, 1.0):
         groups = [f"{pattern}:init_factor={factor!r}" for pattern in OUTPUTS]
-        yield "output_layer_init_method", ["--param-group", groups[0], "--param-group", groups[1]]
+        yield (
+            "output_layer_init_method",
+            ["--param-group", groups[0], "--param-group", groups[1]],
+        )

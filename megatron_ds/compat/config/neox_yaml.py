@@ -33,16 +33,34 @@ from .neox_names import (
 from .neox_words import words_of
 
 Block = Mapping[str, Any]
-ATTENTION = ("flash", "global")          # kinds of attention_config that are softmax attention
+ATTENTION = ("flash", "global")  # kinds of attention_config that are softmax attention
 PARTS = ("train", "valid", "test")
 # Keys that `neox_words` reads with others, and those of the JSON's precision.
-OTHERS = frozenset((
-    "bias_gelu_fusion", "checkpoint_activations", "init_method", "init_method_std", "layernorm_epsilon",
-    "output_layer_init_method", "pipe_parallel_size", "precision", "rms_norm_epsilon",
-    "use_bias_in_attn_linear", "use_bias_in_mlp"))
-READ = frozenset((
-    *VALUES, *SWITCHES, *OF_DEEPSPEED, *OTHERS, *(f"{part}_data_paths" for part in PARTS),
-    *(f"{part}_data_weights" for part in PARTS)))
+OTHERS = frozenset(
+    (
+        "bias_gelu_fusion",
+        "checkpoint_activations",
+        "init_method",
+        "init_method_std",
+        "layernorm_epsilon",
+        "output_layer_init_method",
+        "pipe_parallel_size",
+        "precision",
+        "rms_norm_epsilon",
+        "use_bias_in_attn_linear",
+        "use_bias_in_mlp",
+    )
+)
+READ = frozenset(
+    (
+        *VALUES,
+        *SWITCHES,
+        *OF_DEEPSPEED,
+        *OTHERS,
+        *(f"{part}_data_paths" for part in PARTS),
+        *(f"{part}_data_weights" for part in PARTS),
+    )
+)
 
 
 def is_neox(root: Any) -> bool:
@@ -72,6 +90,7 @@ def read_yamls(paths: Sequence[str]) -> list[Reading]:
 def _root(path: str) -> Any:
     """The content of a YAML file; None if it cannot be read, which `read_yaml` reports."""
     from ...config.sources.bounded_yaml import load_yaml
+
     try:
         return load_yaml(text_of(path, "--config"))
     except (ConfigError, RecursionError):
@@ -91,7 +110,9 @@ def _merged(name: str, roots: Sequence[Block], reading: Reading) -> dict[str, An
             if value is None:
                 continue
             if key in block and block[key] != value:
-                reading.refuse(f"{name}: {key} is given twice, as {_shown(block[key])} and {_shown(value)}.")
+                reading.refuse(
+                    f"{name}: {key} is given twice, as {_shown(block[key])} and {_shown(value)}."
+                )
             block[key] = value
     return block
 
@@ -118,8 +139,12 @@ def _read_flags(name: str, block: Block, reading: Reading) -> None:
     """Settings of the keys that stand for flags."""
     for key, words in words_of({**DEFAULTS, **block}):
         line = read_flags(words)
-        source = Source("yaml", f"{name} {key}" if key in block else f"GPT-NeoX's default of {key}")
-        reading.settings += [replace(setting, source=source) for setting in line.settings]
+        source = Source(
+            "yaml", f"{name} {key}" if key in block else f"GPT-NeoX's default of {key}"
+        )
+        reading.settings += [
+            replace(setting, source=source) for setting in line.settings
+        ]
         reading.unread |= line.unread
         for problem in line.problems:
             reading.refuse(f'{name}: "{key}": {problem}')
@@ -128,7 +153,11 @@ def _read_flags(name: str, block: Block, reading: Reading) -> None:
 # ------------------------------------------------------------------------------- DeepSpeed and the rest
 def _read_json(name: str, block: Block, reading: Reading) -> None:
     """Settings of the blocks that DeepSpeed reads."""
-    inner = {key: _with_text_keys(value) for key, value in block.items() if key in OF_DEEPSPEED}
+    inner = {
+        key: _with_text_keys(value)
+        for key, value in block.items()
+        if key in OF_DEEPSPEED
+    }
     _set_precision(inner, block.get("precision"))
     zero = inner.get("zero_optimization", {})
     if zero.get("cpu_offload") is False:
@@ -157,7 +186,7 @@ def _set_precision(inner: dict[str, Any], precision: str | None) -> None:
     """Write the blocks fp16 and bf16 as DeepSpeed has them."""
     half = inner.pop("fp16", {})
     kind = half.pop("type", None)
-    half.pop("fp16", None)                                     # the same as "enabled"
+    half.pop("fp16", None)  # the same as "enabled"
     if "bfloat16" in (kind, precision):
         inner["bf16"] = {"enabled": True}
     elif half:
@@ -165,7 +194,7 @@ def _set_precision(inner: dict[str, Any], precision: str | None) -> None:
     elif precision == "fp16":
         inner["fp16"] = {"enabled": True}
 
-    if "bf16" in inner:                                        # bf16 has no loss scale
+    if "bf16" in inner:  # bf16 has no loss scale
         bf16 = inner["bf16"]
         inner["bf16"] = {"enabled": bf16.get("enabled", bf16.get("bf16", True))}
 
@@ -191,7 +220,7 @@ def _refusal(key: str, value: Any, block: Block) -> str | None:
         return None if is_softmax else ONLY[key][1]
     is_rms = block.get("norm") == "rmsnorm"
     if key in ("use_bias_in_norms", "activation") and is_rms and value is False:
-        return None                                            # RMSNorm has no bias
+        return None  # RMSNorm has no bias
     if key in ONLY:
         allowed, reason = ONLY[key]
         return None if value in allowed else reason
@@ -216,20 +245,31 @@ def _attention_kinds(value: Any) -> set[str]:
 
 def _check_pairs(name: str, block: Block, reading: Reading) -> None:
     """Problems between keys."""
-    style, lowest = block.get("lr_decay_style", "linear"), block.get("min_lr")
+    style = block.get("lr_decay_style", "linear")
+    lowest = block.get("min_lr")
     if style == "exponential" or style == "linear" and lowest:
-        reading.refuse(f'{name}: "lr_decay_style" {style} is another curve in GPT-NeoX, which cuts it off at '
-                       "min_lr. Use cosine or constant.", "optimizer.lr_decay_style")
+        reading.refuse(
+            f'{name}: "lr_decay_style" {style} is another curve in GPT-NeoX, which cuts it off at '
+            "min_lr. Use cosine or constant.",
+            "optimizer.lr_decay_style",
+        )
 
     for key in ("init_method", "output_layer_init_method"):
         if block.get(key, "normal") not in INITIAL:
-            reading.refuse(f'{name}: "{key}" {block[key]} is not available. Use one of '
-                           f"{', '.join(INITIAL)}.")
+            reading.refuse(
+                f'{name}: "{key}" {block[key]} is not available. Use one of '
+                f"{', '.join(INITIAL)}."
+            )
 
-    mlp, attention = block.get("use_bias_in_mlp", True), block.get("use_bias_in_attn_linear", True)
+    mlp = block.get("use_bias_in_mlp", True)
+    attention = block.get("use_bias_in_attn_linear", True)
     if mlp != attention:
-        reading.refuse(f'{name}: "use_bias_in_mlp" {mlp} and "use_bias_in_attn_linear" {attention}: linear '
-                       "layers all have biases or none. Make them equal.")
+        reading.refuse(
+            f'{name}: "use_bias_in_mlp" {mlp} and "use_bias_in_attn_linear" {attention}: linear '
+            "layers all have biases or none. Make them equal."
+        )
 
     if block.get("save_interval") and block.get("checkpoint_factor"):
-        reading.refuse(f'{name}: "save_interval" and "checkpoint_factor" both set how often to save.')
+        reading.refuse(
+            f'{name}: "save_interval" and "checkpoint_factor" both set how often to save.'
+        )

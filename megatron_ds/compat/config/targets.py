@@ -19,15 +19,32 @@ from .deepspeed_json import reading_of
 TARGETS = ("train", "engine")
 SECTIONS = ("optimizer.", "cycle.", "zero.")
 # Options that an engine takes in addition to those of SECTIONS.
-TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
-         "logging.log_interval", "logging.tensorboard_dir", "logging.csv_monitor_dir",
-         # of megatron_ds.checkpointing.configure, which takes the same JSON
-         "train.checkpoint_in_cpu", "train.distribute_saved_activations")
-QUIET = ("logging.", "profiler.", "parallel.")           # sections whose defaults ask for nothing
+TAKEN = (
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+    "logging.log_interval",
+    "logging.tensorboard_dir",
+    "logging.csv_monitor_dir",
+    # of megatron_ds.checkpointing.configure, which takes the same JSON
+    "train.checkpoint_in_cpu",
+    "train.distribute_saved_activations",
+)
+QUIET = (
+    "logging.",
+    "profiler.",
+    "parallel.",
+)  # sections whose defaults ask for nothing
 SCRIPTED = "it is for pretrain_gpt.py, which has its own loop and log. Remove it."
 SPLIT = "give a module that is split over the ranks, and mpu=."
-ADVICE = dict.fromkeys(("parallel.tensor_model_parallel_size", "parallel.context_parallel_size",
-                        "parallel.cp_comm_type"), SPLIT)
+ADVICE = dict.fromkeys(
+    (
+        "parallel.tensor_model_parallel_size",
+        "parallel.context_parallel_size",
+        "parallel.cp_comm_type",
+    ),
+    SPLIT,
+)
 # How paths begin → why an engine accepts the option without doing anything.
 PROGRAMS: Mapping[str, str] = {
     "logging.wandb_": "an engine writes TensorBoard's and CSV files; the program logs to W&B itself",
@@ -36,20 +53,27 @@ PROGRAMS: Mapping[str, str] = {
     "curriculum.": "the program cuts its sequences or orders its samples itself",
     "random_ltd.": "the program wraps the layers of its module itself",
     "model.sparse_": "the module computes its own attention",
-    "parallel.pipeline_": "an engine runs a module as a whole"}
+    "parallel.pipeline_": "an engine runs a module as a whole",
+}
 # Blocks that an engine does not read, with the reason.
 LEFT_OUT: Mapping[str, str] = {"pipeline": "an engine runs a module as a whole"}
 AUTOCAST = "torch_autocast"
 UNMANAGED = "managed_gradient_accumulation"
 
 
-def reading_for(block: Mapping[str, Any], target: str = "train", name: str = "config") -> Reading:
+def reading_for(
+    block: Mapping[str, Any], target: str = "train", name: str = "config"
+) -> Reading:
     """The settings of a block, its problems, and the keys that change nothing. name: of it in messages."""
     assert target in TARGETS, f"{target} is not one of {TARGETS}"
     if target == "train":
         return reading_of(name, block)
     left_out = {key: why for key, why in LEFT_OUT.items() if key in block}
-    rest = {key: value for key, value in block.items() if key not in (*left_out, AUTOCAST, UNMANAGED)}
+    rest = {
+        key: value
+        for key, value in block.items()
+        if key not in (*left_out, AUTOCAST, UNMANAGED)
+    }
     reading = reading_of(name, rest)
     autocast_of(reading, name, block)
     _check_accumulation(reading, name, block)
@@ -64,11 +88,17 @@ def _is_taken(reading: Reading, setting: Setting) -> bool:
     path = setting.path
     if path in TAKEN or path.startswith(SECTIONS):
         return True
-    if path in all_options() and setting.value == all_options()[path].default and path.startswith(QUIET):
+    if (
+        path in all_options()
+        and setting.value == all_options()[path].default
+        and path.startswith(QUIET)
+    ):
         return True
     why = next((why for start, why in PROGRAMS.items() if path.startswith(start)), None)
     if why is None:
-        reading.refuse(f"{setting.source} is refused here: {ADVICE.get(path, SCRIPTED)}")
+        reading.refuse(
+            f"{setting.source} is refused here: {ADVICE.get(path, SCRIPTED)}"
+        )
     else:
         reading.without_effect[str(setting.source)] = why
     return False
@@ -81,42 +111,58 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
     """
     found = block.get(AUTOCAST)
     if found is not None and not isinstance(found, Mapping):
-        reading.refuse(f'{name}: "{AUTOCAST}" should be a block {{ … }}, not {shown(found)}.')
+        reading.refuse(
+            f'{name}: "{AUTOCAST}" should be a block {{ … }}, not {shown(found)}.'
+        )
         return None
     if not found or found.get("enabled", False) in (False, None, "auto"):
         return None
     unknown = set(found) - {"enabled", "dtype", "lower_precision_safe_modules"}
     for key in sorted(unknown):
-        reading.refuse(f'{name}: unknown key "{AUTOCAST}.{key}". The block has enabled and dtype.')
+        reading.refuse(
+            f'{name}: unknown key "{AUTOCAST}.{key}". The block has enabled and dtype.'
+        )
     dtype = str(found.get("dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in ("bfloat16", "bf16"):
-        reading.refuse(f'{name}: "{AUTOCAST}.dtype" is {dtype}, and autocast in another format than bfloat16 '
-                       "needs loss scaling, which only an fp16 block has. Use bfloat16, or an fp16 block.")
+        reading.refuse(
+            f'{name}: "{AUTOCAST}.dtype" is {dtype}, and autocast in another format than bfloat16 '
+            "needs loss scaling, which only an fp16 block has. Use bfloat16, or an fp16 block."
+        )
     for other in ("bf16", "bfloat16", "fp16"):
         inner = block.get(other)
         if isinstance(inner, Mapping) and inner.get("enabled") is True:
-            reading.refuse(f'{name}: "{AUTOCAST}" and "{other}" are both enabled. Autocast keeps parameters '
-                           f'in fp32, "{other}" converts them. Keep one.')
+            reading.refuse(
+                f'{name}: "{AUTOCAST}" and "{other}" are both enabled. Autocast keeps parameters '
+                f'in fp32, "{other}" converts them. Keep one.'
+            )
     if found.get("lower_precision_safe_modules"):
         reading.without_effect[f"{name} {AUTOCAST}.lower_precision_safe_modules"] = (
-            "gradients are reduced in fp32 for all modules")
+            "gradients are reduced in fp32 for all modules"
+        )
     return "bfloat16"
 
 
 def _check_accumulation(reading: Reading, name: str, block: Mapping[str, Any]) -> None:
-    """"managed_gradient_accumulation": false makes each `step` of the program an update."""
+    """ "managed_gradient_accumulation": false makes each `step` of the program an update."""
     value = block.get(UNMANAGED)
     if value is None or value in (True, "auto"):
         return
     if value is not False:
         reading.refuse(f'{name}: "{UNMANAGED}" is {shown(value)}: it is true or false.')
         return
-    micro, whole = block.get("train_micro_batch_size_per_gpu"), block.get("train_batch_size")
-    steps = block.get("gradient_accumulation_steps", None if micro is not None and whole is not None else 1)
+    micro = block.get("train_micro_batch_size_per_gpu")
+    whole = block.get("train_batch_size")
+    steps = block.get(
+        "gradient_accumulation_steps",
+        None if micro is not None and whole is not None else 1,
+    )
     if steps != 1:
-        reading.refuse(f'{name}: "{UNMANAGED}": false makes each engine.step() an update. Set '
-                       '"gradient_accumulation_steps" to 1 as well, leave "train_batch_size" out, and divide '
-                       "the loss yourself: all backward calls before a step add up.")
+        reading.refuse(
+            f'{name}: "{UNMANAGED}": false makes each engine.step() an update. Set '
+            '"gradient_accumulation_steps" to 1 as well, leave "train_batch_size" out, and divide '
+            "the loss yourself: all backward calls before a step add up."
+        )
         return
     reading.without_effect[f"{name} {UNMANAGED}"] = (
-        "with one accumulation step each engine.step() is an update, and backward calls before it add up")
+        "with one accumulation step each engine.step() is an update, and backward calls before it add up"
+    )

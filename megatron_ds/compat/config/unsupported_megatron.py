@@ -8,127 +8,132 @@ from ...config.sources.answers import OFF, Answer, table
 
 # Values of --spec that name the layers which options choose anyway: Megatron's own, and Huawei's for Qwen 3,
 # which is the same with --qk-layernorm.
-DEFAULT_SPECS = ("local", "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
-                 "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
-                 "mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec")
+DEFAULT_SPECS = (
+    "local",
+    "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
+    "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
+    "mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec",
+)
 
 MEGATRON_FLAGS = table(
     accepted={
-        "a checkpoint is complete before the next step begins; what it holds is the same":
-            "--async-ckpt-use-cached-structure --async-ckpt-use-cpu-shm --async-save --async-strategy "
-            "--use-persistent-ckpt-worker",
-        "every rank writes and reads its own part of a checkpoint, which loads at any layout":
-            "--auto-detect-ckpt-format --ckpt-assume-constant-structure --ckpt-fully-parallel-load "
-            "--ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-save --dist-ckpt-workers "
-            "--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient "
-            "--no-ckpt-fully-parallel-save --universal-checkpoint",
+        "a checkpoint is complete before the next step begins; what it holds is the same": "--async-ckpt-use-cached-structure --async-ckpt-use-cpu-shm --async-save --async-strategy "
+        "--use-persistent-ckpt-worker",
+        "every rank writes and reads its own part of a checkpoint, which loads at any layout": "--auto-detect-ckpt-format --ckpt-assume-constant-structure --ckpt-fully-parallel-load "
+        "--ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-save --dist-ckpt-workers "
+        "--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient "
+        "--no-ckpt-fully-parallel-save --universal-checkpoint",
         "a missing or an unexpected tensor of a checkpoint is always an error": "--dist-ckpt-strictness",
         "files of a checkpoint have checksums, which loading compares": "--verify-integrity",
-        "transfers are overlapped with computation automatically":
-            "--defer-embedding-wgrad-compute --delay-wgrad-compute --no-align-param-gather "
-            "--overlap-p2p-communication-warmup-flush --overlap-param-gather-with-optimizer-step "
-            "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --wgrad-deferral-limit",
-        "kernels are chosen by what the device supports":
-            "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
-            "--enable-cuda-graph --external-cuda-graph "
-            "--te-rng-tracker --use-te-rng-tracker --use-transformer-engine-op-fuser",
-        "memory of the device is managed by torch's allocator":
-            "--empty-unused-memory-level --fsdp-double-buffer --fsdp-manual-registration --use-nccl-ub",
-        "groups of ranks are created when they are first used":
-            "--disable-gloo-process-groups --enable-gloo-process-groups --use-ring-exchange-p2p",
+        "transfers are overlapped with computation automatically": "--defer-embedding-wgrad-compute --delay-wgrad-compute --no-align-param-gather "
+        "--overlap-p2p-communication-warmup-flush --overlap-param-gather-with-optimizer-step "
+        "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --wgrad-deferral-limit",
+        "kernels are chosen by what the device supports": "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
+        "--enable-cuda-graph --external-cuda-graph "
+        "--te-rng-tracker --use-te-rng-tracker --use-transformer-engine-op-fuser",
+        "memory of the device is managed by torch's allocator": "--empty-unused-memory-level --fsdp-double-buffer --fsdp-manual-registration --use-nccl-ub",
+        "groups of ranks are created when they are first used": "--disable-gloo-process-groups --enable-gloo-process-groups --use-ring-exchange-p2p",
         "recomputation has one implementation; --checkpoint-activations or --recompute-granularity turns it "
-        "on":
-            "--deepspeed-activation-checkpointing",
+        "on": "--deepspeed-activation-checkpointing",
         "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
         "weights are drawn where they are kept": "--init-model-with-meta-device",
         "gradients are averaged over the ranks": "--ddp-average-in-collective",
         "it changes which ranks keep a copy of the state, not the numbers; --zero-stage splits it over all "
-        "data-parallel ranks":
-            "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
-        "selective recomputation is that of core attention; what is recomputed changes no number":
-            "--recompute-modules",
+        "data-parallel ranks": "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
+        "selective recomputation is that of core attention; what is recomputed changes no number": "--recompute-modules",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
         "no feature needs it": "--enable-experimental",
         "the log and metrics.jsonl have the progress of a run": "--log-progress",
         "index maps are built in parallel": "--num-dataset-builder-threads",
-        "dtypes of master weights, gradients and moments have flags of their own":
-            "--use-precision-aware-optimizer",
+        "dtypes of master weights, gradients and moments have flags of their own": "--use-precision-aware-optimizer",
         "it applies to TikTokenizer only": "--tiktoken-num-special-tokens --tiktoken-pattern "
-                                           "--tiktoken-special-tokens",
+        "--tiktoken-special-tokens",
         "weights that tensor-parallel ranks share have one gradient, and stay equal": "--test-mode",
         "--ds-sequence-parallel-size sets how many ranks exchange tokens for heads; a single one has nothing "
-        "to exchange":
-            "--force-ds-sequence-parallel",
+        "to exchange": "--force-ds-sequence-parallel",
     },
     refused={
-        "attention is not divided into chunks of a sequence. Remove it.":
-            "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
-            "--ds-sequence-parallel-fpdt-offloading",
-        "multi-latent attention is not available. Remove it.":
-            "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
-            "--qk-pos-emb-head-dim --v-head-dim",
-        "attention is softmax attention. Remove it.":
-            "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
-            "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
-            "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
-            "--linear-num-value-heads --linear-value-head-dim",
-        "predicting more than the next token is not available. Remove it.":
-            "--mtp-loss-scaling-factor --mtp-num-layers",
-        "distillation is not available. Remove it.":
-            "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
-            "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
-        "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).":
-            "--mup-base-hidden-size --use-mup",
-        "this activation is not available. Remove it.":
-            "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
+        "attention is not divided into chunks of a sequence. Remove it.": "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
+        "--ds-sequence-parallel-fpdt-offloading",
+        "multi-latent attention is not available. Remove it.": "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
+        "--qk-pos-emb-head-dim --v-head-dim",
+        "attention is softmax attention. Remove it.": "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
+        "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
+        "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
+        "--linear-num-value-heads --linear-value-head-dim",
+        "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
+        "distillation is not available. Remove it.": "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
+        "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
+        "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).": "--mup-base-hidden-size --use-mup",
+        "this activation is not available. Remove it.": "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
         "the layers of a model are chosen by its options. Remove it.": "--export-force-local-attention",
         "errors are not injected. Remove it.": "--error-injection-type",
-        "torch's default decides how matrix products of bf16 are summed. Remove it.":
-            "--disable-bf16-reduced-precision-matmul",
+        "torch's default decides how matrix products of bf16 are summed. Remove it.": "--disable-bf16-reduced-precision-matmul",
         "activations that are not recomputed stay on the device. Write --recompute-granularity full if they "
-        "do not fit, with --checkpoint-in-cpu if inputs of layers do not fit either.":
-            "--cpu-offloading --cpu-offloading-activations --cpu-offloading-double-buffering "
-            "--cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers "
-            "--fine-grained-activation-offloading --offload-modules",
-        "write --zero-stage 3 --offload-param cpu, which keeps weights in host memory.":
-            "--cpu-offloading-weights",
+        "do not fit, with --checkpoint-in-cpu if inputs of layers do not fit either.": "--cpu-offloading --cpu-offloading-activations --cpu-offloading-double-buffering "
+        "--cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers "
+        "--fine-grained-activation-offloading --offload-modules",
+        "write --zero-stage 3 --offload-param cpu, which keeps weights in host memory.": "--cpu-offloading-weights",
         "all sequences have one length and are split over --context-parallel-size ranks. Set that, and "
-        "remove this.":
-            "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
-        "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.":
-            "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
-        "write --finetune, which loads weights only and starts at the first step.":
-            "--no-load-lr-state --reset-iteration",
-        "fp8 is not available. Use --bf16, and remove it.":
-            "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
+        "remove this.": "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
+        "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.": "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
+        "write --finetune, which loads weights only and starts at the first step.": "--no-load-lr-state --reset-iteration",
+        "fp8 is not available. Use --bf16, and remove it.": "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
     },
     only={
         "--muon-tp-mode": Answer(
             "the update is that of whole matrices, which tensor-parallel ranks share out",
             "the update is that of whole matrices; that of each part by itself would depend on the layout. "
-            "Remove it.", ("duplicated", "distributed", None, "auto")),
+            "Remove it.",
+            ("duplicated", "distributed", None, "auto"),
+        ),
         "--rerun-mode": Answer(
             "a loss that is not finite is located, and ends the run unless --check-for-nan continue is given",
             "steps are not computed twice to find faults of the hardware. Remove it.",
-            ("disabled", "validate_results", *OFF)),
+            ("disabled", "validate_results", *OFF),
+        ),
         "--spec": Answer(
             "there is one implementation of each layer",
-            "the layers of a model are chosen by its options. Remove it.", (*DEFAULT_SPECS, *OFF)),
+            "the layers of a model are chosen by its options. Remove it.",
+            (*DEFAULT_SPECS, *OFF),
+        ),
         "--rope-type": Answer(
             "it is that of multi-latent attention; --position-embedding-type sets the one used here",
-            "write --position-embedding-type yarn.", ("rope", *OFF)),
-        **{flag: Answer("it is in fp32", "master weights and moments are in fp32. Remove it.", ("fp32", *OFF))
-           for flag in ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")},
+            "write --position-embedding-type yarn.",
+            ("rope", *OFF),
+        ),
+        **{
+            flag: Answer(
+                "it is in fp32",
+                "master weights and moments are in fp32. Remove it.",
+                ("fp32", *OFF),
+            )
+            for flag in ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+        },
         "--error-injection-rate": Answer(
-            "errors are not injected", "errors are not injected. Remove it.", ("0", *OFF)),
+            "errors are not injected",
+            "errors are not injected. Remove it.",
+            ("0", *OFF),
+        ),
         "--megatron-fsdp-main-params-dtype": Answer(
-            "master weights are in fp32", "master weights are in fp32. Remove it.", ("fp32", *OFF)),
+            "master weights are in fp32",
+            "master weights are in fp32. Remove it.",
+            ("fp32", *OFF),
+        ),
         "--megatron-fsdp-main-grads-dtype": Answer(
-            "gradients accumulate in fp32", "write --main-grads-dtype.", ("fp32", "auto", *OFF)),
+            "gradients accumulate in fp32",
+            "write --main-grads-dtype.",
+            ("fp32", "auto", *OFF),
+        ),
         "--megatron-fsdp-grad-comm-dtype": Answer(
-            "gradients are sent in fp32, in which they accumulate", "write --communication-data-type.",
-            ("fp32", "auto", *OFF)),
+            "gradients are sent in fp32, in which they accumulate",
+            "write --communication-data-type.",
+            ("fp32", "auto", *OFF),
+        ),
         "--outer-dp-sharding-strategy": Answer(
             "ZeRO splits state over all data-parallel ranks",
-            "ZeRO splits state over all data-parallel ranks. Remove it.", ("no_shard", *OFF)),
-    })
+            "ZeRO splits state over all data-parallel ranks. Remove it.",
+            ("no_shard", *OFF),
+        ),
+    },
+)

@@ -30,11 +30,16 @@ from ...tensor_parallel.init import initialize_interval
 from .files.stored_tensor import StoredTensor
 from .packings import SAME, Packing
 
-LISTED = 10         # names in one message
-MOST = 10_000       # layers, or experts of a layer
+LISTED = 10  # names in one message
+MOST = 10_000  # layers, or experts of a layer
 # Sizes that no model has: products of them would not be numbers of elements.
-MOST_OF = {"hidden_size": 10**6, "ffn_size": 10**7, "vocab_size": 10**8, "positions": 10**9}
-SEED = 1234         # of weights that no file holds
+MOST_OF = {
+    "hidden_size": 10**6,
+    "ffn_size": 10**7,
+    "vocab_size": 10**8,
+    "positions": 10**9,
+}
+SEED = 1234  # of weights that no file holds
 PLACES = {"i": r"(?P<i>\d+)", "leaf": r"(?P<leaf>\w+)"}
 
 
@@ -58,7 +63,9 @@ class Row:
             return None
         of_one = self.theirs.split()
         numbers = range(experts) if "{e}" in self.theirs else (0,)
-        return [name.format(e=e, **found.groupdict()) for e in numbers for name in of_one]
+        return [
+            name.format(e=e, **found.groupdict()) for e in numbers for name in of_one
+        ]
 
 
 @dataclass(frozen=True)
@@ -107,10 +114,14 @@ def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
     """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
-        entry = next(filter(None, (_entry(row, spec, model) for row in family.rows)), None)
+        entry = next(
+            filter(None, (_entry(row, spec, model) for row in family.rows)), None
+        )
         if entry is None:
-            raise CheckpointError(f"{family.name} has no tensor for {spec.name} {list(spec.shape)}: models "
-                                  "of this family lack it. Choose another family or format.")
+            raise CheckpointError(
+                f"{family.name} has no tensor for {spec.name} {list(spec.shape)}: models "
+                "of this family lack it. Choose another family or format."
+            )
         found.append(entry)
     return found
 
@@ -119,85 +130,142 @@ def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> Entry | None:
     theirs = row.names(spec.name, spec.shape[0] if spec.shape else 0)
     if theirs is None:
         return None
-    return Entry(spec, tuple(theirs), tuple(row.packing.shapes(spec.shape, model)), row.packing)
+    return Entry(
+        spec, tuple(theirs), tuple(row.packing.shapes(spec.shape, model)), row.packing
+    )
 
 
 def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
     """The model of these options. Raises CheckpointError for values that no model has."""
     declared = {option.name: option for option in options_in("model")}
     if odd := [name for name in options if name not in declared]:
-        raise CheckpointError(f"{folder} needs the model option {odd[0]}, which this version lacks.")
+        raise CheckpointError(
+            f"{folder} needs the model option {odd[0]}, which this version lacks."
+        )
     try:
-        values = {name: value if value is None else coerce(declared[name], value, name)
-                  for name, value in options.items()}
+        values = {
+            name: value if value is None else coerce(declared[name], value, name)
+            for name, value in options.items()
+        }
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: its settings describe no model: {error}") from error
-    most = {"layers": values.get("num_layers"), "experts": max(values.get("num_experts") or (0,))}
-    if odd := [f"{number} {name}" for name, number in most.items() if number is None or number > MOST]:
-        raise CheckpointError(f"{folder}: its settings describe a model of {odd[0]}, more than {MOST}: the "
-                              "file is damaged.")
-    model = ModelConfig(**{"seq_length": values.get("max_position_embeddings"), **values})
+        raise CheckpointError(
+            f"{folder}: its settings describe no model: {error}"
+        ) from error
+    most = {
+        "layers": values.get("num_layers"),
+        "experts": max(values.get("num_experts") or (0,)),
+    }
+    if odd := [
+        f"{number} {name}"
+        for name, number in most.items()
+        if number is None or number > MOST
+    ]:
+        raise CheckpointError(
+            f"{folder}: its settings describe a model of {odd[0]}, more than {MOST}: the "
+            "file is damaged."
+        )
+    model = ModelConfig(
+        **{"seq_length": values.get("max_position_embeddings"), **values}
+    )
     _check_widths(model, folder)
     if model.num_attention_heads % model.query_groups:
-        raise CheckpointError(f"{folder}: {model.num_attention_heads} attention heads do not form "
-                              f"{model.query_groups} groups.")
+        raise CheckpointError(
+            f"{folder}: {model.num_attention_heads} attention heads do not form "
+            f"{model.query_groups} groups."
+        )
     return model
 
 
 def _check_widths(model: ModelConfig, folder: object) -> None:
     sizes = {name: (getattr(model, name), most) for name, most in MOST_OF.items()}
-    sizes["heads × kv_channels"] = (model.num_attention_heads * model.head_dim, MOST_OF["hidden_size"])
+    sizes["heads × kv_channels"] = (
+        model.num_attention_heads * model.head_dim,
+        MOST_OF["hidden_size"],
+    )
     if any(model.experts):
         sizes["moe_ffn_hidden_size"] = (model.expert_ffn_size, MOST_OF["hidden_size"])
-        sizes["moe_shared_expert_intermediate_size"] = (model.moe_shared_expert_intermediate_size,
-                                                        MOST_OF["ffn_size"])
-    if odd := [f"{name} {size}, more than {most}" for name, (size, most) in sizes.items()
-               if size is not None and size > most]:
-        raise CheckpointError(f"{folder}: its settings describe a model of {odd[0]}: the file is damaged.")
+        sizes["moe_shared_expert_intermediate_size"] = (
+            model.moe_shared_expert_intermediate_size,
+            MOST_OF["ffn_size"],
+        )
+    if odd := [
+        f"{name} {size}, more than {most}"
+        for name, (size, most) in sizes.items()
+        if size is not None and size > most
+    ]:
+        raise CheckpointError(
+            f"{folder}: its settings describe a model of {odd[0]}: the file is damaged."
+        )
 
 
 # ---- Their tensors → ours.
 
-def to_ours(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
-            ) -> dict[str, StoredTensor]:
+
+def to_ours(
+    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+) -> dict[str, StoredTensor]:
     """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
 
     Entries of which any tensor is not in `stored` are left out; see `missing` and `initial`.
     """
-    wrong = [f"{stored[name].place} has shape {list(stored[name].shape)} and {list(shape)} is needed"
-             for entry in entries for name, shape in zip(entry.theirs, entry.their_shapes)
-             if name in stored and tuple(stored[name].shape) != tuple(shape)]
+    wrong = [
+        f"{stored[name].place} has shape {list(stored[name].shape)} and {list(shape)} is needed"
+        for entry in entries
+        for name, shape in zip(entry.theirs, entry.their_shapes)
+        if name in stored and tuple(stored[name].shape) != tuple(shape)
+    ]
     if wrong:
-        raise CheckpointError(f"{len(wrong)} tensors do not have the shape that the settings describe: "
-                              f"{listing(wrong, '; ')}. The files are of another model, or mixed up.")
-    return {entry.ours: _ours(entry, [stored[name] for name in entry.theirs], model)
-            for entry in entries if all(name in stored for name in entry.theirs)}
+        raise CheckpointError(
+            f"{len(wrong)} tensors do not have the shape that the settings describe: "
+            f"{listing(wrong, '; ')}. The files are of another model, or mixed up."
+        )
+    return {
+        entry.ours: _ours(entry, [stored[name] for name in entry.theirs], model)
+        for entry in entries
+        if all(name in stored for name in entry.theirs)
+    }
 
 
-def _ours(entry: Entry, parts: Sequence[StoredTensor], model: ModelConfig) -> StoredTensor:
+def _ours(
+    entry: Entry, parts: Sequence[StoredTensor], model: ModelConfig
+) -> StoredTensor:
     def read() -> torch.Tensor:
         return entry.packing.to_ours([part.read() for part in parts], model)
 
-    place = parts[0].place if len(parts) == 1 else f"{parts[0].place} and {len(parts) - 1} more"
+    place = (
+        parts[0].place
+        if len(parts) == 1
+        else f"{parts[0].place} and {len(parts) - 1} more"
+    )
     return StoredTensor(tuple(entry.spec.shape), parts[0].dtype, read, place)
 
 
 def initial(entries: Iterable[Entry], names: Iterable[str]) -> dict[str, StoredTensor]:
     """Our tensors of these names with the values that a new model has, for weights that no file holds."""
+
     def read(spec: ParamSpec) -> torch.Tensor:
         values = torch.empty(spec.numel)
         initialize_interval(values, spec, 0, SEED, {})
         return values.view(spec.shape)
 
     specs = {entry.ours: entry.spec for entry in entries}
-    return {name: StoredTensor(tuple(specs[name].shape), torch.float32, partial(read, specs[name]),
-                               "new values") for name in names}
+    return {
+        name: StoredTensor(
+            tuple(specs[name].shape),
+            torch.float32,
+            partial(read, specs[name]),
+            "new values",
+        )
+        for name in names
+    }
 
 
 # ---- Our tensors → theirs.
 
-def to_theirs(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
-              ) -> dict[str, StoredTensor]:
+
+def to_theirs(
+    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+) -> dict[str, StoredTensor]:
     """Their tensors. Those of one entry follow each other and share one reading of ours."""
     found: dict[str, StoredTensor] = {}
     for entry in entries:
@@ -206,8 +274,12 @@ def to_theirs(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], mode
     return found
 
 
-def _theirs(entry: Entry, ours: StoredTensor, model: ModelConfig) -> dict[str, StoredTensor]:
-    last: dict[int, torch.Tensor] = {}          # what the last reading left for the names that follow
+def _theirs(
+    entry: Entry, ours: StoredTensor, model: ModelConfig
+) -> dict[str, StoredTensor]:
+    last: dict[
+        int, torch.Tensor
+    ] = {}  # what the last reading left for the names that follow
     one_reads = Lock()
 
     def read(index: int) -> torch.Tensor:
@@ -216,20 +288,28 @@ def _theirs(entry: Entry, ours: StoredTensor, model: ModelConfig) -> dict[str, S
                 last.update(enumerate(entry.packing.to_theirs(ours.read(), model)))
             return last.pop(index)
 
-    return {name: StoredTensor(shape, ours.dtype, lambda index=index: read(index), ours.place)
-            for index, (name, shape) in enumerate(zip(entry.theirs, entry.their_shapes))}
+    return {
+        name: StoredTensor(
+            shape, ours.dtype, lambda index=index: read(index), ours.place
+        )
+        for index, (name, shape) in enumerate(zip(entry.theirs, entry.their_shapes))
+    }
 
 
 # ---- Names that are left over.
 
-def missing(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowed: Sequence[str]
-            ) -> list[str]:
+
+def missing(
+    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowed: Sequence[str]
+) -> list[str]:
     """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
     absent = [name for entry in entries for name in entry.theirs if name not in stored]
     if refused := [name for name in absent if not matches(name, allowed)]:
-        raise CheckpointError(f"{len(refused)} tensors are missing in the files: {listing(refused)}. The "
-                              "model would keep random values there. Complete the files, or allow them: "
-                              "--allow-missing PATTERN.")
+        raise CheckpointError(
+            f"{len(refused)} tensors are missing in the files: {listing(refused)}. The "
+            "model would keep random values there. Complete the files, or allow them: "
+            "--allow-missing PATTERN."
+        )
     return absent
 
 
@@ -238,19 +318,34 @@ def replaced(entries: Iterable[Entry], stored: Mapping[str, StoredTensor]) -> li
 
     The whole tensor has new values then; see `initial`.
     """
-    return [name for entry in entries if not all(part in stored for part in entry.theirs)
-            for name in entry.theirs if name in stored]
+    return [
+        name
+        for entry in entries
+        if not all(part in stored for part in entry.theirs)
+        for name in entry.theirs
+        if name in stored
+    ]
 
 
-def unused(entries: Iterable[Entry], stored: Mapping[str, StoredTensor], family: Family,
-           allowed: Sequence[str]) -> list[str]:
+def unused(
+    entries: Iterable[Entry],
+    stored: Mapping[str, StoredTensor],
+    family: Family,
+    allowed: Sequence[str],
+) -> list[str]:
     """Names in the files that the model has no place for. Raises CheckpointError unless all are allowed."""
     used = {name for entry in entries for name in entry.theirs}
-    left = [name for name in stored if name not in used and not matches(name, family.ignored)]
+    left = [
+        name
+        for name in stored
+        if name not in used and not matches(name, family.ignored)
+    ]
     if refused := [name for name in left if not matches(name, allowed)]:
-        raise CheckpointError(f"{len(refused)} tensors in the files have no place in the model: "
-                              f"{listing(refused)}. Without them the model computes something else. Allow "
-                              "that: --allow-unused PATTERN.")
+        raise CheckpointError(
+            f"{len(refused)} tensors in the files have no place in the model: "
+            f"{listing(refused)}. Without them the model computes something else. Allow "
+            "that: --allow-unused PATTERN."
+        )
     return left
 
 

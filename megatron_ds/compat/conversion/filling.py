@@ -12,8 +12,9 @@ from .files.read_ahead import ReadAhead
 from .files.stored_tensor import StoredTensor, Tensors
 
 
-def plan_filling(pieces: Iterable[Piece], tensors: Tensors, kinds: Collection[str] | None = None
-                 ) -> list[tuple[StoredTensor, list[Piece]]]:
+def plan_filling(
+    pieces: Iterable[Piece], tensors: Tensors, kinds: Collection[str] | None = None
+) -> list[tuple[StoredTensor, list[Piece]]]:
     """Each tensor that is needed with its pieces, in the order of the files.
 
     kinds: those to fill; None for all. Raises CheckpointError listing tensors that are missing or of another
@@ -26,22 +27,38 @@ def plan_filling(pieces: Iterable[Piece], tensors: Tensors, kinds: Collection[st
     problems = []
     for name, of_name in wanted.items():
         kind, _, ours = name.partition("/")
-        stored, shape = tensors.get(kind, {}).get(ours), tuple(of_name[0].spec.shape)
+        stored = tensors.get(kind, {}).get(ours)
+        shape = tuple(of_name[0].spec.shape)
         if stored is None:
             problems.append(f"{name} is missing")
         elif tuple(stored.shape) != shape:
-            problems.append(f"{name} has shape {list(stored.shape)} in {stored.place} and {list(shape)} here")
+            problems.append(
+                f"{name} has shape {list(stored.shape)} in {stored.place} and {list(shape)} here"
+            )
     if problems:
-        without = "" if len(tensors) > 1 else ". The files hold no optimizer state: give --finetune"
-        raise CheckpointError(listing(sorted(problems, key=lambda text: not text.startswith(WEIGHT)), "; ")
-                              + without * any("weight/" not in text for text in problems))
+        without = (
+            ""
+            if len(tensors) > 1
+            else ". The files hold no optimizer state: give --finetune"
+        )
+        raise CheckpointError(
+            listing(
+                sorted(problems, key=lambda text: not text.startswith(WEIGHT)), "; "
+            )
+            + without * any("weight/" not in text for text in problems)
+        )
     order = [f"{kind}/{name}" for kind, named in tensors.items() for name in named]
-    return [(tensors[name.partition("/")[0]][name.partition("/")[2]], wanted[name])
-            for name in order if name in wanted]
+    return [
+        (tensors[name.partition("/")[0]][name.partition("/")[2]], wanted[name])
+        for name in order
+        if name in wanted
+    ]
 
 
 @torch.no_grad()
-def fill(plan: list[tuple[StoredTensor, list[Piece]]], coordinates: Coordinates) -> None:
+def fill(
+    plan: list[tuple[StoredTensor, list[Piece]]], coordinates: Coordinates
+) -> None:
     """Copy the stored values into the pieces, cast to their dtypes; padding becomes zero.
 
     Raises CheckpointError when a tensor cannot be read.

@@ -1,9 +1,9 @@
 """A run that starts from a checkpoint of another program: --load of its folder, at any layout.
 
-    options    of the model come from the files, unless flags or a file give them; those must be the same
-    tokenizer  that of the folder, where it has one and no flag gives another
-    weights    each rank reads the tensors of its layers and keeps its pieces
-    state      of the optimizer, and progress, where the files have them; else the run starts at step 0
+options    of the model come from the files, unless flags or a file give them; those must be the same
+tokenizer  that of the folder, where it has one and no flag gives another
+weights    each rank reads the tensors of its layers and keeps its pieces
+state      of the optimizer, and progress, where the files have them; else the run starts at step 0
 """
 
 import logging
@@ -20,7 +20,11 @@ from ...config import RunConfig
 from ...config.options.model_options import ModelConfig
 from ...config.sources.flags import read_flags
 from ...errors import CheckpointError
-from ...models.model_identity import model_identity, why_positions_differ, with_positions_of
+from ...models.model_identity import (
+    model_identity,
+    why_positions_differ,
+    with_positions_of,
+)
 from ...mpu.agree import gather_from_all_ranks, on_all_ranks
 from ...progress.ramps import Progress
 from ...training.build import Engine
@@ -64,25 +68,42 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     them, and `check_foreign` names differences. Raises CheckpointError when the folder cannot be read.
     """
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
-    load, tokenizer = given.get("checkpoint.load"), given.get("data.tokenizer_type")
+    load = given.get("checkpoint.load")
+    tokenizer = given.get("data.tokenizer_type")
     name = foreign_format(load, given.get("checkpoint.load_format"))
     if name is None:
         return {}
-    wishes = Wishes(vocab_size=given.get("model.vocab_size"), weights_only=True,
-                    qkv_packing=given.get("checkpoint.qkv_packing"))
+    wishes = Wishes(
+        vocab_size=given.get("model.vocab_size"),
+        weights_only=True,
+        qkv_packing=given.get("checkpoint.qkv_packing"),
+    )
     checkpoint = format_of(name).read(Path(load), wishes)
-    options, data = dict(checkpoint.model), {}
+    options = dict(checkpoint.model)
+    data = {}
     rows = options.pop("vocab_size", None)
     options.pop("seq_length", None)
-    if given.get("model.seq_length") is None and (longest := options.get("max_position_embeddings")):
+    if given.get("model.seq_length") is None and (
+        longest := options.get("max_position_embeddings")
+    ):
         options["seq_length"] = longest
     if tokenizer is None and not given.get("data.mock_data"):
         found, _ = tokenizer_options(checkpoint)
-        data = {name: value for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
-                if (value := getattr(found, name))}
+        data = {
+            name: value
+            for name in (
+                "tokenizer_type",
+                "vocab_file",
+                "merge_file",
+                "tokenizer_model",
+            )
+            if (value := getattr(found, name))
+        }
         tokenizer = found.tokenizer_type
-    if rows:                                        # NullTokenizer adds an end of document
-        data["vocab_size"] = rows if tokenizer not in (None, "NullTokenizer") else rows - 1
+    if rows:  # NullTokenizer adds an end of document
+        data["vocab_size"] = (
+            rows if tokenizer not in (None, "NullTokenizer") else rows - 1
+        )
     return options | data
 
 
@@ -94,42 +115,65 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
     if name is None:
         return None
     without_state = config.checkpoint.finetune or config.checkpoint.no_load_optim
-    wishes = Wishes(vocab_size=config.model.vocab_size, weights_only=without_state,
-                    qkv_packing=config.checkpoint.qkv_packing)
+    wishes = Wishes(
+        vocab_size=config.model.vocab_size,
+        weights_only=without_state,
+        qkv_packing=config.checkpoint.qkv_packing,
+    )
     found = format_of(name).read(Path(config.checkpoint.load), wishes)
     check_foreign(found, config.model, config.checkpoint.finetune)
     return found
 
 
-def check_foreign(found: LogicalCheckpoint, model: ModelConfig, finetune: bool = False) -> None:
+def check_foreign(
+    found: LogicalCheckpoint, model: ModelConfig, finetune: bool = False
+) -> None:
     """Raises CheckpointError naming every option in which the files and the run differ.
 
     finetune: positions may differ, where weights do not depend on them
     """
-    theirs, ours = model_identity(model_of(found.model, found.folder)), model_identity(model)
-    if differing := differences(with_positions_of(ours, theirs) if finetune else theirs, ours):
-        raise CheckpointError(f"--load {found.folder} holds another model: {'; '.join(differing)}. Omit the "
-                              "flags of these options to take their values from the files."
-                              f"{why_positions_differ(ours, theirs)}")
+    theirs = model_identity(model_of(found.model, found.folder))
+    ours = model_identity(model)
+    if differing := differences(
+        with_positions_of(ours, theirs) if finetune else theirs, ours
+    ):
+        raise CheckpointError(
+            f"--load {found.folder} holds another model: {'; '.join(differing)}. Omit the "
+            "flags of these options to take their values from the files."
+            f"{why_positions_differ(ours, theirs)}"
+        )
 
 
-def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piece]) -> Progress:
+def load_foreign(
+    engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piece]
+) -> Progress:
     """Fill weights, and optimizer state where both have it. Returns the progress. Collective over the world.
 
     Raises the same CheckpointError on all ranks.
     """
-    checkpoint, mesh, begin = engine.config.checkpoint, engine.mesh, time.perf_counter()
+    checkpoint = engine.config.checkpoint
+    mesh = engine.mesh
+    begin = time.perf_counter()
     failing = {"doing": f"cannot load {found.folder}", "kind": CheckpointError}
-    weights_only = checkpoint.finetune or checkpoint.no_load_optim or found.optimizer is None
+    weights_only = (
+        checkpoint.finetune or checkpoint.no_load_optim or found.optimizer is None
+    )
     if not weights_only:
         _check_optimizer(found, engine.config.optimizer.optimizer)
     kinds = (WEIGHT,) if weights_only else None
     plans = []
-    gather_from_all_ranks(mesh.group("world"),
-                          lambda: plans.append(plan_filling(pieces, found.tensors, kinds)), **failing)
-    on_all_ranks(mesh.group("world"), lambda: fill(plans[0], mesh.coordinates), **failing)
+    gather_from_all_ranks(
+        mesh.group("world"),
+        lambda: plans.append(plan_filling(pieces, found.tensors, kinds)),
+        **failing,
+    )
+    on_all_ranks(
+        mesh.group("world"), lambda: fill(plans[0], mesh.coordinates), **failing
+    )
     if not weights_only:
-        engine.optimizer.load_extra_state(_numbers(found, engine.optimizer.extra_state()))
+        engine.optimizer.load_extra_state(
+            _numbers(found, engine.optimizer.extra_state())
+        )
     engine.optimizer.after_load()
     starts_anew = checkpoint.finetune or found.progress.iteration is None
     progress = Progress() if starts_anew else progress_in(found.progress)
@@ -137,13 +181,22 @@ def load_foreign(engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piec
         if found.notes:
             logger.info("%s", notes_text(found))
         what = "weights only" if weights_only else "weights and optimizer"
-        logger.info("loaded %s, a %s, %s, at iteration %d, in %.1f s", found.folder,
-                    format_of(found.source.get("format", OURS)).noun if found.source else "checkpoint", what,
-                    progress.step, time.perf_counter() - begin)
+        logger.info(
+            "loaded %s, a %s, %s, at iteration %d, in %.1f s",
+            found.folder,
+            format_of(found.source.get("format", OURS)).noun
+            if found.source
+            else "checkpoint",
+            what,
+            progress.step,
+            time.perf_counter() - begin,
+        )
     return progress
 
 
-def origin_of(run: Mapping, found: LogicalCheckpoint | None, config: RunConfig) -> dict[str, Any]:
+def origin_of(
+    run: Mapping, found: LogicalCheckpoint | None, config: RunConfig
+) -> dict[str, Any]:
     """An entry for run.json: the format, family and settings that an export is to have again; {} if unknown.
 
     run: the run.json of the checkpoint that is continued; found: the checkpoint of another program. Ids of
@@ -152,12 +205,17 @@ def origin_of(run: Mapping, found: LogicalCheckpoint | None, config: RunConfig) 
     source = dict(found.source) if found is not None else source_in(run)
     if "family" not in source:
         return {}
-    files = [Path(path).resolve() for name in FIELDS if (path := getattr(config.data, name))]
+    files = [
+        Path(path).resolve() for name in FIELDS if (path := getattr(config.data, name))
+    ]
     folder = Path(config.checkpoint.load).resolve()
     if found is not None and any(folder not in (path, *path.parents) for path in files):
         source.pop("generation", None)
-        source["settings"] = {name: value for name, value in source.get("settings", {}).items()
-                              if not name.endswith("_token_id")}
+        source["settings"] = {
+            name: value
+            for name, value in source.get("settings", {}).items()
+            if not name.endswith("_token_id")
+        }
     return {ORIGIN: source}
 
 
@@ -165,27 +223,44 @@ def log_length(config: RunConfig) -> None:
     """Log the length of sequences if it is that of the --load folder."""
     source = config.sources.get("model.seq_length")
     if source is not None and source.kind == "script":
-        logger.info("--seq-length is %d, the number of positions in %s: no flag or file gives it",
-                    config.model.seq_length, config.checkpoint.load)
+        logger.info(
+            "--seq-length is %d, the number of positions in %s: no flag or file gives it",
+            config.model.seq_length,
+            config.checkpoint.load,
+        )
 
 
 def notes_text(found: LogicalCheckpoint) -> str:
     """The settings of the source that the run follows otherwise or not at all, a paragraph each."""
-    lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-             for note in found.notes]
+    lines = [
+        textwrap.fill(
+            note,
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+        for note in found.notes
+    ]
     return "\n".join((f"settings of {found.folder} that differ in this run:", *lines))
 
 
 def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:
     if found.optimizer != ours:
-        raise CheckpointError(f"--load {found.folder} holds the state of --optimizer {found.optimizer}, "
-                              f"which --optimizer {ours} cannot use. Use --optimizer {found.optimizer}, or "
-                              f"give --no-load-optim to start {ours} without state.")
+        raise CheckpointError(
+            f"--load {found.folder} holds the state of --optimizer {found.optimizer}, "
+            f"which --optimizer {ours} cannot use. Use --optimizer {found.optimizer}, or "
+            f"give --no-load-optim to start {ours} without state."
+        )
 
 
-def _numbers(found: LogicalCheckpoint, current: Mapping[str, float]) -> dict[str, float]:
+def _numbers(
+    found: LogicalCheckpoint, current: Mapping[str, float]
+) -> dict[str, float]:
     """Numbers of the optimizer: those of the files, and of this run where they have none."""
-    known = {name: value for name, value in found.progress.scaler.items() if name in current}
+    known = {
+        name: value for name, value in found.progress.scaler.items() if name in current
+    }
     return {**current, **known, "num_updates": updates_in(found.progress)}
 
 

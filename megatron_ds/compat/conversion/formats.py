@@ -77,16 +77,22 @@ FORMATS: dict[str, str] = {
     "megatron_torch_dist": "megatron.megatron_torch_dist_format.FORMAT",
     "megatron_torch": "megatron.megatron_torch_format.FORMAT",
 }
-ALIASES = {"hf": "huggingface", "ours": "megatron_ds", "torch_dist": "megatron_torch_dist",
-           "torch": "megatron_torch"}
+ALIASES = {
+    "hf": "huggingface",
+    "ours": "megatron_ds",
+    "torch_dist": "megatron_torch_dist",
+    "torch": "megatron_torch",
+}
 
 
 def format_of(name: str) -> Format:
     """The format of this name. Raises ConfigError with the most similar name."""
     name = ALIASES.get(name, name)
     if name not in FORMATS:
-        raise ConfigError(f"unknown format of checkpoints {name!r}{did_you_mean(name, [*FORMATS]) or '.'} "
-                          f"Known: {', '.join((*FORMATS, *ALIASES))}.")
+        raise ConfigError(
+            f"unknown format of checkpoints {name!r}{did_you_mean(name, [*FORMATS]) or '.'} "
+            f"Known: {', '.join((*FORMATS, *ALIASES))}."
+        )
     module, attribute = FORMATS[name].rsplit(".", 1)
     return getattr(import_module(f".{module}", __package__), attribute)
 
@@ -96,8 +102,12 @@ def detected(folder: Path) -> Format:
     for name in FORMATS:
         if (found := format_of(name)).detect(folder):
             return found
-    what = "is empty" if folder.is_dir() and not any(folder.iterdir()) else "matches none"
+    what = (
+        "is empty" if folder.is_dir() and not any(folder.iterdir()) else "matches none"
+    )
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist. Correct the path.")
-    raise CheckpointError(f"the format of {folder} is not known: it {what} of {', '.join(FORMATS)}. Give the "
-                          "folder that contains the files, and --from NAME (--load-format NAME in training).")
+    raise CheckpointError(
+        f"the format of {folder} is not known: it {what} of {', '.join(FORMATS)}. Give the "
+        "folder that contains the files, and --from NAME (--load-format NAME in training)."
+    )

@@ -24,33 +24,56 @@ from .files.stored_tensor import WEIGHT, LogicalCheckpoint
 from .filling import fill, plan_filling
 from .huggingface.huggingface_format import FORMAT as HUGGING_FACE
 
-SEED, SAMPLES, MOST_TOKENS = 1234, 2, 128
+SEED = 1234
+SAMPLES = 2
+MOST_TOKENS = 128
 Outputs = list[torch.Tensor]
 
 
 def random_tokens(model: ModelConfig) -> torch.Tensor:
     """int64 [2, s], s as long as the model allows, up to 128."""
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(0, model.vocab_size, (SAMPLES, min(model.positions, MOST_TOKENS)),
-                         generator=generator)
+    return torch.randint(
+        0,
+        model.vocab_size,
+        (SAMPLES, min(model.positions, MOST_TOKENS)),
+        generator=generator,
+    )
 
 
 @torch.inference_mode()
 def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
     """Logits [b, s, vocabulary] of our model, and those of the order of segments of a BERT, [b, 2]."""
-    model = replace(model_of(checkpoint.model, checkpoint.folder), seq_length=tokens.shape[1])
+    model = replace(
+        model_of(checkpoint.model, checkpoint.folder), seq_length=tokens.shape[1]
+    )
     modules = build_stage(MODELS[model.model](model, ParallelContext()))
-    pieces = [ParameterPiece(p.spec, p.detach().view(-1)) for p in modules.parameters()
-              if not p.spec.tied_copy]
+    pieces = [
+        ParameterPiece(p.spec, p.detach().view(-1))
+        for p in modules.parameters()
+        if not p.spec.tied_copy
+    ]
     state = StepState(modules, solo(), torch.device("cpu"))
-    fill(plan_filling([*pieces, *state.pieces()], {WEIGHT: checkpoint.tensors[WEIGHT]}), {})
+    fill(
+        plan_filling([*pieces, *state.pieces()], {WEIGHT: checkpoint.tensors[WEIGHT]}),
+        {},
+    )
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
-    batch = Batch(tokens, tokens, torch.ones(tokens.shape), positions, sample_ids=tuple(range(len(tokens))),
-                  training=False, token_types=torch.zeros_like(tokens) if model.model == "bert" else None,
-                  ledger=DISCARDING)
+    batch = Batch(
+        tokens,
+        tokens,
+        torch.ones(tokens.shape),
+        positions,
+        sample_ids=tuple(range(len(tokens))),
+        training=False,
+        token_types=torch.zeros_like(tokens) if model.model == "bert" else None,
+        ledger=DISCARDING,
+    )
     output = run_layers(modules, None, batch)
-    logits, others = (output.logits, [output.order]) if model.model == "bert" else (output, [])
-    return [logits.transpose(0, 1)[..., :model.vocab_size].float(), *others]
+    logits, others = (
+        (output.logits, [output.order]) if model.model == "bert" else (output, [])
+    )
+    return [logits.transpose(0, 1)[..., : model.vocab_size].float(), *others]
 
 
 @torch.inference_mode()
@@ -59,17 +82,27 @@ def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
     try:
         import transformers
     except ImportError as error:
-        raise CheckpointError("--verify needs transformers, which is not installed: pip install "
-                              "transformers.") from error
+        raise CheckpointError(
+            "--verify needs transformers, which is not installed: pip install "
+            "transformers."
+        ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         is_bert = config.model_type == "megatron-bert"
-        kind = transformers.AutoModelForPreTraining if is_bert else transformers.AutoModelForCausalLM
+        kind = (
+            transformers.AutoModelForPreTraining
+            if is_bert
+            else transformers.AutoModelForCausalLM
+        )
         model = kind.from_pretrained(folder, attn_implementation="eager").float().eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     output = model(tokens)
-    return [output.prediction_logits, output.seq_relationship_logits] if is_bert else [output.logits]
+    return (
+        [output.prediction_logits, output.seq_relationship_logits]
+        if is_bert
+        else [output.logits]
+    )
 
 
 def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
@@ -79,10 +112,16 @@ def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
     return our_outputs(checkpoint, tokens)
 
 
-def largest_difference(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> tuple[float, float]:
+def largest_difference(
+    some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[float, float]:
     """(largest absolute difference, largest absolute value). Raises CheckpointError for other shapes."""
     if [t.shape for t in some] != [t.shape for t in others]:
-        raise CheckpointError(f"the outputs have shapes {[list(t.shape) for t in some]} and "
-                              f"{[list(t.shape) for t in others]}: the models differ.")
-    return (max(float((a - b).abs().max()) for a, b in zip(some, others)),
-            max(float(a.abs().max()) for a in some))
+        raise CheckpointError(
+            f"the outputs have shapes {[list(t.shape) for t in some]} and "
+            f"{[list(t.shape) for t in others]}: the models differ."
+        )
+    return (
+        max(float((a - b).abs().max()) for a, b in zip(some, others)),
+        max(float(a.abs().max()) for a in some),
+    )

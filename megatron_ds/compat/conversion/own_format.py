@@ -51,13 +51,19 @@ from .run_values import (
     updates_in,
 )
 
-NAME, SOURCE, ORIGIN = "megatron_ds", "converted_from", "trained_from"
+NAME = "megatron_ds"
+SOURCE = "converted_from"
+ORIGIN = "trained_from"
+
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
     """Whether a checkpoint in the folder was written by this package."""
-    return any(folders.is_ours(path) for step in folders.steps_in(folder)
-               if (path := folders.find(folder, step)) is not None)
+    return any(
+        folders.is_ours(path)
+        for step in folders.steps_in(folder)
+        if (path := folders.find(folder, step)) is not None
+    )
 
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
@@ -66,26 +72,43 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 
     step = wishes.iteration if wishes.iteration is not None else latest(folder)
     if step is None:
-        raise CheckpointError(f"{folder}: no complete checkpoint there. Give the folder that was --save in "
-                              "training.")
+        raise CheckpointError(
+            f"{folder}: no complete checkpoint there. Give the folder that was --save in "
+            "training."
+        )
     run = read_run(folder, step)
     if "engine" in run:
-        raise CheckpointError(f"{folder} was saved by an engine (megatron_ds.initialize), whose module is "
-                              "not known. Export its tensors with megatron-ds export.")
+        raise CheckpointError(
+            f"{folder} was saved by an engine (megatron_ds.initialize), whose module is "
+            "not known. Export its tensors with megatron-ds export."
+        )
     require(run, folder, "config", "identity.model.vocab_size", "progress")
     config = from_dict(run["config"])
     model = replace(config.model, vocab_size=run["identity"]["model"]["vocab_size"])
     index = read_index(find_checkpoint(folder, step))
     kinds = {key.partition("/")[0] for key in index.state_dict_metadata}
-    tensors = {kind: _stored(folder, step, kind) for kind in kinds
-               if kind == WEIGHT or not wishes.weights_only}
+    tensors = {
+        kind: _stored(folder, step, kind)
+        for kind in kinds
+        if kind == WEIGHT or not wishes.weights_only
+    }
     has_state = len(tensors) > 1
-    training = {path: config.get(path) for path in config.sources
-                if path.partition(".")[0] in ("optimizer", "train")}
+    training = {
+        path: config.get(path)
+        for path in config.sources
+        if path.partition(".")[0] in ("optimizer", "train")
+    }
     return LogicalCheckpoint(
-        folder, options_of(model), tensors, _progress(run), config.optimizer.optimizer if has_state else None,
-        training, _tokenizer_files(folder, run, config), source=source_in(run),
-        tokenizer_type=config.data.tokenizer_type)
+        folder,
+        options_of(model),
+        tensors,
+        _progress(run),
+        config.optimizer.optimizer if has_state else None,
+        training,
+        _tokenizer_files(folder, run, config),
+        source=source_in(run),
+        tokenizer_type=config.data.tokenizer_type,
+    )
 
 
 def source_in(run: Mapping) -> dict[str, Any]:
@@ -94,45 +117,75 @@ def source_in(run: Mapping) -> dict[str, Any]:
     Raises CheckpointError for other contents, which only a damaged run.json has.
     """
     found = run.get(SOURCE) or run.get(ORIGIN) or {}
-    tables = [found, *(found.get(name) or {} for name in ("settings", "generation"))] if isinstance(
-        found, Mapping) else [found]
+    tables = (
+        [found, *(found.get(name) or {} for name in ("settings", "generation"))]
+        if isinstance(found, Mapping)
+        else [found]
+    )
     if not all(isinstance(table, Mapping) for table in tables):
         name = SOURCE if run.get(SOURCE) else ORIGIN
-        raise CheckpointError(f"run.json is damaged: {name} is not a table of settings.")
+        raise CheckpointError(
+            f"run.json is damaged: {name} is not a table of settings."
+        )
     return dict(found)
 
 
 def options_of(model: ModelConfig) -> dict[str, Any]:
     """The options of a model that are not at their defaults."""
     values = {field.name: getattr(model, field.name) for field in fields(ModelConfig)}
-    return {name: value for name, value in values.items() if value != getattr(ModelConfig, name)}
+    return {
+        name: value
+        for name, value in values.items()
+        if value != getattr(ModelConfig, name)
+    }
 
 
 def _stored(folder: Path, step: int, kind: str) -> dict[str, StoredTensor]:
     stored = StoredTensors(folder, step, (kind,))
     place = find_checkpoint(folder, step)
-    return {entry.name: StoredTensor(tuple(entry.shape), entry.dtype, partial(stored.read, entry),
-                                     f"{place}: {kind}/{entry.name}") for entry in stored.entries}
+    return {
+        entry.name: StoredTensor(
+            tuple(entry.shape),
+            entry.dtype,
+            partial(stored.read, entry),
+            f"{place}: {kind}/{entry.name}",
+        )
+        for entry in stored.entries
+    }
 
 
 def _progress(run: Mapping) -> StoredProgress:
-    progress, numbers = progress_of(run), dict(run.get("optimizer", {}))
+    progress = progress_of(run)
+    numbers = dict(run.get("optimizer", {}))
     updates = numbers.pop("num_updates", None)
-    return StoredProgress(progress.step, progress.samples, progress.tokens, progress.skipped_steps, updates,
-                          numbers)
+    return StoredProgress(
+        progress.step,
+        progress.samples,
+        progress.tokens,
+        progress.skipped_steps,
+        updates,
+        numbers,
+    )
 
 
 def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str, Path]:
     """Names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
     copies = {field: folder / path for field, path in named_copies(folder, run).items()}
-    names = next((names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {})
+    names = next(
+        (names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {}
+    )
     found = {}
     for field, path in copies.items():
         if path.is_dir():
-            found |= {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
+            found |= {
+                file.name: file for file in sorted(path.iterdir()) if file.is_file()
+            }
         elif field in names:
             found[names[field]] = path
-            found |= {name: path.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
+            found |= {
+                name: path.with_name(name)
+                for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+            }
     return {name: path for name, path in found.items() if path.is_file()}
 
 
@@ -141,8 +194,10 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     """Write a checkpoint in `folder`, which must hold no other run. Raises CheckpointError."""
     model = model_of(checkpoint.model, checkpoint.folder)
     if wishes.dtype not in (None, "float32"):
-        raise CheckpointError(f"--dtype {wishes.dtype}: checkpoints of this package hold weights in float32, "
-                              "from which the optimizer continues. Omit it.")
+        raise CheckpointError(
+            f"--dtype {wishes.dtype}: checkpoints of this package hold weights in float32, "
+            "from which the optimizer continues. Omit it."
+        )
     run_id = secrets.token_hex(4)
     folders.check_writable(folder)
     with locked(folder, solo()):
@@ -150,14 +205,32 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         lines, run, config = run_of(checkpoint, model, folder, run_id)
         specs = {spec.name: spec for spec in specs_of(model)}
         kinds = (WEIGHT, *sorted(checkpoint.tensors.keys() - {WEIGHT}))
-        items = [(kind, name, tensor) for kind in kinds for name, tensor in checkpoint.tensors[kind].items()]
+        items = [
+            (kind, name, tensor)
+            for kind in kinds
+            for name, tensor in checkpoint.tensors[kind].items()
+        ]
         if odd := [name for _, name, _ in items if name not in specs]:
-            raise CheckpointError(f"{checkpoint.folder}: the model has no tensor {listing(odd)}.")
+            raise CheckpointError(
+                f"{checkpoint.folder}: the model has no tensor {listing(odd)}."
+            )
         pieces = [_piece(specs[name], kind, tensor) for kind, name, tensor in items]
         check_room(folder, pieces, coordinates={}, world=solo(), saves=1, limit=None)
-        with ReadAhead([tensor for *_, tensor in items], [torch.float32] * len(items), wishes.done) as ahead:
-            made = [replace(piece, make=partial(ahead.take, index)) for index, piece in enumerate(pieces)]
-            path = save(folder, run["progress"]["step"], made, coordinates={}, world=solo(), run=run)
+        with ReadAhead(
+            [tensor for *_, tensor in items], [torch.float32] * len(items), wishes.done
+        ) as ahead:
+            made = [
+                replace(piece, make=partial(ahead.take, index))
+                for index, piece in enumerate(pieces)
+            ]
+            path = save(
+                folder,
+                run["progress"]["step"],
+                made,
+                coordinates={},
+                world=solo(),
+                run=run,
+            )
     kept = f", with {', '.join(kinds[1:])}" if len(kinds) > 1 else ", weights only"
     size = sum(piece.tensor.nbytes for piece in pieces) / 2**20
     return [f"wrote {path}: {len(items)} tensors, {size:.1f} MiB{kept}", *lines]
@@ -167,35 +240,61 @@ def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:
     """Without splits it is one rectangle. An optimizer may keep one number of a parameter, as 1-bit LAMB."""
     shape = (1,) if tuple(tensor.shape) == (1,) else spec.shape
     blank = torch.empty(math.prod(shape), device="meta")
-    return MadePiece(ParamSpec(spec.name, shape, Init("zeros")), blank, tensor.read, kind=kind)
+    return MadePiece(
+        ParamSpec(spec.name, shape, Init("zeros")), blank, tensor.read, kind=kind
+    )
 
 
-def run_of(checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_id: str
-           ) -> tuple[list[str], dict[str, Any], RunConfig]:
+def run_of(
+    checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_id: str
+) -> tuple[list[str], dict[str, Any], RunConfig]:
     """Lines for the user, run.json, and the configuration in it."""
     finetunes = checkpoint.optimizer is None
     data, lines = tokenizer_options(checkpoint)
     start = CheckpointConfig(save=str(folder), load=str(folder), finetune=finetunes)
     config = RunConfig(model=model, data=data, checkpoint=start)
     if checkpoint.training:
-        config = config.with_values(checkpoint.training, Source("derived", str(checkpoint.folder)))
+        config = config.with_values(
+            checkpoint.training, Source("derived", str(checkpoint.folder))
+        )
     identity: dict[str, Any] = {"model": model_identity(model)}
     entry = {}
     try:
-        identity["tokenizer"] = {"fingerprint": build_tokenizer(data, model).fingerprint}
+        identity["tokenizer"] = {
+            "fingerprint": build_tokenizer(data, model).fingerprint
+        }
         entry = keep_tokenizer_files(config)
     except (ConfigError, DataError) as error:
         lines.append(f"no tokenizer is kept: {error}")
     progress = progress_in(checkpoint.progress)
     config = replace(config, checkpoint=replace(start, save=None))
-    run = {"version": __version__, "run_id": run_id, "identity": identity, "config": to_dict(config),
-           "world_size": 1, "progress": progress.to_dict(),
-           "optimizer": {"num_updates": updates_in(checkpoint.progress), **checkpoint.progress.scaler},
-           SOURCE: dict(checkpoint.source) or {"folder": str(checkpoint.folder)}, **entry}
-    lines.append(f"to train it: pretrain_{model.model}.py --config "
-                 f"{folder / folders.name_of(progress.step) / folders.RUN_FILE} with the flags of training")
+    run = {
+        "version": __version__,
+        "run_id": run_id,
+        "identity": identity,
+        "config": to_dict(config),
+        "world_size": 1,
+        "progress": progress.to_dict(),
+        "optimizer": {
+            "num_updates": updates_in(checkpoint.progress),
+            **checkpoint.progress.scaler,
+        },
+        SOURCE: dict(checkpoint.source) or {"folder": str(checkpoint.folder)},
+        **entry,
+    }
+    lines.append(
+        f"to train it: pretrain_{model.model}.py --config "
+        f"{folder / folders.name_of(progress.step) / folders.RUN_FILE} with the flags of training"
+    )
     return lines, run, config
 
 
-FORMAT = Format(NAME, "checkpoint of this package", detect, read, write, reads=("iteration",),
-                writes=("dtype",))
+FORMAT = Format(
+    NAME,
+    "checkpoint of this package",
+    detect,
+    read,
+    write,
+    reads=("iteration",),
+    writes=("dtype",),
+)

@@ -36,27 +36,37 @@ class Packing:
 
     def shapes(self, shape: Sequence[int], model: ModelConfig) -> list[tuple[int, ...]]:
         """Shapes of their tensors, from the shape of ours."""
-        return [tuple(part.shape) for part in self.to_theirs(torch.empty(shape, device="meta"), model)]
+        return [
+            tuple(part.shape)
+            for part in self.to_theirs(torch.empty(shape, device="meta"), model)
+        ]
 
 
 # ---- Queries, keys and values.
 
+
 def join_heads(parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Q [n d, ..], K and V [g d, ..] → our rows [(n + 2 g) d, ..]."""
-    return _joined([part.unflatten(0, (model.query_groups, -1)) for part in parts], 1).flatten(0, 1)
+    return _joined(
+        [part.unflatten(0, (model.query_groups, -1)) for part in parts], 1
+    ).flatten(0, 1)
 
 
 def _joined(parts: Parts, dim: int) -> torch.Tensor:
     """torch.cat, in memory that was used before (`host.reused_pages`)."""
-    first, total = parts[0], sum(part.shape[dim] for part in parts)
-    whole = uninitialized((*first.shape[:dim], total, *first.shape[dim + 1:]), first.dtype)
+    first = parts[0]
+    total = sum(part.shape[dim] for part in parts)
+    whole = uninitialized(
+        (*first.shape[:dim], total, *first.shape[dim + 1 :]), first.dtype
+    )
     return torch.cat(list(parts), dim, out=whole)
 
 
 def split_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     """Our rows [(n + 2 g) d, ..] → Q [n d, ..], K and V [g d, ..]."""
-    d, queries = model.head_dim, model.num_attention_heads // model.query_groups
-    groups = rows.unflatten(0, (model.query_groups, -1))                      # [g, (n/g + 2) d, ..]
+    d = model.head_dim
+    queries = model.num_attention_heads // model.query_groups
+    groups = rows.unflatten(0, (model.query_groups, -1))  # [g, (n/g + 2) d, ..]
     return [_flattened(part) for part in groups.split((queries * d, d, d), 1)]
 
 
@@ -69,7 +79,15 @@ def _flattened(part: torch.Tensor) -> torch.Tensor:
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     d = model.head_dim
-    return list(rows.split((model.num_attention_heads * d, model.query_groups * d, model.query_groups * d)))
+    return list(
+        rows.split(
+            (
+                model.num_attention_heads * d,
+                model.query_groups * d,
+                model.query_groups * d,
+            )
+        )
+    )
 
 
 def _join_rows(parts: Parts, model: ModelConfig) -> torch.Tensor:
@@ -82,6 +100,7 @@ def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
 
 # ---- Experts: [E, rows, columns], one tensor or several for each expert.
 
+
 def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Tensor:
     k = tensors_of_expert
     shape = (len(parts) // k, k * parts[0].shape[0], *parts[0].shape[1:])
@@ -90,23 +109,40 @@ def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Te
     return stacked
 
 
-def _unstack(tensors_of_expert: int, experts: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+def _unstack(
+    tensors_of_expert: int, experts: torch.Tensor, model: ModelConfig
+) -> list[torch.Tensor]:
     return [part for expert in experts for part in expert.chunk(tensors_of_expert)]
 
 
-UNUSED_ROWS = 2         # before the first position in tables of OPT
+UNUSED_ROWS = 2  # before the first position in tables of OPT
 
-SAME = Packing("the same", lambda parts, model: parts[0], lambda tensor, model: [tensor])
-TRANSPOSED = Packing("transposed", lambda parts, model: parts[0].t(), lambda tensor, model: [tensor.t()])
+SAME = Packing(
+    "the same", lambda parts, model: parts[0], lambda tensor, model: [tensor]
+)
+TRANSPOSED = Packing(
+    "transposed", lambda parts, model: parts[0].t(), lambda tensor, model: [tensor.t()]
+)
 QKV_SPLIT = Packing("q, k and v", join_heads, split_heads)
 QKV_ROWS = Packing("rows [Q; K; V]", _join_rows, _to_rows)
-QKV_COLUMNS = Packing("columns [Q, K, V]",
-                      lambda parts, model: _join_rows([parts[0].t()], model),
-                      lambda tensor, model: [_to_rows(tensor, model)[0].t()])
-GATE_UP = Packing("gate and up", lambda parts, model: _joined(parts, 0),
-                  lambda tensor, model: tensor.chunk(2))
-ROWS_FROM_2 = Packing("rows from 2", lambda parts, model: parts[0][UNUSED_ROWS:],
-                      lambda tensor, model: [torch.cat((tensor.new_zeros(UNUSED_ROWS, *tensor.shape[1:]),
-                                                        tensor))])
+QKV_COLUMNS = Packing(
+    "columns [Q, K, V]",
+    lambda parts, model: _join_rows([parts[0].t()], model),
+    lambda tensor, model: [_to_rows(tensor, model)[0].t()],
+)
+GATE_UP = Packing(
+    "gate and up",
+    lambda parts, model: _joined(parts, 0),
+    lambda tensor, model: tensor.chunk(2),
+)
+ROWS_FROM_2 = Packing(
+    "rows from 2",
+    lambda parts, model: parts[0][UNUSED_ROWS:],
+    lambda tensor, model: [
+        torch.cat((tensor.new_zeros(UNUSED_ROWS, *tensor.shape[1:]), tensor))
+    ],
+)
 EXPERTS = Packing("one for each expert", partial(_stack, 1), partial(_unstack, 1))
-EXPERTS_GATE_UP = Packing("gate and up for each expert", partial(_stack, 2), partial(_unstack, 2))
+EXPERTS_GATE_UP = Packing(
+    "gate and up for each expert", partial(_stack, 2), partial(_unstack, 2)
+)

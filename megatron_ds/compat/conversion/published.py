@@ -14,8 +14,10 @@ from ...errors import CheckpointError
 def check_vacant_folder(folder: Path) -> None:
     """Raises CheckpointError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"--save {folder} exists and is not empty: a conversion does not mix its files "
-                              "with others. Give a new folder, or delete this one.")
+        raise CheckpointError(
+            f"--save {folder} exists and is not empty: a conversion does not mix its files "
+            "with others. Give a new folder, or delete this one."
+        )
 
 
 @contextmanager
@@ -26,7 +28,9 @@ def published(folder: Path) -> Iterator[Path]:
     cannot be written.
     """
     check_vacant_folder(folder)
-    hidden = folder.absolute().with_name(f".{folder.absolute().name}.writing-{secrets.token_hex(4)}")
+    hidden = folder.absolute().with_name(
+        f".{folder.absolute().name}.writing-{secrets.token_hex(4)}"
+    )
     try:
         hidden.mkdir(parents=True)
         yield hidden
@@ -39,8 +43,10 @@ def published(folder: Path) -> Iterator[Path]:
         os.rename(hidden, folder)
         sync_directory(hidden.parent)
     except OSError as error:
-        raise CheckpointError(f"--save {folder} cannot be written: {error.strerror or error}. Nothing was "
-                              "written.") from error
+        raise CheckpointError(
+            f"--save {folder} cannot be written: {error.strerror or error}. Nothing was "
+            "written."
+        ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 

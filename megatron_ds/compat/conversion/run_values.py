@@ -8,7 +8,8 @@ from ...progress.ramps import Progress
 from .files.safetensors_reader import read_json
 from .files.stored_tensor import LogicalCheckpoint, StoredProgress
 
-TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 # do_lower_case of tokenizer_config.json
 LOWER_CASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 
@@ -27,25 +28,38 @@ def progress_in(stored: StoredProgress) -> Progress:
     step = stored.iteration or 0
     samples = stored.samples or 0
     skipped = min(stored.skipped_steps or 0, step)
-    return Progress(step=step, samples=samples, tokens=stored.tokens or 0, scheduled_samples=samples,
-                    skipped_steps=skipped, layer_tokens=stored.tokens or 0)
+    return Progress(
+        step=step,
+        samples=samples,
+        tokens=stored.tokens or 0,
+        scheduled_samples=samples,
+        skipped_steps=skipped,
+        layer_tokens=stored.tokens or 0,
+    )
 
 
 def updates_in(stored: StoredProgress) -> int:
     """Steps of the optimizer state; those of the training where the source does not count them apart."""
-    return stored.num_updates if stored.num_updates is not None else stored.iteration or 0
+    return (
+        stored.num_updates if stored.num_updates is not None else stored.iteration or 0
+    )
 
 
 def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[str]]:
     """The options of the source's tokenizer; NullTokenizer over the rows of the vocabulary without one."""
     for kind, names in TOKENIZERS:
         if _fits(kind, names, checkpoint.tokenizer):
-            paths = {field: str(checkpoint.tokenizer[name]) for field, name in names.items()}
-            if kind == "HuggingFaceTokenizer":          # with the files beside it
+            paths = {
+                field: str(checkpoint.tokenizer[name]) for field, name in names.items()
+            }
+            if kind == "HuggingFaceTokenizer":  # with the files beside it
                 paths = {field: str(Path(path).parent) for field, path in paths.items()}
-            return DataConfig(tokenizer_type=kind, **paths), [f"tokenizer: {kind} of "
-                                                              f"{', '.join(names.values())}"]
-    return DataConfig(), ["tokenizer: the source has no files of one; give --tokenizer-type in training"]
+            return DataConfig(tokenizer_type=kind, **paths), [
+                f"tokenizer: {kind} of {', '.join(names.values())}"
+            ]
+    return DataConfig(), [
+        "tokenizer: the source has no files of one; give --tokenizer-type in training"
+    ]
 
 
 def _fits(kind: str, names: Mapping[str, str], files: Mapping[str, Path]) -> bool:

@@ -44,9 +44,14 @@ class Key:
         if value is None:
             return {}
         if self.values is not None:
-            if not isinstance(value, bool | int | float | str) or value not in self.values:
-                raise CheckpointError(f"{self.theirs} is {value!r}, and this package computes "
-                                      f"{' and '.join(map(repr, self.values))}")
+            if (
+                not isinstance(value, bool | int | float | str)
+                or value not in self.values
+            ):
+                raise CheckpointError(
+                    f"{self.theirs} is {value!r}, and this package computes "
+                    f"{' and '.join(map(repr, self.values))}"
+                )
             value = self.values[value]
         return {self.option or self.ours: value}
 
@@ -54,7 +59,10 @@ class Key:
         """{their setting: value}. A value that they lack becomes their default."""
         value = getattr(model, self.ours)
         if self.values is not None:
-            value = next((theirs for theirs, ours in self.values.items() if ours == value), self.default)
+            value = next(
+                (theirs for theirs, ours in self.values.items() if ours == value),
+                self.default,
+            )
         return {} if value is REQUIRED else {self.theirs: value}
 
 
@@ -74,9 +82,11 @@ class Only:
         """{}. Raises CheckpointError."""
         value = settings.get(self.theirs, self.values[0])
         if value not in self.values:
-            raise CheckpointError(f"{self.theirs} is {value!r}"
-                                  f"{f', {self.why}' * bool(self.why)}; this package computes "
-                                  f"{' and '.join(map(repr, self.values))} only")
+            raise CheckpointError(
+                f"{self.theirs} is {value!r}"
+                f"{f', {self.why}' if self.why else ''}; this package computes "
+                f"{' and '.join(map(repr, self.values))} only"
+            )
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
@@ -116,7 +126,8 @@ def options_of(table: Sequence[Entry], settings: Mapping[str, Any]) -> dict[str,
     """Our model options. Raises CheckpointError listing all settings that are missing or not computed, and
     those that give one option different values."""
     options: dict[str, Any] = {}
-    problems, givers = [], {}
+    problems = []
+    givers = {}
     for entry in table:
         try:
             found = entry.option_of(settings)
@@ -126,8 +137,10 @@ def options_of(table: Sequence[Entry], settings: Mapping[str, Any]) -> dict[str,
         for name, value in found.items():
             giver = givers.setdefault(name, entry)
             if options.setdefault(name, value) != value:
-                problems.append(f"{_name(giver)} and {_name(entry)} differ ({options[name]!r} and "
-                                f"{value!r}), and {name} is one option of this package")
+                problems.append(
+                    f"{_name(giver)} and {_name(entry)} differ ({options[name]!r} and "
+                    f"{value!r}), and {name} is one option of this package"
+                )
     if problems:
         raise CheckpointError("; ".join(problems))
     return options
@@ -139,4 +152,8 @@ def _name(entry: Entry) -> str:
 
 def settings_of(table: Sequence[Entry], model: ModelConfig) -> dict[str, Any]:
     """Their settings."""
-    return {name: value for entry in table for name, value in entry.setting_of(model).items()}
+    return {
+        name: value
+        for entry in table
+        for name, value in entry.setting_of(model).items()
+    }

@@ -49,17 +49,33 @@ ON_CPU: dict[str, Callable[..., Any]] = {
     "max_memory_allocated": lambda device=None: _largest_resident(),
     "memory_reserved": lambda device=None: _resident(),
     "max_memory_reserved": lambda device=None: _largest_resident(),
-    "memory_stats": lambda device=None: {}, "empty_cache": _nothing, "reset_peak_memory_stats": _nothing,
+    "memory_stats": lambda device=None: {},
+    "empty_cache": _nothing,
+    "reset_peak_memory_stats": _nothing,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    "manual_seed": torch.manual_seed, "initial_seed": torch.initial_seed, "Event": _nothing,
-    "default_stream": lambda device=None: None, "is_current_stream_capturing": lambda: False}
+    "manual_seed": torch.manual_seed,
+    "initial_seed": torch.initial_seed,
+    "Event": _nothing,
+    "default_stream": lambda device=None: None,
+    "is_current_stream_capturing": lambda: False,
+}
 # DeepSpeed's name → torch's.
-FORMER = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved",
-          "reset_max_memory_allocated": "reset_peak_memory_stats",
-          "reset_max_memory_cached": "reset_peak_memory_stats"}
-TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor",
-           "LongTensor")
+FORMER = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+TENSORS = (
+    "BFloat16Tensor",
+    "ByteTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+)
 
 
 class Accelerator:
@@ -68,11 +84,15 @@ class Accelerator:
     def device_name(self, device_index: int | None = None) -> str:
         """The name of the device, with its index if it is a GPU: all local ranks share "cpu"."""
         name = self._name()
-        return name if device_index is None or name == "cpu" else f"{name}:{device_index}"
+        return (
+            name if device_index is None or name == "cpu" else f"{name}:{device_index}"
+        )
 
     def current_device_name(self) -> str:
         """The name of torch's current device."""
-        return self.device_name(torch.cuda.current_device() if self._name() == "cuda" else None)
+        return self.device_name(
+            torch.cuda.current_device() if self._name() == "cuda" else None
+        )
 
     def device(self, device_index: int | None = None) -> torch.device:
         """The device of this name."""
@@ -104,7 +124,11 @@ class Accelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Number formats in which the device computes."""
-        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        return [
+            torch.float32,
+            torch.float16,
+            *([torch.bfloat16] if self.is_bf16_supported() else []),
+        ]
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Memory of the device, in bytes."""
@@ -115,7 +139,11 @@ class Accelerator:
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Free memory of the device, in bytes."""
-        return _available() if self._name() == "cpu" else torch.cuda.mem_get_info(device_index)[0]
+        return (
+            _available()
+            if self._name() == "cpu"
+            else torch.cuda.mem_get_info(device_index)[0]
+        )
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed torch's generators of all devices."""
@@ -156,15 +184,18 @@ class Accelerator:
         return "inductor"
 
     def __getattr__(self, name: str) -> Any:
-        kind, name = self._name(), FORMER.get(name, name)
+        kind = self._name()
+        name = FORMER.get(name, name)
         module = getattr(torch, kind)
         if name in TENSORS:
             return getattr(module if kind == "cuda" else torch, name)
         if kind == "cpu" and name in ON_CPU and not hasattr(module, name):
             return ON_CPU[name]
         if not hasattr(module, name):
-            raise AttributeError(f"the accelerator has no {name!r}: it has those of DeepSpeed's names that "
-                                 f"megatron_ds.accelerator lists, and all of torch.{kind}")
+            raise AttributeError(
+                f"the accelerator has no {name!r}: it has those of DeepSpeed's names that "
+                f"megatron_ds.accelerator lists, and all of torch.{kind}"
+            )
         return getattr(module, name)
 
     @staticmethod

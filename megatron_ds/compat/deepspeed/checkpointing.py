@@ -22,19 +22,30 @@ from ...host.random_states import NAME, RandomStates
 from ...host.waiting_tensors import WaitingTensor, WaitingTensors
 
 # Argument that is not supported → why it is not needed.
-REFUSED = {"partition_activations": "activations are not split over tensor-parallel ranks",
-           "contiguous_checkpointing": "torch's allocator places activations",
-           "synchronize": "no step of recomputation needs it", "profile": "use torch.profiler"}
+REFUSED = {
+    "partition_activations": "activations are not split over tensor-parallel ranks",
+    "contiguous_checkpointing": "torch's allocator places activations",
+    "synchronize": "no step of recomputation needs it",
+    "profile": "use torch.profiler",
+}
 _state: dict[str, Any] = {"configured": False, "in_cpu": False, "mpu": None}
 _tracker = RandomStates()
-TENSOR_PARALLEL_OFFSET = 2718           # between the seed and that of tensor-parallel rank 0, as Megatron's
+TENSOR_PARALLEL_OFFSET = (
+    2718  # between the seed and that of tensor-parallel rank 0, as Megatron's
+)
 _waiting = WaitingTensors()
 
 
-def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None,
-              contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
-              checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
-              profile: bool | None = None) -> None:
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
     """Check DeepSpeed's arguments. Raises ConfigError for those that are set and not supported.
 
     mpu_: gives the tensor-parallel rank to `model_parallel_cuda_manual_seed`
@@ -42,20 +53,35 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
     checkpoint_in_cpu: tensors of a GPU that are arguments of `checkpoint` wait in host memory
     deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments
     """
-    block = dict(deepspeed_config.get("activation_checkpointing", {})) if isinstance(deepspeed_config,
-                                                                                     dict) else {}
-    given = {"partition_activations": partition_activations,
-             "contiguous_checkpointing": contiguous_checkpointing,
-             "checkpoint_in_cpu": checkpoint_in_cpu, "synchronize": synchronize, "profile": profile}
-    names = {"contiguous_memory_optimization": "contiguous_checkpointing",
-             "cpu_checkpointing": "checkpoint_in_cpu",
-             "synchronize_checkpoint_boundary": "synchronize"}
+    block = (
+        dict(deepspeed_config.get("activation_checkpointing", {}))
+        if isinstance(deepspeed_config, dict)
+        else {}
+    )
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    names = {
+        "contiguous_memory_optimization": "contiguous_checkpointing",
+        "cpu_checkpointing": "checkpoint_in_cpu",
+        "synchronize_checkpoint_boundary": "synchronize",
+    }
     requested = {names.get(key, key): value for key, value in block.items()}
     requested |= {key: value for key, value in given.items() if value is not None}
     if wrong := [key for key, value in requested.items() if value and key in REFUSED]:
-        raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}"
-                                    for key in wrong) + ". Remove it.")
-    _state.update(configured=True, mpu=mpu_ or _state["mpu"], in_cpu=bool(requested.get("checkpoint_in_cpu")))
+        raise ConfigError(
+            "; ".join(f"{key} is not supported: {REFUSED[key]}" for key in wrong)
+            + ". Remove it."
+        )
+    _state.update(
+        configured=True,
+        mpu=mpu_ or _state["mpu"],
+        in_cpu=bool(requested.get("checkpoint_in_cpu")),
+    )
 
 
 def is_configured() -> bool:
@@ -73,7 +99,9 @@ def checkpoint(function: Callable, *args: Any) -> Any:
     Does not re-enter autograd: parameters receive gradients also if no argument requires one.
     """
     with saved_tensors_hooks(_away, _back) if _state["in_cpu"] else nullcontext():
-        return of_torch.checkpoint(function, *args, use_reentrant=False, context_fn=_same_states)
+        return of_torch.checkpoint(
+            function, *args, use_reentrant=False, context_fn=_same_states
+        )
 
 
 def _same_states() -> tuple[Any, Any]:
@@ -94,8 +122,14 @@ def get_cuda_rng_tracker() -> RandomStates:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed torch with `seed`, and the state of tensor-parallel regions with another one for each rank."""
     mpu = _state["mpu"]
-    name = next((n for n in ("get_tensor_model_parallel_rank", "get_model_parallel_rank") if hasattr(mpu, n)),
-                None)
+    name = next(
+        (
+            n
+            for n in ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
+            if hasattr(mpu, n)
+        ),
+        None,
+    )
     rank = 0 if name is None else getattr(mpu, name)()
     _tracker.reset()
     torch.manual_seed(seed)

@@ -25,12 +25,18 @@ from ...mpu import launch as launching
 BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}
 
 
-def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
-                     distributed_port: int | None = None,
-                     verbose: bool = True, timeout: timedelta = launching.DEFAULT_TIMEOUT,
-                     init_method: str | None = None,
-                     dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
-                     world_size: int = -1) -> None:
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta = launching.DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
     """Create the process group, unless there is one; also for one rank. Collective over all ranks.
 
     The launcher's environment sets the rank (torchrun, Slurm, Open MPI). `initialize` calls this function
@@ -48,16 +54,24 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise ConfigError("dist_init_required=False, but there is no process group yet. Create it before "
-                          "with torch.distributed.init_process_group, or leave the argument out.")
+        raise ConfigError(
+            "dist_init_required=False, but there is no process group yet. Create it before "
+            "with torch.distributed.init_process_group, or leave the argument out."
+        )
     if dist_backend not in BACKENDS:
-        raise ConfigError(f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are "
-                          "chosen by where a tensor is.")
+        raise ConfigError(
+            f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are "
+            "chosen by where a tensor is."
+        )
     if BACKENDS[dist_backend] == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('dist_backend="nccl" needs GPUs, and torch finds none here. Leave it out.')
+        raise ConfigError(
+            'dist_backend="nccl" needs GPUs, and torch finds none here. Leave it out.'
+        )
     if init_method not in (None, "env://"):
-        raise ConfigError(f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and "
-                          "MASTER_PORT. Set these, or start the program with torchrun.")
+        raise ConfigError(
+            f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and "
+            "MASTER_PORT. Set these, or start the program with torchrun."
+        )
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if value >= 0:
             os.environ.setdefault(name, str(value))
@@ -102,25 +116,42 @@ def barrier(group: Any = None, **options: Any) -> Any:
     return dist.barrier(group, **options) if _meets() else None
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,
-               async_op: bool = False) -> Any:
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Reduce the tensor in place over the group."""
     return dist.all_reduce(tensor, op, group, async_op) if _meets() else _done(async_op)
 
 
-def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+def broadcast(
+    tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False
+) -> Any:
     """Copy the tensor of rank `src` to all ranks of the group."""
     return dist.broadcast(tensor, src, group, async_op) if _meets() else _done(async_op)
 
 
-def reduce(tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None,
-           async_op: bool = False) -> Any:
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Reduce the tensor to rank `dst`."""
-    return dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
+    return (
+        dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
+    )
 
 
-def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
-               async_op: bool = False) -> Any:
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Gather the tensors of all ranks of the group into `tensor_list`."""
     if _meets():
         return dist.all_gather(tensor_list, tensor, group, async_op)
@@ -135,7 +166,9 @@ def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
     object_list[0] = obj
 
 
-def broadcast_object_list(object_list: list, src: int, group: Any = None, device: Any = None) -> None:
+def broadcast_object_list(
+    object_list: list, src: int, group: Any = None, device: Any = None
+) -> None:
     """Send the objects of rank `src` to all ranks, as pickles: for trusted peers only."""
     if _meets():
         dist.broadcast_object_list(object_list, src, group, device)
@@ -162,8 +195,10 @@ def _meets() -> bool:
     if dist.is_initialized():
         return True
     if not _is_alone():
-        raise NotInitializedError("there is no process group yet: call megatron_ds.init_distributed() or "
-                                  "initialize() first.")
+        raise NotInitializedError(
+            "there is no process group yet: call megatron_ds.init_distributed() or "
+            "initialize() first."
+        )
     return False
 
 

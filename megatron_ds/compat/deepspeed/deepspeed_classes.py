@@ -10,8 +10,9 @@ from ...mpu.launch import read_launch
 from ..engine.engine_status import Monitor
 from ..engine.json_settings import block_of, read_settings
 
-ALLREDUCE_SIZE, DEFAULT_PORT = 500_000_000, 29500
-CURVES = ("tensorboard", "csv_monitor")             # blocks of the JSON
+ALLREDUCE_SIZE = 500_000_000
+DEFAULT_PORT = 29500
+CURVES = ("tensorboard", "csv_monitor")  # blocks of the JSON
 
 
 class DeepSpeedConfig:
@@ -21,17 +22,29 @@ class DeepSpeedConfig:
     mpu     gives the number of data-parallel ranks; None: all ranks
     """
 
-    def __init__(self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None):
+    def __init__(
+        self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None
+    ):
         name, self._param_dict = block_of(config)
-        ranks = read_launch().world_size if mpu is None else mpu.get_data_parallel_world_size()
-        self.settings = settings = read_settings(dict(self._param_dict), ranks, None, name)
+        ranks = (
+            read_launch().world_size
+            if mpu is None
+            else mpu.get_data_parallel_world_size()
+        )
+        self.settings = settings = read_settings(
+            dict(self._param_dict), ranks, None, name
+        )
         self.train_micro_batch_size_per_gpu = settings.train.micro_batch_size
         self.gradient_accumulation_steps = settings.num_microbatches
-        self.train_batch_size = (self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps
-                                 * ranks)
+        self.train_batch_size = (
+            self.train_micro_batch_size_per_gpu
+            * self.gradient_accumulation_steps
+            * ranks
+        )
         self.zero_optimization_stage = settings.zero.stage
         self.zero_enabled = settings.zero.stage > 0
-        self.fp16_enabled, self.bfloat16_enabled = settings.optimizer.fp16, settings.optimizer.bf16
+        self.fp16_enabled = settings.optimizer.fp16
+        self.bfloat16_enabled = settings.optimizer.bf16
         self.gradient_clipping = settings.optimizer.clip_grad
         self.steps_per_print = settings.logging.log_interval
 
@@ -41,16 +54,20 @@ class DeepSpeedConfig:
         return {key: self._param_dict[key] for key in CURVES if key in self._param_dict}
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"DeepSpeedConfig has no {name!r} here: it has the batch sizes, "
-                             "zero_optimization_stage, gradient_clipping, and in `settings` all settings.")
+        raise AttributeError(
+            f"DeepSpeedConfig has no {name!r} here: it has the batch sizes, "
+            "zero_optimization_stage, gradient_clipping, and in `settings` all settings."
+        )
 
 
 class DeepSpeedCheckpoint:
     """Raises ConfigError: folders of DeepSpeed are read as a whole."""
 
     def __init__(self, *args: Any, **options: Any):
-        raise ConfigError("deepspeed.checkpoint.DeepSpeedCheckpoint is not available: engine.load_checkpoint "
-                          "reads folders of DeepSpeed; docs/scale/checkpoints.md describes their conversion.")
+        raise ConfigError(
+            "deepspeed.checkpoint.DeepSpeedCheckpoint is not available: engine.load_checkpoint "
+            "reads folders of DeepSpeed; docs/scale/checkpoints.md describes their conversion."
+        )
 
 
 class MonitorMaster(Monitor):
@@ -59,16 +76,20 @@ class MonitorMaster(Monitor):
     def __init__(self, monitor_config: Any):
         block = getattr(monitor_config, "_param_dict", monitor_config)
         if not isinstance(block, Mapping):
-            raise ConfigError(f"MonitorMaster({type(monitor_config).__name__}): give the JSON as a dict, "
-                               "with "
-                              'its blocks "tensorboard" and "csv_monitor".')
+            raise ConfigError(
+                f"MonitorMaster({type(monitor_config).__name__}): give the JSON as a dict, "
+                "with "
+                'its blocks "tensorboard" and "csv_monitor".'
+            )
         folders = (_folder(block, key) for key in CURVES)
         super().__init__(*folders if read_launch().rank == 0 else (None, None))
 
 
 def _folder(block: Mapping[str, Any], key: str) -> str | None:
     found = block.get(key, {})
-    place = Path(found.get("output_path") or ".") / found.get("job_name", "DeepSpeedJobName")
+    place = Path(found.get("output_path") or ".") / found.get(
+        "job_name", "DeepSpeedJobName"
+    )
     return str(place) if found.get("enabled") else None
 
 

@@ -39,11 +39,20 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def memory_status(msg: str = "", print_rank: int = -1, reset_max: bool = False) -> str:
     """One line: allocated, largest and reserved memory of the device, resident memory of this process."""
     device = get_accelerator()
-    numbers = {"allocated": device.memory_allocated(), "largest": device.max_memory_allocated(),
-               "reserved": device.memory_reserved(), "host": _resident()}
+    numbers = {
+        "allocated": device.memory_allocated(),
+        "largest": device.max_memory_allocated(),
+        "reserved": device.memory_reserved(),
+        "host": _resident(),
+    }
     if reset_max:
         device.reset_peak_memory_stats()
-    return " ".join(filter(None, [msg, *(f"{name} {size / GIB:.2f} GiB" for name, size in numbers.items())]))
+    return " ".join(
+        filter(
+            None,
+            [msg, *(f"{name} {size / GIB:.2f} GiB" for name, size in numbers.items())],
+        )
+    )
 
 
 get_ma_status = lambda: get_accelerator().memory_allocated()
@@ -60,53 +69,84 @@ def empty_cache() -> None:
     get_accelerator().empty_cache()
 
 
-def estimate_zero2_model_states_mem_needs_all_live(model: nn.Module, num_gpus_per_node: int = 1,
-                                                   num_nodes: int = 1,
-                                                   additional_buffer_factor: float = 1.5) -> None:
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
     """Print memory for weights, gradients and Adam's states in 16 bits at stage 2, for a module."""
     total = sum(p.numel() for p in model.parameters())
-    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes,
-                                                   additional_buffer_factor)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
-def estimate_zero2_model_states_mem_needs_all_cold(total_params: int, num_gpus_per_node: int = 1,
-                                                   num_nodes: int = 1,
-                                                   additional_buffer_factor: float = 1.5) -> None:
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
     """The same for a number of parameters. Rajbhandari et al. 2020 (arXiv:1910.02054), section 3."""
     ranks = num_gpus_per_node * num_nodes
-    rows = [("offload_optimizer cpu", 2.0, 14 / ranks * num_gpus_per_node),
-            ("no offload", 2.0 + 14 / ranks, 0.0)]
+    rows = [
+        ("offload_optimizer cpu", 2.0, 14 / ranks * num_gpus_per_node),
+        ("no offload", 2.0 + 14 / ranks, 0.0),
+    ]
     _show_estimates(2, total_params, rows, additional_buffer_factor, ranks)
 
 
-def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, num_gpus_per_node: int = 1,
-                                                   num_nodes: int = 1,
-                                                   additional_buffer_factor: float = 1.5) -> None:
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
     """Print memory for weights, gradients and Adam's states in 16 bits at stage 3, for a module."""
-    sizes = [sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()]
+    sizes = [
+        sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()
+    ]
     total = sum(p.numel() for p in model.parameters())
-    estimate_zero3_model_states_mem_needs_all_cold(total, max(sizes), num_gpus_per_node, num_nodes,
-                                                   additional_buffer_factor)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, max(sizes), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
-def estimate_zero3_model_states_mem_needs_all_cold(total_params: int, largest_layer_params: int,
-                                                   num_gpus_per_node: int = 1, num_nodes: int = 1,
-                                                   additional_buffer_factor: float = 1.5) -> None:
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
     """The same for a number of parameters. The largest layer is whole while it is computed."""
     ranks = num_gpus_per_node * num_nodes
-    layer, of_node = 4 * largest_layer_params / max(1, total_params), num_gpus_per_node / ranks
-    rows = [("offload_param cpu, offload_optimizer cpu", layer, 18 * of_node),
-            ("offload_optimizer cpu", layer + 2 / ranks, 16 * of_node), ("no offload", layer + 18 / ranks,
-                                                                         0.0)]
+    layer = 4 * largest_layer_params / max(1, total_params)
+    of_node = num_gpus_per_node / ranks
+    rows = [
+        ("offload_param cpu, offload_optimizer cpu", layer, 18 * of_node),
+        ("offload_optimizer cpu", layer + 2 / ranks, 16 * of_node),
+        ("no offload", layer + 18 / ranks, 0.0),
+    ]
     _show_estimates(3, total_params, rows, additional_buffer_factor, ranks)
 
 
-def _show_estimates(stage: int, total: int, rows: Sequence[tuple[str, float, float]], factor: float,
-                    ranks: int) -> None:
+def _show_estimates(
+    stage: int,
+    total: int,
+    rows: Sequence[tuple[str, float, float]],
+    factor: float,
+    ranks: int,
+) -> None:
     """rows: (what, bytes of a parameter on each device, and in the memory of each node)"""
-    show(f"ZeRO {stage}, {total / 1e6:.0f}M parameters, {ranks} ranks; per device | per node (× {factor:g})")
+    show(
+        f"ZeRO {stage}, {total / 1e6:.0f}M parameters, {ranks} ranks; per device | per node (× {factor:g})"
+    )
     for what, device, host in rows:
-        show(f"  {device * total / GIB:9.2f} GiB | {host * total * factor / GIB:9.2f} GiB | {what}")
+        show(
+            f"  {device * total / GIB:9.2f} GiB | {host * total * factor / GIB:9.2f} GiB | {what}"
+        )
 
 
 # ---------------------------------------------------------------------- partitions and numbers
@@ -128,9 +168,13 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if n <= num_parts:
         return partition_uniform(n, num_parts)
     # best[i]: weight of the heaviest of the parts of the first i items; cut: where the last of them begins.
-    best, cuts = sums[:], []
+    best = sums[:]
+    cuts = []
     for _ in range(num_parts - 1):
-        cut = [min(range(i + 1), key=lambda k, i=i: max(best[k], sums[i] - sums[k])) for i in range(n + 1)]
+        cut = [
+            min(range(i + 1), key=lambda k, i=i: max(best[k], sums[i] - sums[k]))
+            for i in range(n + 1)
+        ]
         best = [max(best[k], sums[i] - sums[k]) for i, k in enumerate(cut)]
         cuts.append(cut)
     bounds = [n]
@@ -143,15 +187,21 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The item, where all are equal. Raises RuntimeError otherwise."""
     found = set(items)
     if len(found) != 1:
-        raise RuntimeError(f"one value was expected, and there are {len(found)}: {sorted(found, key=str)}")
+        raise RuntimeError(
+            f"one value was expected, and there are {len(found)}: {sorted(found, key=str)}"
+        )
     return found.pop()
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
     """torch's function, for parameters that are whole on this rank. mpu: None only."""
     if mpu is not None:
-        raise ConfigError("clip_grad_norm_(mpu=…): an engine clips gradients over all ranks itself. Set "
-                          '"gradient_clipping" in its config.')
+        raise ConfigError(
+            "clip_grad_norm_(mpu=…): an engine clips gradients over all ranks itself. Set "
+            '"gradient_clipping" in its config.'
+        )
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
@@ -162,25 +212,37 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
     """Whether the parameter is split over tensor-parallel ranks, by Megatron's attributes."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+    return bool(
+        getattr(p, "model_parallel", False)
+        or getattr(p, "tensor_model_parallel", False)
+    )
 
 
 def is_zero_param(parameter: Any) -> bool:
     """Whether the parameter is sharded: by `zero.Init`, or by an engine at stage 3."""
     engine = getattr(parameter, "engine", lambda: None)()
-    return hasattr(parameter, "partition") or engine is not None and engine.gathering is not None
+    return (
+        hasattr(parameter, "partition")
+        or engine is not None
+        and engine.gathering is not None
+    )
 
 
 # ---------------------------------------------------------------------- tensors, seeds, modules
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """The item with its tensors, in lists, tuples and dicts too, on the device; those of the criterion only.
-    """
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """The item with its tensors, in lists, tuples and dicts too, on the device; those of the criterion only."""
     if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
+        return (
+            item.to(device) if criterion_func is None or criterion_func(item) else item
+        )
     return _within(item, lambda inner: move_to_device(inner, device, criterion_func))
 
 
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+def copy_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool]
+) -> Any:
     """`move_to_device`, with copies."""
     if criterion_func(item):
         return item.to(device)
@@ -211,7 +273,9 @@ class OnDevice:
     """A context in which modules are made on a device, with parameters of a number format."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True):
-        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._enabled = enabled
 
     def __enter__(self) -> "OnDevice":
         if self._enabled:
@@ -283,7 +347,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @cache
-def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(
+    message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO
+) -> None:
     """`log_dist`, once for each message."""
     log_dist(message, ranks, level)
 
@@ -299,12 +365,16 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     log_dist(message, ranks)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
     """Set the level of the logger: "debug", "info", "warning", "error" or "critical"."""
     levels = logging.getLevelNamesMapping()
     if log_level_str.upper() not in levels:
-        raise ConfigError(f"{log_level_str!r} is no level of logging. Use debug, info, warning, error or "
-                          "critical.")
+        raise ConfigError(
+            f"{log_level_str!r} is no level of logging. Use debug, info, warning, error or "
+            "critical."
+        )
     (custom_logger or logger).setLevel(levels[log_level_str.upper()])
 
 
@@ -331,7 +401,9 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def log_summary(show_straggler: bool = False) -> None:
     """Log that communication is not timed: it would synchronise with the device."""
-    log_dist_once("comm.log_summary(): communication is not timed here. Use torch.profiler.", (0,))
+    log_dist_once(
+        "comm.log_summary(): communication is not timed here. Use torch.profiler.", (0,)
+    )
 
 
 def configure_comms(*args: Any, **options: Any) -> None:
@@ -347,5 +419,7 @@ def is_current_accelerator_supported() -> bool:
 def set_accelerator(accel_obj: Any) -> None:
     """Raises ConfigError for another accelerator than that of `get_accelerator()`."""
     if accel_obj is not get_accelerator():
-        raise ConfigError("set_accelerator: the accelerator is that of torch, CUDA where there is a GPU. "
-                          "Hide GPUs with CUDA_VISIBLE_DEVICES= to use the CPU.")
+        raise ConfigError(
+            "set_accelerator: the accelerator is that of torch, CUDA where there is a GPU. "
+            "Hide GPUs with CUDA_VISIBLE_DEVICES= to use the CPU."
+        )

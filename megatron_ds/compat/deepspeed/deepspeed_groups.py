@@ -68,7 +68,11 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first tensor-parallel rank."""
-    return _ask("tensor_model", "src_rank", lambda: comm.get_rank() - get_tensor_model_parallel_rank())
+    return _ask(
+        "tensor_model",
+        "src_rank",
+        lambda: comm.get_rank() - get_tensor_model_parallel_rank(),
+    )
 
 
 def get_expert_parallel_group(group_name: str = "") -> Any:
@@ -103,9 +107,13 @@ def get_expert_data_parallel_rank(group_name: str = "") -> int:
 
 def get_sequence_parallel_group() -> Any:
     """The ranks that share one sequence. Raises ConfigError where the mpu has none."""
+
     def refuse() -> None:
-        raise ConfigError("there is no sequence-parallel group: give initialize an mpu with "
-                          "get_sequence_parallel_group, or pretrain_gpt.py --context-parallel-size.")
+        raise ConfigError(
+            "there is no sequence-parallel group: give initialize an mpu with "
+            "get_sequence_parallel_group, or pretrain_gpt.py --context-parallel-size."
+        )
+
     return _ask("sequence", "group", refuse)
 
 
@@ -162,7 +170,9 @@ def get_max_expert_size() -> int:
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """No effect: `initialize` of the engine forms the groups of experts. Raises ConfigError with an mpu."""
     if mpu is not None:
-        raise ConfigError("groups.initialize(mpu=…): give the mpu to megatron_ds.initialize.")
+        raise ConfigError(
+            "groups.initialize(mpu=…): give the mpu to megatron_ds.initialize."
+        )
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
@@ -182,7 +192,10 @@ def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
     """The number of pipeline stages of an mpu; 1 without one."""
-    for name in ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"):
+    for name in (
+        "get_pipeline_model_parallel_world_size",
+        "get_pipe_parallel_world_size",
+    ):
         if hasattr(mpu, name):
             return getattr(mpu, name)()
     return 1
@@ -197,14 +210,20 @@ def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
 
 
 def _old(mpu: Any, what: str, alone: Any) -> Any:
-    names = (f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model"))
+    names = (
+        f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")
+    )
     function = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
     return alone if function is None else function()
 
 
 def _lone() -> Any:
     """A group of this rank; None without a process group."""
-    return mpu.get_tensor_model_parallel_group() if model_parallel_is_initialized() else None
+    return (
+        mpu.get_tensor_model_parallel_group()
+        if model_parallel_is_initialized()
+        else None
+    )
 
 
 def _first_of(group: Any) -> int:
@@ -215,5 +234,7 @@ def __getattr__(name: str) -> Any:
     """DeepSpeed's names with an underscore: `_get_data_parallel_group`."""
     if name.startswith("_get_") and name[1:] in globals():
         return globals()[name[1:]]
-    raise AttributeError(f"deepspeed.utils.groups.{name} is not known here. docs/use/engine.md lists "
-                         "DeepSpeed's names.")
+    raise AttributeError(
+        f"deepspeed.utils.groups.{name} is not known here. docs/use/engine.md lists "
+        "DeepSpeed's names."
+    )

@@ -19,8 +19,10 @@ from .. import engine
 from .deepspeed_modules import FOREIGN, PACKAGE, AliasFinder, names_of
 
 VERSION = "0.19.8"
-METADATA = (f"Metadata-Version: 2.1\nName: {FOREIGN}\nVersion: {VERSION}\n"
-            f"Summary: {PACKAGE} under the name {FOREIGN}\n")
+METADATA = (
+    f"Metadata-Version: 2.1\nName: {FOREIGN}\nVersion: {VERSION}\n"
+    f"Summary: {PACKAGE} under the name {FOREIGN}\n"
+)
 
 
 class InstalledModule(ModuleType):
@@ -28,7 +30,9 @@ class InstalledModule(ModuleType):
 
     __version__ = version = VERSION
     __git_hash__ = __git_branch__ = None
-    __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
+    __version_major__, __version_minor__, __version_patch__ = map(
+        int, VERSION.split(".")
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name == "initialize":
@@ -51,7 +55,9 @@ def initialize(*args: Any, **options: Any) -> Any:
     save = made.engine.save_checkpoint
 
     @wraps(save)
-    def save_checkpoint(save_dir: Any, tag: str | None = None, *others: Any, **named: Any) -> Any:
+    def save_checkpoint(
+        save_dir: Any, tag: str | None = None, *others: Any, **named: Any
+    ) -> Any:
         default = f"global_step{made.engine.global_steps}"
         return save(save_dir, default if tag is None else tag, *others, **named)
 
@@ -87,13 +93,18 @@ def install() -> None:
         return
     if present is not None:
         place = getattr(present, "__file__", "another place")
-        raise ConfigError(f"install_as_deepspeed(): {FOREIGN} has been imported already, from {place}, so "
-                          "libraries keep using it. Call install_as_deepspeed() first in the program, before "
-                          f"{FOREIGN} and the libraries that use it are imported.")
+        raise ConfigError(
+            f"install_as_deepspeed(): {FOREIGN} has been imported already, from {place}, so "
+            "libraries keep using it. Call install_as_deepspeed() first in the program, before "
+            f"{FOREIGN} and the libraries that use it are imported."
+        )
     sys.meta_path.insert(0, _Installed)
     module = InstalledModule(FOREIGN, sys.modules[PACKAGE].__doc__)
-    spec = importlib.machinery.ModuleSpec(FOREIGN, None, origin=sys.modules[PACKAGE].__file__,
-                                          is_package=True)
-    module.__spec__, module.__path__, module.__package__ = spec, [], FOREIGN
+    spec = importlib.machinery.ModuleSpec(
+        FOREIGN, None, origin=sys.modules[PACKAGE].__file__, is_package=True
+    )
+    module.__spec__ = spec
+    module.__path__ = []
+    module.__package__ = FOREIGN
     module.__file__ = sys.modules[PACKAGE].__file__
     sys.modules[FOREIGN] = module

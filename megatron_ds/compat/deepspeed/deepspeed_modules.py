@@ -28,7 +28,8 @@ from ..moved_modules import new_path
 from .deepspeed_advice import ADVICE, NOT_HERE
 from .deepspeed_names import HERE, SAME
 
-PACKAGE, FOREIGN = "megatron_ds", "deepspeed"
+PACKAGE = "megatron_ds"
+FOREIGN = "deepspeed"
 DOCUMENT = "docs/use/engine.md lists DeepSpeed's names."
 
 
@@ -44,12 +45,18 @@ def find(module: str, name: str) -> Any:
         if name in HERE.get(path, {}):
             return load(HERE[path][name])
         child = f"{path}.{name}".lstrip(".")
-        if child in modules() or new_path(f"{PACKAGE}.{child}") or _has_file(module, name):
+        if (
+            child in modules()
+            or new_path(f"{PACKAGE}.{child}")
+            or _has_file(module, name)
+        ):
             return import_module(f"{PACKAGE}.{child}")
         if advice := advice_for(path, name):
             return placeholder(f"{FOREIGN}.{child}", advice)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}, and DeepSpeed's name "
-                         f"{'.'.join(filter(None, (FOREIGN, path, name)))} is not known here. {DOCUMENT}")
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r}, and DeepSpeed's name "
+        f"{'.'.join(filter(None, (FOREIGN, path, name)))} is not known here. {DOCUMENT}"
+    )
 
 
 def load(target: str) -> Any:
@@ -70,8 +77,11 @@ def canonical(path: str) -> str:
 def modules() -> frozenset[str]:
     """All paths of the tables, with those above them."""
     named = {*HERE, *SAME, *ADVICE, *NOT_HERE}
-    return frozenset(".".join(path.split(".")[:depth]) for path in named
-                     for depth in range(1, path.count(".") + 2)) - {""}
+    return frozenset(
+        ".".join(path.split(".")[:depth])
+        for path in named
+        for depth in range(1, path.count(".") + 2)
+    ) - {""}
 
 
 def is_module(path: str) -> bool:
@@ -82,7 +92,9 @@ def is_module(path: str) -> bool:
 def _has_file(module: str, name: str) -> bool:
     """Whether this package has a module `name` in `module`."""
     places = getattr(sys.modules.get(module), "__path__", [])
-    return importlib.machinery.PathFinder.find_spec(f"{module}.{name}", places) is not None
+    return (
+        importlib.machinery.PathFinder.find_spec(f"{module}.{name}", places) is not None
+    )
 
 
 def advice_for(path: str, name: str) -> str | None:
@@ -126,8 +138,11 @@ class _Placeholder(type):
 def placeholder(full_name: str, advice: str) -> type:
     """A class in place of an object that is not available. Calling it raises ConfigError with the advice."""
     text = f"{full_name} is not available here: {advice}"
-    return _Placeholder(full_name.rpartition(".")[2], (),
-                        {"advice": text, "sentence": advice, "full_name": full_name})
+    return _Placeholder(
+        full_name.rpartition(".")[2],
+        (),
+        {"advice": text, "sentence": advice, "full_name": full_name},
+    )
 
 
 # ---------------------------------------------------------------------- importing
@@ -135,7 +150,9 @@ class Finder:
     """Finds the modules of DeepSpeed that are no files of this package, as modules below it."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`."""
         return _spec(name, _Loader) if is_module(name.partition(".")[2]) else None
 
@@ -144,16 +161,24 @@ class AliasFinder:
     """Finds `deepspeed.utils`, which is the module `megatron_ds.utils`."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`."""
         package, _, inner = name.partition(".")
-        if package != FOREIGN or not inner or importlib.util.find_spec(f"{PACKAGE}.{inner}") is None:
+        if (
+            package != FOREIGN
+            or not inner
+            or importlib.util.find_spec(f"{PACKAGE}.{inner}") is None
+        ):
             return None
         return _spec(name, _AliasLoader)
 
 
 def _spec(name: str, loader: Any) -> importlib.machinery.ModuleSpec:
-    return importlib.machinery.ModuleSpec(name, loader, origin=__file__, is_package=True)
+    return importlib.machinery.ModuleSpec(
+        name, loader, origin=__file__, is_package=True
+    )
 
 
 class _Loader:
@@ -181,7 +206,9 @@ class FacadeModule(ModuleType):
             return self.__dir__()
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._real != self.__name__ and hasattr(real := import_module(self._real), name):
+        if self._real != self.__name__ and hasattr(
+            real := import_module(self._real), name
+        ):
             return getattr(real, name)
         return find(self._real, name)
 
@@ -202,4 +229,6 @@ class _AliasLoader:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(PACKAGE + module.__name__.removeprefix(FOREIGN))
+        sys.modules[module.__name__] = import_module(
+            PACKAGE + module.__name__.removeprefix(FOREIGN)
+        )

@@ -30,33 +30,50 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 
 
 def split_params_into_shared_and_expert_params(
-        params: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(parameters that all data-parallel ranks share, parameters of experts)"""
     given = list(params)
-    return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
+    return [p for p in given if not is_moe_param(p)], [
+        p for p in given if is_moe_param(p)
+    ]
 
 
 def split_params_grads_into_shared_and_expert_params(
-        group: Iterable[nn.Parameter]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    group: Iterable[nn.Parameter],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of both."""
-    shared, experts = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
+    shared, experts = split_params_into_shared_and_expert_params(
+        p for p in group if p.grad is not None
+    )
     return [p.grad for p in shared], [p.grad for p in experts]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-        param_groups: Groups, max_group_size: int | None = None) -> list[dict[str, Any]]:
+    param_groups: Groups, max_group_size: int | None = None
+) -> list[dict[str, Any]]:
     """The parameter groups, with those of experts apart and marked `moe`. max_group_size has no effect.
 
     Not needed for an engine of this package, which takes groups with experts and others together.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    shared, experts = [], []
+    shared = []
+    experts = []
     for group in given:
         parts = split_params_into_shared_and_expert_params(group["params"])
         shared.append({**group, "params": parts[0]})
         names = sorted({getattr(p, "group_name", "experts") for p in parts[1]})
-        experts += [{**group, "params": [p for p in parts[1] if getattr(p, "group_name", "experts") == name],
-                     "name": name, "moe": True} for name in names]
+        experts += [
+            {
+                **group,
+                "params": [
+                    p for p in parts[1] if getattr(p, "group_name", "experts") == name
+                ],
+                "name": name,
+                "moe": True,
+            }
+            for name in names
+        ]
     return shared + experts
 
 

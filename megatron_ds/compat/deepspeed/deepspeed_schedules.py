@@ -19,7 +19,13 @@ from ...progress.cycles import Cycle, CycledBeta, RangeTest
 from ...progress.cycles import OneCycle as CycleRate
 from ...progress.ramps import DeepSpeedRate
 
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+VALID_LR_SCHEDULES = [
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupLR",
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+]
 Number = float | Sequence[float]
 
 
@@ -30,27 +36,39 @@ class GroupSchedule:
     last_batch_iteration  number of the last step, counted from 0; −1 before the first
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rates: Sequence[Any], last_batch_iteration: int,
-                 betas: Sequence[CycledBeta] | None = None):
-        self.optimizer, self._rates, self._betas = optimizer, list(rates), betas
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rates: Sequence[Any],
+        last_batch_iteration: int,
+        betas: Sequence[CycledBeta] | None = None,
+    ):
+        self.optimizer = optimizer
+        self._rates = list(rates)
+        self._betas = betas
         self.last_batch_iteration = last_batch_iteration
         self._apply()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the numbers for the next update, or for the one of this number."""
         next_one = self.last_batch_iteration + 1
-        self.last_batch_iteration = next_one if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            next_one if last_batch_iteration is None else last_batch_iteration
+        )
         self._apply()
 
     def get_lr(self) -> list[float]:
         """Learning rates of the next update, one for each group."""
         return [rate.at(self.last_batch_iteration) for rate in self._rates]
 
-    get_last_lr = get_lr                                # torch's name
+    get_last_lr = get_lr  # torch's name
 
     def get_mom(self) -> list[Any]:
         """Betas, or the momentum, of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [
+            group.get("betas", group.get("momentum"))
+            for group in self.optimizer.param_groups
+        ]
 
     def state_dict(self) -> dict[str, int]:
         """Plain values (JSON), for `load_state_dict`."""
@@ -65,93 +83,209 @@ class GroupSchedule:
             group["lr"] = lr
         for group, beta1 in zip(self.optimizer.param_groups, self._betas or ()):
             if "betas" in group:
-                group["betas"] = (beta1.at(self.last_batch_iteration), group["betas"][1])
+                group["betas"] = (
+                    beta1.at(self.last_batch_iteration),
+                    group["betas"][1],
+                )
 
 
 class WarmupLR(GroupSchedule):
     """The rate rises to its highest value and stays. warmup_max_lr: None is each group's own rate."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, warmup_min_lr: Number = 0.0,
-                 warmup_max_lr: Number | None = None, warmup_num_steps: int = 1000, warmup_type: str = "log",
-                 last_batch_iteration: int = -1):
-        rates = _warmups("WarmupLR", optimizer, (warmup_min_lr, warmup_max_lr), warmup_num_steps, 1,
-                         warmup_type)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: Number = 0.0,
+        warmup_max_lr: Number | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        rates = _warmups(
+            "WarmupLR",
+            optimizer,
+            (warmup_min_lr, warmup_max_lr),
+            warmup_num_steps,
+            1,
+            warmup_type,
+        )
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
 class WarmupDecayLR(GroupSchedule):
     """The rate rises, and then falls in a line until `total_num_steps`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: Number = 0.0,
-                 warmup_max_lr: Number | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
-                 last_batch_iteration: int = -1):
-        rates = _warmups("WarmupDecayLR", optimizer, (warmup_min_lr, warmup_max_lr), warmup_num_steps,
-                         total_num_steps, warmup_type)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Number = 0.0,
+        warmup_max_lr: Number | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        rates = _warmups(
+            "WarmupDecayLR",
+            optimizer,
+            (warmup_min_lr, warmup_max_lr),
+            warmup_num_steps,
+            total_num_steps,
+            warmup_type,
+        )
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
 class WarmupCosineLR(GroupSchedule):
     """Each group's own rate, multiplied by a ratio that rises and then falls along a cosine."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
-                 warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
-                 last_batch_iteration: int = -1):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
         _check_warmup(warmup_num_steps, warmup_type)
         firsts = [group["lr"] for group in optimizer.param_groups]
-        rates = [DeepSpeedRate("WarmupCosineLR", lr, 1, lowest=lr * cos_min_ratio,
-                               initial=lr * warmup_min_ratio, warmup=warmup_num_steps, total=total_num_steps,
-                               warmup_style=warmup_type) for lr in firsts]
+        rates = [
+            DeepSpeedRate(
+                "WarmupCosineLR",
+                lr,
+                1,
+                lowest=lr * cos_min_ratio,
+                initial=lr * warmup_min_ratio,
+                warmup=warmup_num_steps,
+                total=total_num_steps,
+                warmup_style=warmup_type,
+            )
+            for lr in firsts
+        ]
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
 class LRRangeTest(GroupSchedule):
     """The rate grows from step to step, to find the one at which training diverges."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: Number = 1e-3,
-                 lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
-                 lr_range_test_staircase: bool = False, last_batch_iteration: int = -1):
-        rates = [RangeTest(1, lr, lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase)
-                 for lr in _of_groups(optimizer, lr_range_test_min_lr)]
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: Number = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        rates = [
+            RangeTest(
+                1,
+                lr,
+                lr_range_test_step_size,
+                lr_range_test_step_rate,
+                lr_range_test_staircase,
+            )
+            for lr in _of_groups(optimizer, lr_range_test_min_lr)
+        ]
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
 class OneCycle(GroupSchedule):
     """The rate rises and falls once, and then decays; Adam's beta1 goes the opposite way."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, cycle_min_lr: Number, cycle_max_lr: Number,
-                 decay_lr_rate: float = 0.0, cycle_first_step_size: int = 2000,
-                 cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
-                 cycle_second_stair_count: int | None = None, decay_step_size: int = 0,
-                 cycle_momentum: bool = True, cycle_min_mom: Number = 0.8, cycle_max_mom: Number = 0.9,
-                 decay_mom_rate: float = 0.0, last_batch_iteration: int = -1):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: Number,
+        cycle_max_lr: Number,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Number = 0.8,
+        cycle_max_mom: Number = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ):
         # The second half is like the first where it has no numbers of its own.
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        cycle = Cycle(1, cycle_first_step_size, second, cycle_first_stair_count, stairs, decay_step_size)
+        second = (
+            cycle_first_step_size
+            if cycle_second_step_size is None
+            else cycle_second_step_size
+        )
+        stairs = (
+            cycle_first_stair_count
+            if cycle_second_stair_count is None
+            else cycle_second_stair_count
+        )
+        cycle = Cycle(
+            1,
+            cycle_first_step_size,
+            second,
+            cycle_first_stair_count,
+            stairs,
+            decay_step_size,
+        )
         # The same cycle for all groups, each between ends of its own.
-        ends = zip(_of_groups(optimizer, cycle_max_lr), _of_groups(optimizer, cycle_min_lr))
-        rates = [CycleRate(cycle, highest, lowest, decay_lr_rate) for highest, lowest in ends]
-        momenta = zip(_of_groups(optimizer, cycle_max_mom), _of_groups(optimizer, cycle_min_mom))
-        betas = [CycledBeta(cycle, highest, lowest, decay_mom_rate) for highest, lowest in momenta]
-        super().__init__(optimizer, rates, last_batch_iteration, betas if cycle_momentum else None)
+        ends = zip(
+            _of_groups(optimizer, cycle_max_lr), _of_groups(optimizer, cycle_min_lr)
+        )
+        rates = [
+            CycleRate(cycle, highest, lowest, decay_lr_rate) for highest, lowest in ends
+        ]
+        momenta = zip(
+            _of_groups(optimizer, cycle_max_mom), _of_groups(optimizer, cycle_min_mom)
+        )
+        betas = [
+            CycledBeta(cycle, highest, lowest, decay_mom_rate)
+            for highest, lowest in momenta
+        ]
+        super().__init__(
+            optimizer, rates, last_batch_iteration, betas if cycle_momentum else None
+        )
 
 
-def _warmups(style: str, optimizer: torch.optim.Optimizer, ends: tuple[Number, Number | None], warmup: int,
-             total: int, warmup_style: str) -> list[DeepSpeedRate]:
+def _warmups(
+    style: str,
+    optimizer: torch.optim.Optimizer,
+    ends: tuple[Number, Number | None],
+    warmup: int,
+    total: int,
+    warmup_style: str,
+) -> list[DeepSpeedRate]:
     """A rate for each group. ends: the lowest and the highest; None: each group's own."""
     _check_warmup(warmup, warmup_style)
     lowest = _of_groups(optimizer, ends[0])
     own = [group["lr"] for group in optimizer.param_groups]
     highest = _of_groups(optimizer, own if ends[1] is None else ends[1])
-    return [DeepSpeedRate(style, high, 1, initial=low, warmup=warmup, total=total, warmup_style=warmup_style)
-            for low, high in zip(lowest, highest)]
+    return [
+        DeepSpeedRate(
+            style,
+            high,
+            1,
+            initial=low,
+            warmup=warmup,
+            total=total,
+            warmup_style=warmup_style,
+        )
+        for low, high in zip(lowest, highest)
+    ]
 
 
 def _check_warmup(steps: int, style: str) -> None:
     if not isinstance(steps, int) or steps <= 0:
-        raise ConfigError(f"warmup_num_steps={steps}: a warm-up has a whole number of steps. Use 1 or more.")
+        raise ConfigError(
+            f"warmup_num_steps={steps}: a warm-up has a whole number of steps. Use 1 or more."
+        )
     if style not in ("log", "linear"):
-        raise ConfigError(f"warmup_type={style!r}: a warm-up is log or linear. Use one of them.")
+        raise ConfigError(
+            f"warmup_type={style!r}: a warm-up is log or linear. Use one of them."
+        )
 
 
 def _of_groups(optimizer: torch.optim.Optimizer, value: Number) -> list[float]:
@@ -159,25 +293,45 @@ def _of_groups(optimizer: torch.optim.Optimizer, value: Number) -> list[float]:
     count = len(optimizer.param_groups)
     values = list(value) if isinstance(value, Sequence) else [value] * count
     if len(values) != count:
-        raise ConfigError(f"{len(values)} values for {count} parameter groups of the optimizer. Give one for "
-                          "each group, or one number for all.")
+        raise ConfigError(
+            f"{len(values)} values for {count} parameter groups of the optimizer. Give one for "
+            "each group, or one number for all."
+        )
     return values
 
 
 # ---------------------------------------------------------------------- command line
-TUNING = {"--lr_schedule": str, "--lr_range_test_min_lr": float, "--lr_range_test_step_rate": float,
-          "--lr_range_test_step_size": int, "--lr_range_test_staircase": bool, "--cycle_min_lr": float,
-          "--cycle_max_lr": float, "--cycle_first_step_size": int, "--cycle_first_stair_count": int,
-          "--cycle_second_step_size": int, "--cycle_second_stair_count": int, "--decay_step_size": int,
-          "--decay_lr_rate": float, "--cycle_min_mom": float, "--cycle_max_mom": float,
-          "--decay_mom_rate": float, "--warmup_min_lr": float, "--warmup_max_lr": float,
-          "--warmup_num_steps": int, "--warmup_type": str, "--cos_min_ratio": float,
-          "--warmup_min_ratio": float}
+TUNING = {
+    "--lr_schedule": str,
+    "--lr_range_test_min_lr": float,
+    "--lr_range_test_step_rate": float,
+    "--lr_range_test_step_size": int,
+    "--lr_range_test_staircase": bool,
+    "--cycle_min_lr": float,
+    "--cycle_max_lr": float,
+    "--cycle_first_step_size": int,
+    "--cycle_first_stair_count": int,
+    "--cycle_second_step_size": int,
+    "--cycle_second_stair_count": int,
+    "--decay_step_size": int,
+    "--decay_lr_rate": float,
+    "--cycle_min_mom": float,
+    "--cycle_max_mom": float,
+    "--decay_mom_rate": float,
+    "--warmup_min_lr": float,
+    "--warmup_max_lr": float,
+    "--warmup_num_steps": int,
+    "--warmup_type": str,
+    "--cos_min_ratio": float,
+    "--warmup_min_ratio": float,
+}
 
 
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the arguments of the schedulers to a parser; `get_config_from_args` reads them."""
-    group = parser.add_argument_group("Convergence Tuning", "schedulers of the learning rate")
+    group = parser.add_argument_group(
+        "Convergence Tuning", "schedulers of the learning rate"
+    )
     for flag, kind in TUNING.items():
         group.add_argument(flag, type=kind, default=None)
     return parser
@@ -188,8 +342,15 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     name = getattr(args, "lr_schedule", None)
     if name not in VALID_LR_SCHEDULES:
         return None, f"--lr_schedule {name}: use one of {', '.join(VALID_LR_SCHEDULES)}"
-    given = {flag[2:]: getattr(args, flag[2:], None) for flag in TUNING if flag != "--lr_schedule"}
-    return {"type": name, "params": {key: value for key, value in given.items() if value is not None}}, None
+    given = {
+        flag[2:]: getattr(args, flag[2:], None)
+        for flag in TUNING
+        if flag != "--lr_schedule"
+    }
+    return {
+        "type": name,
+        "params": {key: value for key, value in given.items() if value is not None},
+    }, None
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:

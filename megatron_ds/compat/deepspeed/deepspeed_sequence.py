@@ -24,25 +24,49 @@ class DistributedAttention(nn.Module):
     sp_stream, num_kv_heads have no effect
     """
 
-    def __init__(self, local_attention: nn.Module, sequence_process_group: Any, scatter_idx: int = 2,
-                 gather_idx: int = 0, sp_stream: Any = None, num_kv_heads: int | None = None):
+    def __init__(
+        self,
+        local_attention: nn.Module,
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ):
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
-            raise ConfigError(f"DistributedAttention(scatter_idx={scatter_idx}, gather_idx={gather_idx}): "
-                              "heads are dimension 2, and positions dimension 0 or 1.")
-        self.local_attn, self.spg, self._positions = local_attention, sequence_process_group, gather_idx
+            raise ConfigError(
+                f"DistributedAttention(scatter_idx={scatter_idx}, gather_idx={gather_idx}): "
+                "heads are dimension 2, and positions dimension 0 or 1."
+            )
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self._positions = gather_idx
         self._group = group_of(sequence_process_group)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                batch_dim_idx: int | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """[s/c, b, n, d] each, or [b, s/c, n, d]; the output has the same form. Collective over the group."""
         if (batch := batch_dim_idx) is not None and batch not in (0, 1):
             raise ConfigError(f"batch_dim_idx={batch}: samples are dimension 0 or 1.")
         positions = self._positions if batch is None else 1 - batch
-        if wrong := [t.shape[2] for t in (query, key, value) if t.shape[2] % self._group.size]:
-            raise ConfigError(f"{wrong[0]} heads are not divisible by the {self._group.size} ranks of the "
-                              "sequence: each rank computes whole heads. Use fewer ranks.")
+        if wrong := [
+            t.shape[2] for t in (query, key, value) if t.shape[2] % self._group.size
+        ]:
+            raise ConfigError(
+                f"{wrong[0]} heads are not divisible by the {self._group.size} ranks of the "
+                "sequence: each rank computes whole heads. Use fewer ranks."
+            )
         order = lambda t: t.transpose(0, 1) if positions == 1 else t
-        inside = to_heads(tuple(order(t).contiguous() for t in (query, key, value)), self._group)
+        inside = to_heads(
+            tuple(order(t).contiguous() for t in (query, key, value)), self._group
+        )
         out = self.local_attn(*(order(t) for t in inside), *args, **kwargs)
         return order(to_tokens(order(out).contiguous(), self._group))

@@ -13,24 +13,30 @@ class Timer:
     """The time between `start` and `stop`, in milliseconds."""
 
     def __init__(self, name: str):
-        self.name_, self.started_ = name, False
-        self._began, self._total, self._records = 0.0, 0.0, []
+        self.name_ = name
+        self.started_ = False
+        self._began = 0.0
+        self._total = 0.0
+        self._records = []
 
     def start(self) -> None:
         """Begin to measure, after the device's work so far."""
         get_accelerator().synchronize()
-        self._began, self.started_ = time.perf_counter(), True
+        self._began = time.perf_counter()
+        self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """End the measurement, and add it to the total; reset: in place of the total."""
         get_accelerator().synchronize()
         passed = (time.perf_counter() - self._began) * 1000
-        self._total, self.started_ = passed + (0.0 if reset else self._total), False
+        self._total = passed + (0.0 if reset else self._total)
+        self.started_ = False
         self._records += [passed] if record else []
 
     def reset(self) -> None:
         """Set the total to 0."""
-        self._total, self.started_ = 0.0, False
+        self._total = 0.0
+        self.started_ = False
 
     def elapsed(self, reset: bool = True) -> float:
         """The total."""
@@ -64,16 +70,31 @@ class SynchronizedWallClockTimer:
         """All timers."""
         return self.timers
 
-    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True,
-            memory_breakdown: bool = False, ranks: Sequence[int] | None = None) -> None:
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """Log the totals, divided by `normalizer`, on rank 0 or on `ranks`."""
         known = [name for name in names if name in self.timers]
-        parts = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known]
+        parts = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}"
+            for name in known
+        ]
         log_dist("time (ms) | " + " | ".join(parts), ranks or [0])
 
-    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
         """The means of the recorded measurements of these timers."""
-        return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        return {
+            name: self.timers[name].mean() / normalizer
+            for name in names
+            if name in self.timers
+        }
 
 
 class NoopTimer:
@@ -110,12 +131,22 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples per second between `start` and `stop`, without the first `start_step` steps."""
 
-    def __init__(self, config: object = None, batch_size: int = 1, start_step: int = 2,
-                 steps_per_output: int | None = None, monitor_memory: bool = False,
-                 logging_fn: object = None):
-        self.batch_size, self.start_step = max(1, batch_size), start_step
-        self.steps_per_output, self.logging = steps_per_output, logging_fn or log_dist
-        self.global_step_count, self.total_elapsed_time, self._began = 0, 0.0, 0.0
+    def __init__(
+        self,
+        config: object = None,
+        batch_size: int = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: object = None,
+    ):
+        self.batch_size = max(1, batch_size)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.logging = logging_fn or log_dist
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._began = 0.0
 
     def start(self) -> None:
         """Begin a step."""
@@ -128,19 +159,28 @@ class ThroughputTimer:
         self.global_step_count += global_step
         if self.global_step_count > self.start_step:
             self.total_elapsed_time += time.perf_counter() - self._began
-        due = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
+        due = (
+            self.steps_per_output
+            and self.global_step_count % self.steps_per_output == 0
+        )
         if due and global_step and report_speed:
-            self.logging(f"step {self.global_step_count} | {self.avg_samples_per_sec():.2f} samples/s")
+            self.logging(
+                f"step {self.global_step_count} | {self.avg_samples_per_sec():.2f} samples/s"
+            )
 
     def avg_samples_per_sec(self) -> float:
         """Mean samples per second so far; 0 before there is a measurement."""
         steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if self.total_elapsed_time else 0.0
+        return (
+            self.batch_size * steps / self.total_elapsed_time
+            if self.total_elapsed_time
+            else 0.0
+        )
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """Mean without the smallest and the largest values, of each a part `trim_percent` of all."""
     values = sorted(data)
     drop = int(len(values) * trim_percent)
-    kept = values[drop:len(values) - drop]
+    kept = values[drop : len(values) - drop]
     return sum(kept) / len(kept) if kept else 0.0

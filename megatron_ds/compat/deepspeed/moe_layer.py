@@ -89,38 +89,70 @@ class MoE(nn.Module):
     resume. Without an engine every call has the same ones.
     """
 
-    def __init__(self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1,
-                 k: int = 1, capacity_factor: float = 1.0, eval_capacity_factor: float = 1.0,
-                 min_capacity: int = 4, use_residual: bool = False, noisy_gate_policy: str | None = None,
-                 drop_tokens: bool = True, use_rts: bool = True, use_tutel: bool = False,
-                 enable_expert_tensor_parallelism: bool = False, top2_2nd_expert_sampling: bool = True):
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ):
         super().__init__()
         _check_sizes(num_experts, ep_size, k)
         if noisy_gate_policy not in NOISES:
-            raise ConfigError(f"noisy_gate_policy={noisy_gate_policy!r} of an MoE layer is unknown. Use one "
-                              f"of {NOISES}.")
+            raise ConfigError(
+                f"noisy_gate_policy={noisy_gate_policy!r} of an MoE layer is unknown. Use one "
+                f"of {NOISES}."
+            )
         _check_expert(expert)
-        self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
-        self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
+        self.num_experts = num_experts
+        self.ep_size = ep_size
+        self.use_residual = use_residual
+        self.num_local_experts = num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
-        options = GateOptions(k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy,
-                              drop_tokens, use_rts, top2_2nd_expert_sampling)
-        self.deepspeed_moe = _Routed(TopKGate(hidden_size, num_experts, options),
-                                     _Copies(expert, self.num_local_experts, self.expert_group_name))
+        options = GateOptions(
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+        )
+        self.deepspeed_moe = _Routed(
+            TopKGate(hidden_size, num_experts, options),
+            _Copies(expert, self.num_local_experts, self.expert_group_name),
+        )
         if use_residual:
-            self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
         self._place = Place(solo("ep"))
 
     def connect(self, place: Place) -> None:
         """Take the ranks and the random key. Raises ConfigError where they do not fit."""
         if self.enable_expert_tensor_parallelism and place.tp_size > 1:
-            raise ConfigError(f"enable_expert_tensor_parallelism with {place.tp_size} tensor-parallel ranks "
-                              "is not supported: each of them computes whole experts. Leave it out, or use "
-                              "one tensor-parallel rank.")
+            raise ConfigError(
+                f"enable_expert_tensor_parallelism with {place.tp_size} tensor-parallel ranks "
+                "is not supported: each of them computes whole experts. Leave it out, or use "
+                "one tensor-parallel rank."
+            )
         self._place = place
 
-    def forward(self, hidden_states: torch.Tensor,
-                used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(output, l_aux, exp_counts). Collective over the ranks that divide the experts.
 
         used_token  [.. of hidden_states], 0 or False for padding, whose output is 0 (with use_residual: the
@@ -130,11 +162,15 @@ class MoE(nn.Module):
         """
         place = self._place
         if place.ep.size != self.ep_size:
-            raise ConfigError(f"an MoE layer with ep_size={self.ep_size} is called on {place.ep.size} rank: "
-                              f"it holds {self.num_local_experts} of {self.num_experts} experts. Give the "
-                              "model to megatron_ds.initialize first, or use ep_size=1.")
+            raise ConfigError(
+                f"an MoE layer with ep_size={self.ep_size} is called on {place.ep.size} rank: "
+                f"it holds {self.num_local_experts} of {self.num_experts} experts. Give the "
+                "model to megatron_ds.initialize first, or use ep_size=1."
+            )
         draws = Draws((*place.key, place.micro_batch()))
-        output, l_aux, exp_counts = self.deepspeed_moe(hidden_states, used_token, place.ep, draws)
+        output, l_aux, exp_counts = self.deepspeed_moe(
+            hidden_states, used_token, place.ep, draws
+        )
         if self.use_residual:
             dense = _tensor_of(self.mlp(hidden_states))
             share = self.coefficient(hidden_states).softmax(-1)
@@ -147,20 +183,28 @@ class _Routed(nn.Module):
 
     def __init__(self, gate: TopKGate, experts: "_Copies"):
         super().__init__()
-        self.gate, self.experts = gate, experts
+        self.gate = gate
+        self.experts = experts
 
-    def forward(self, x: torch.Tensor, used_token: torch.Tensor | None, ep: Group,
-                draws: Draws) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, used_token: torch.Tensor | None, ep: Group, draws: Draws
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens = x.reshape(-1, x.shape[-1])
         used = None if used_token is None else used_token.reshape(-1).bool()
         if used is not None and len(used) != len(tokens):
-            raise ConfigError(f"used_token has {len(used)} elements, but hidden_states {list(x.shape)} holds "
-                              f"{len(tokens)} tokens. Give one for each token.")
+            raise ConfigError(
+                f"used_token has {len(used)} elements, but hidden_states {list(x.shape)} holds "
+                f"{len(tokens)} tokens. Give one for each token."
+            )
         routing, l_aux, exp_counts = self.gate(tokens, used, draws)
         groups = Groups(ep, solo("tp"), sequence_parallel=False)
         dispatch = Dispatch(routing, len(exp_counts), groups)
         rows = dispatch.arrive(dispatch.send(tokens))
-        return dispatch.back(self.experts(rows, dispatch.runs.counts)).view_as(x), l_aux, exp_counts
+        return (
+            dispatch.back(self.experts(rows, dispatch.runs.counts)).view_as(x),
+            l_aux,
+            exp_counts,
+        )
 
 
 class ExpertList(nn.ModuleList):
@@ -177,16 +221,22 @@ class _Copies(nn.Module):
             # A copied parameter has lost its attributes, such as marks of tensor parallelism.
             for p, original in zip(each.parameters(), expert.parameters(), strict=True):
                 p.__dict__.update(original.__dict__)
-                p.allreduce, p.group_name = False, group_name
+                p.allreduce = False
+                p.group_name = group_name
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         # Experts without rows are called too: at stage 3 all ranks must gather the same parameters.
-        made = [_tensor_of(expert(x)) for expert, x in zip(self.deepspeed_experts, rows.split(list(counts)))]
+        made = [
+            _tensor_of(expert(x))
+            for expert, x in zip(self.deepspeed_experts, rows.split(list(counts)))
+        ]
         for x, count in zip(made, counts):
             if x.shape != (count, rows.shape[1]):
-                raise ConfigError(f"an expert of an MoE layer returned {list(x.shape)} for an input of "
-                                  f"{[count, rows.shape[1]]}, but results are added to the tokens' shape. "
-                                  "Give an expert whose output has the shape of its input.")
+                raise ConfigError(
+                    f"an expert of an MoE layer returned {list(x.shape)} for an input of "
+                    f"{[count, rows.shape[1]]}, but results are added to the tokens' shape. "
+                    "Give an expert whose output has the shape of its input."
+                )
         return torch.cat(made)
 
 
@@ -198,20 +248,28 @@ def _tensor_of(output: torch.Tensor | tuple) -> torch.Tensor:
 def _check_sizes(num_experts: int, ep_size: int, k: int) -> None:
     if num_experts < 1 or ep_size < 1 or num_experts % ep_size:
         legal = ", ".join(map(str, divisors(max(num_experts, 1))))
-        raise ConfigError(f"an MoE layer has num_experts={num_experts} and ep_size={ep_size}: ep_size is the "
-                          "number of ranks that divide the experts, so it must divide their number. For "
-                          f"{max(num_experts, 1)} experts use ep_size {legal}.")
+        raise ConfigError(
+            f"an MoE layer has num_experts={num_experts} and ep_size={ep_size}: ep_size is the "
+            "number of ranks that divide the experts, so it must divide their number. For "
+            f"{max(num_experts, 1)} experts use ep_size {legal}."
+        )
     if not 1 <= k <= num_experts:
-        raise ConfigError(f"an MoE layer has k={k} experts for a token, of num_experts={num_experts}: the k "
-                          f"are different ones. Use k from 1 to {num_experts}.")
+        raise ConfigError(
+            f"an MoE layer has k={k} experts for a token, of num_experts={num_experts}: the k "
+            f"are different ones. Use k from 1 to {num_experts}."
+        )
 
 
 def _check_expert(expert: nn.Module) -> None:
     for name, p in expert.named_parameters():
         if hasattr(p, "spec"):
-            raise ConfigError(f"parameter {name} of the expert has a spec, {p.spec.name}, which would be the "
-                              "name of every copy. Use an expert of torch layers.")
+            raise ConfigError(
+                f"parameter {name} of the expert has a spec, {p.spec.name}, which would be the "
+                "name of every copy. Use an expert of torch layers."
+            )
         if p.is_meta and hasattr(p, "partition"):
-            raise ConfigError(f"parameter {name} of the expert was made under zero.Init, so this rank has a "
-                              "part of it and cannot copy it. Make models with MoE layers outside of "
-                              "zero.Init.")
+            raise ConfigError(
+                f"parameter {name} of the expert was made under zero.Init, so this rank has a "
+                "part of it and cannot copy it. Make models with MoE layers outside of "
+                "zero.Init."
+            )

@@ -41,9 +41,10 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         engine.gradients.set_full(param, value)
 
 
-def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter],
-                                     update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
-                                     ) -> None:
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
+) -> None:
     """Replace the gradient of each trained parameter by update_func(gradient, parameter)."""
     for param in param_list:
         if (grad := safe_get_full_grad(param)) is not None:
@@ -62,13 +63,19 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         engine.gradients.set_full_state(param, value)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_full_optimizer_state(
+    param: nn.Parameter, optim_state_key: str
+) -> torch.Tensor | None:
     """The whole state of the optimizer under a name such as "exp_avg". Raises ConfigError if it has none."""
     engine = _engine_of(param)
-    return None if engine is None else engine.gradients.full_state(param, optim_state_key)
+    return (
+        None if engine is None else engine.gradients.full_state(param, optim_state_key)
+    )
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
     """Replace a state of the optimizer."""
     if (engine := _engine_of(param)) is not None:
         engine.gradients.set_full_state(param, value, optim_state_key)

@@ -26,12 +26,26 @@ from .tensor_fragment import (
     safe_update_full_grad_vectorized,
 )
 
-__all__ = ["RepeatingLoader", "get_z3_leaf_modules", "log_dist", "logger", "print_rank_0",
-           "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
-           "safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state",
-           "safe_update_full_grad_vectorized", "set_z3_leaf_module", "set_z3_leaf_modules",
-           "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules",
-           "z3_leaf_module"]
+__all__ = [
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
+    "print_rank_0",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
 
 logger = getLogger("megatron_ds")
 
@@ -40,7 +54,9 @@ def __getattr__(name: str) -> Any:
     return foreign_name("megatron_ds.utils", name)
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+def log_dist(
+    message: str, ranks: Sequence[int] | None = None, level: int = INFO
+) -> None:
     """Log on these ranks, on all if `ranks` is None or contains -1; also before there is a process group."""
     rank = read_launch().rank
     if ranks is None or -1 in ranks or rank in ranks:

@@ -25,9 +25,12 @@ from ..engine.checkpoint_places import place_of
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, tag: str | None = None,
-                                             exclude_frozen_parameters: bool = False,
-                                             lazy_mode: bool = False) -> dict[str, torch.Tensor]:
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
     """{name: CPU tensor} of a checkpoint that `engine.save_checkpoint` wrote. One process, no process group.
 
     tag        None: the last one that was saved
@@ -36,33 +39,38 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, 
     checkpoint does not record which parameters were frozen.
     """
     if exclude_frozen_parameters:
-        raise ConfigError("exclude_frozen_parameters=True is not supported here: a checkpoint does not "
-                          "record which parameters were frozen. Use engine.save_16bit_model(..., "
-                          "exclude_frozen_parameters=True).")
+        raise ConfigError(
+            "exclude_frozen_parameters=True is not supported here: a checkpoint does not "
+            "record which parameters were frozen. Use engine.save_16bit_model(..., "
+            "exclude_frozen_parameters=True)."
+        )
     stored = _stored(checkpoint_dir, tag)
     return _read(stored, stored.entries)
 
 
-def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | os.PathLike,
-                                         tag: str | None = None) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
+) -> nn.Module:
     """The model, on the CPU, with weights and buffers of a checkpoint. RuntimeError if of another module."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     first: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         known = first.setdefault(id(value), name)
-        if name not in state and known in state:        # tied
+        if name not in state and known in state:  # tied
             state[name] = state[known]
     model.load_state_dict(state)
     return model
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike,
-                                               output_dir: str | os.PathLike,
-                                               max_shard_size: str | int | None = "5GB",
-                                               safe_serialization: bool = False,
-                                               tag: str | None = None,
-                                               exclude_frozen_parameters: bool = False) -> list[str]:
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> list[str]:
     """Write the weights for torch.load, or as safetensors (safe_serialization). Returns the tensors' names.
 
     output_dir      a folder, or a file whose name ends in .bin, .pt or .pth
@@ -73,8 +81,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike
     The tensors of one file are in memory at a time.
     """
     if exclude_frozen_parameters:
-        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)       # raises
-    stored, output = _stored(checkpoint_dir, tag), Path(output_dir)
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)  # raises
+    stored = _stored(checkpoint_dir, tag)
+    output = Path(output_dir)
     entries = [TensorEntry(e.name, e.shape, e.dtype) for e in stored.entries]
     is_file = output.suffix in (".bin", ".pt", ".pth")
     limit = sum(entry.nbytes for entry in entries) + 1
@@ -83,9 +92,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike
     if safe_serialization and not is_file:
         write_folder(output, entries, stored.read_all, solo(), limit)
     elif safe_serialization:
-        raise ConfigError(f"safe_serialization=True writes safetensors into a folder, but {output} has the "
-                          f"ending of a torch file ({output.suffix}). Give the name of a folder, or "
-                          "safe_serialization=False.")
+        raise ConfigError(
+            f"safe_serialization=True writes safetensors into a folder, but {output} has the "
+            f"ending of a torch file ({output.suffix}). Give the name of a folder, or "
+            "safe_serialization=False."
+        )
     else:
         _write_for_torch(output, is_file, stored, cut_into_files(entries, limit))
     return [entry.name for entry in entries]
@@ -97,27 +108,40 @@ def bytes_of(size: str | int) -> int:
     unit = next((unit for unit in UNITS if text.endswith(unit)), None)
     number = text.removesuffix(unit) if unit else text
     if not number.strip().isdecimal() or not int(number):
-        raise ConfigError(f"max_shard_size {size!r} is not a number of bytes. Write 5GB, 500MB or "
-                          "5000000000.")
+        raise ConfigError(
+            f"max_shard_size {size!r} is not a number of bytes. Write 5GB, 500MB or "
+            "5000000000."
+        )
     return int(number) * (UNITS[unit] if unit else 1)
 
 
-def _write_for_torch(output: Path, is_file: bool, stored: StoredTensors,
-                     files: list[list[TensorEntry]]) -> None:
+def _write_for_torch(
+    output: Path, is_file: bool, stored: StoredTensors, files: list[list[TensorEntry]]
+) -> None:
     folder = output.parent if is_file else output
     folder.mkdir(parents=True, exist_ok=True)
     name = lambda i: f"pytorch_model-{i + 1:05d}-of-{len(files):05d}.bin"
-    paths = [output if is_file else folder / (name(i) if len(files) > 1 else "pytorch_model.bin")
-             for i in range(len(files))]
+    paths = [
+        output
+        if is_file
+        else folder / (name(i) if len(files) > 1 else "pytorch_model.bin")
+        for i in range(len(files))
+    ]
     for path, entries in zip(paths, files):
         torch.save(_read(stored, entries), path.with_name(f".{path.name}.writing"))
     for path in paths:
         os.replace(path.with_name(f".{path.name}.writing"), path)
     if len(files) > 1:
-        places = {entry.name: path.name for path, entries in zip(paths, files) for entry in entries}
+        places = {
+            entry.name: path.name
+            for path, entries in zip(paths, files)
+            for entry in entries
+        }
         total = sum(entry.nbytes for entries in files for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps(index, indent=2)
+        )
 
 
 def _read(stored: StoredTensors, entries) -> dict[str, torch.Tensor]:
@@ -127,6 +151,8 @@ def _read(stored: StoredTensors, entries) -> dict[str, torch.Tensor]:
 def _stored(directory: str | os.PathLike, tag: str | None) -> StoredTensors:
     place, step = place_of(directory, tag)
     if step is None:
-        raise CheckpointError(f"there is no checkpoint in {place}: give the folder that was the save_dir of "
-                              "engine.save_checkpoint, and the tag if there was one.")
+        raise CheckpointError(
+            f"there is no checkpoint in {place}: give the folder that was the save_dir of "
+            "engine.save_checkpoint, and the tag if there was one."
+        )
     return StoredTensors(place, step, ("weight", "buffer"))

@@ -10,4 +10,10 @@ from .engine_loader import RepeatingLoader
 from .initialization import initialize
 from .json_settings import add_config_arguments
 
-__all__ = ["Engine", "RepeatingLoader", "add_config_arguments", "from_safetensors", "initialize"]
+__all__ = [
+    "Engine",
+    "RepeatingLoader",
+    "add_config_arguments",
+    "from_safetensors",
+    "initialize",
+]

@@ -9,7 +9,9 @@ from torch import nn
 from .watched import Hook
 
 
-def run_in_autocast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def run_in_autocast(
+    module: nn.Module, dtype: torch.dtype, device: torch.device
+) -> None:
     """Make each call of the module enter autocast, also where its forward raises. Modifies its hooks.
 
     Autocast's cache of converted weights is off: it would keep weights that stage 3 has freed.

@@ -25,8 +25,10 @@ from .module_specs import tensors_in
 if TYPE_CHECKING:
     from .engine_status import EngineStatus
 
-_RUNS: set[int] = set()             # autograd's runs that an engine's `backward` began
-_DIRECT: dict[int, list["Backwards"]] = {}      # those of loss.backward(), with the engines they reached
+_RUNS: set[int] = set()  # autograd's runs that an engine's `backward` began
+_DIRECT: dict[
+    int, list["Backwards"]
+] = {}  # those of loss.backward(), with the engines they reached
 
 
 class Backwards:
@@ -35,16 +37,16 @@ class Backwards:
     def __init__(self, engine: "EngineStatus"):
         self._engine = weakref.proxy(engine)
         self._is_armed = self._is_mixed = self._is_scaled = self.are_direct = False
-        self._run: int | None = None                                # of a loss.backward() under way
+        self._run: int | None = None  # of a loss.backward() under way
         self._gathering: AbstractContextManager = nullcontext()
 
     def begin(self) -> None:
         """An update begins."""
         self._leave()
-        self._is_armed = False                  # whether a backward of this update has begun to reduce
-        self._is_mixed = False                  # whether another engine's loss added to its gradients
-        self.are_direct = True                  # whether all of the update were loss.backward()
-        self._contributions = self._count()     # after the last backward of this engine
+        self._is_armed = False  # whether a backward of this update has begun to reduce
+        self._is_mixed = False  # whether another engine's loss added to its gradients
+        self.are_direct = True  # whether all of the update were loss.backward()
+        self._contributions = self._count()  # after the last backward of this engine
 
     def has_foreign_gradients(self) -> bool:
         """Whether losses of other engines have added gradients since the update began."""
@@ -63,7 +65,11 @@ class Backwards:
         hook = loss.register_hook(begins)
         completes = self._prepare()
         try:
-            with self._engine.gathering.backward() if self._engine.gathering else nullcontext():
+            with (
+                self._engine.gathering.backward()
+                if self._engine.gathering
+                else nullcontext()
+            ):
                 loss.backward(retain_graph=retain_graph)
         finally:
             hook.remove()
@@ -89,11 +95,14 @@ class Backwards:
         engine = self._engine
         factor = 1.0 / (engine.world.data.size * engine.gradient_accumulation_steps())
         if engine.fp16_enabled() and not self._is_scaled:
-            raise MegatronDSError("loss.backward() with fp16: the loss is not multiplied with the loss scale "
-                                  f"({engine.zero.loss_scale:g}), and small gradients would be zero. Call "
-                                  "engine.backward(loss), or engine.scale(loss).backward().")
+            raise MegatronDSError(
+                "loss.backward() with fp16: the loss is not multiplied with the loss scale "
+                f"({engine.zero.loss_scale:g}), and small gradients would be zero. Call "
+                "engine.backward(loss), or engine.scale(loss).backward()."
+            )
         self._leave()
-        self._run, self._is_scaled = run, False
+        self._run = run
+        self._is_scaled = False
         others = _DIRECT.setdefault(run, [])
         others.append(self)
         completes = self._prepare()
@@ -103,7 +112,9 @@ class Backwards:
         if engine.gathering:
             self._gathering = engine.gathering.backward()
             self._gathering.__enter__()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ends(completes))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: self._ends(completes)
+        )
 
     def _ends(self, completes: bool) -> None:
         self._leave()
@@ -114,7 +125,8 @@ class Backwards:
         callback, and the next backward ends it."""
         if self._run is None:
             return
-        gathering, self._gathering = self._gathering, nullcontext()
+        gathering = self._gathering
+        self._gathering = nullcontext()
         gathering.__exit__(None, None, None)
         self._set_factor(1.0)
         _DIRECT.pop(self._run, None)
@@ -126,7 +138,9 @@ class Backwards:
         self._is_mixed = self.has_foreign_gradients()
         engine.gradients.hide()
         engine._backwards += 1
-        completes = engine.is_gradient_accumulation_boundary() and not engine._in_no_sync
+        completes = (
+            engine.is_gradient_accumulation_boundary() and not engine._in_no_sync
+        )
         # Whole gradients are reduced in the last backward of an update, sharded ones in every backward.
         if self._is_armed and engine.settings.zero.stage < 2:
             engine.zero.reopen()

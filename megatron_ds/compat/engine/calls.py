@@ -13,17 +13,22 @@ from ...errors import CommunicationError
 from ...mpu.stuck_ranks import doing
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-LAYERS = ("ZeRO stage 3 gathers layers together, so all ranks must call the same layers in the same order. "
-          "Mark a module inside of which they choose different ones, such as a list of experts, before "
-          "initialize: megatron_ds.utils.set_z3_leaf_modules(model, [Class]).")
+LAYERS = (
+    "ZeRO stage 3 gathers layers together, so all ranks must call the same layers in the same order. "
+    "Mark a module inside of which they choose different ones, such as a list of experts, before "
+    "initialize: megatron_ds.utils.set_z3_leaf_modules(model, [Class])."
+)
 
 
 def collective(method: Method) -> Method:
     """The method of an engine, with its name in errors of collectives."""
+
     @wraps(method)
     def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with doing(f"engine.{method.__name__} (global_steps {engine.global_steps})"):
+            with doing(
+                f"engine.{method.__name__} (global_steps {engine.global_steps})"
+            ):
                 return method(engine, *args, **kwargs)
         except CommunicationError as error:
             if engine.gathering is not None and LAYERS not in str(error):

@@ -1,10 +1,10 @@
 """Where an engine's checkpoints lie, and which one a tag names.
 
-    dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag: global_step10
-    dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, one
-                                                                 checkpoint
-    dir/latest                                                   the tag that was saved last; empty: the steps
-                                                                 in `dir` itself
+dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag: global_step10
+dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, one
+                                                             checkpoint
+dir/latest                                                   the tag that was saved last; empty: the steps
+                                                             in `dir` itself
 """
 
 import logging
@@ -29,8 +29,10 @@ def default_tag(step: int) -> str:
 def folder_of(directory: str | os.PathLike, tag: str | None) -> Path:
     """The folder with the checkpoint of a tag. Raises ConfigError for a tag that cannot name a folder."""
     if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
-        raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - "
-                          "and _.")
+        raise ConfigError(
+            f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - "
+            "and _."
+        )
     return Path(directory) / tag if tag else Path(directory)
 
 
@@ -46,21 +48,34 @@ def place_of(directory: str | os.PathLike, tag: str | None) -> tuple[Path, int |
     if step is None:
         found = latest(folder)
     elif tag is None:
-        folder, found = Path(directory), latest(directory)
+        folder = Path(directory)
+        found = latest(directory)
         if found not in (None, step):
-            logger.warning("%s names %s, but the last checkpoint in %s is iteration %d, which is loaded. To "
-                           "load the other, give tag=%r", LATEST, named, directory, found, named)
+            logger.warning(
+                "%s names %s, but the last checkpoint in %s is iteration %d, which is loaded. To "
+                "load the other, give tag=%r",
+                LATEST,
+                named,
+                directory,
+                found,
+                named,
+            )
     else:
-        folder, found = Path(directory), _complete(Path(directory), step)
+        folder = Path(directory)
+        found = _complete(Path(directory), step)
     if found is None and tag is not None:
-        raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {directory}. Tags there: "
-                              f"{', '.join(_tags(Path(directory))) or 'none'}.")
+        raise CheckpointError(
+            f"there is no checkpoint with the tag {tag!r} in {directory}. Tags there: "
+            f"{', '.join(_tags(Path(directory))) or 'none'}."
+        )
     return folder, found
 
 
 def step_in_directory(directory: str | os.PathLike, tag: str | None) -> int | None:
     """The step that a tag without a folder names; None for any other tag."""
-    match = DEFAULT_TAG.fullmatch(tag or "")        # the whole tag: it has no separators of paths
+    match = DEFAULT_TAG.fullmatch(
+        tag or ""
+    )  # the whole tag: it has no separators of paths
     if match is None or steps_in(folder_of(directory, tag)):
         return None
     step = int(match[1])
@@ -71,21 +86,30 @@ def _complete(directory: Path, step: int) -> int:
     """`step`. Raises CheckpointError where its checkpoint is incomplete."""
     find_checkpoint(directory, step)
     if problem := problem_of(directory, step):
-        raise CheckpointError(f"the checkpoint of {default_tag(step)} in {directory} cannot be loaded: "
-                              f"{problem}. Give another tag.")
+        raise CheckpointError(
+            f"the checkpoint of {default_tag(step)} in {directory} cannot be loaded: "
+            f"{problem}. Give another tag."
+        )
     return step
 
 
 def last_folder(directory: str | os.PathLike) -> Path:
     """The folder of the checkpoint that was saved last; `directory` itself where there is none."""
     tag = last_tag(directory)
-    return Path(directory) if step_in_directory(directory, tag) is not None else folder_of(directory, tag)
+    return (
+        Path(directory)
+        if step_in_directory(directory, tag) is not None
+        else folder_of(directory, tag)
+    )
 
 
 def last_tag(directory: str | os.PathLike) -> str | None:
     """The tag of the last checkpoint; None where it has none."""
     try:
-        return read_regular(Path(directory) / LATEST).decode(errors="replace").strip() or None
+        return (
+            read_regular(Path(directory) / LATEST).decode(errors="replace").strip()
+            or None
+        )
     except FileNotFoundError:
         return None
 
@@ -93,9 +117,15 @@ def last_tag(directory: str | os.PathLike) -> str | None:
 def check_vacant(folder: Path) -> None:
     """Raises CheckpointError for a training script's folder: its next start would load this checkpoint."""
     step = next(iter(reversed(steps_in(folder))), None)
-    if step is not None and is_ours(folder / name_of(step)) and "engine" not in read_run(folder, step):
-        raise CheckpointError(f"{folder} holds iteration {step} of a training script, and its next start "
-                              "would load this engine's checkpoint instead. Give another folder, or a tag.")
+    if (
+        step is not None
+        and is_ours(folder / name_of(step))
+        and "engine" not in read_run(folder, step)
+    ):
+        raise CheckpointError(
+            f"{folder} holds iteration {step} of a training script, and its next start "
+            "would load this engine's checkpoint instead. Give another folder, or a tag."
+        )
 
 
 def _tags(directory: Path) -> list[str]:

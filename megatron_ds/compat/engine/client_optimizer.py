@@ -27,45 +27,79 @@ from torch import nn
 from ...errors import ConfigError
 from .engine_optimizer import Group, InnerOptimizers
 
-SHAPE, CUT, UPDATES = (3, 4), 5, 3      # of the trial
+# of the trial
+SHAPE = (3, 4)
+CUT = 5
+UPDATES = 3
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-def client_optimizers(client: torch.optim.Optimizer, *, offloaded: bool) -> InnerOptimizers:
+def client_optimizers(
+    client: torch.optim.Optimizer, *, offloaded: bool
+) -> InnerOptimizers:
     """The user's, as inner optimizers. Raises ConfigError if it cannot be sharded, or has made updates."""
     name = type(client).__name__
     if any(float(state.get("step") or 0) for state in client.state.values()):
-        raise ConfigError(f"the {name} given as optimizer= has made updates already, and its state would be "
-                          "lost. Give it to initialize before its first update; to continue a run, use "
-                          "engine.load_checkpoint.")
-    begun = {id(p): dict(state) for p, state in client.state.items()}       # of Adagrad, for instance
+        raise ConfigError(
+            f"the {name} given as optimizer= has made updates already, and its state would be "
+            "lost. Give it to initialize before its first update; to continue a run, use "
+            "engine.load_checkpoint."
+        )
+    begun = {
+        id(p): dict(state) for p, state in client.state.items()
+    }  # of Adagrad, for instance
     client.state.clear()
     needs_restart = _try(client, bool(begun)) or bool(begun)
     if needs_restart and offloaded:
-        raise ConfigError(f"{name} begins with a state that is not zero, and offloaded state begins with "
-                          'zeros. Leave out "offload_optimizer", or use AdamW.')
+        raise ConfigError(
+            f"{name} begins with a state that is not zero, and offloaded state begins with "
+            'zeros. Leave out "offload_optimizer", or use AdamW.'
+        )
 
     def make(groups: list[Group]) -> torch.optim.Optimizer:
-        parameters = {p.spec.name: p for group in client.param_groups for p in group["params"]}
-        initial = {tensor: _part(begun.get(id(parameters[tensor.spec.name]), {}), tensor)
-                   for group in groups for tensor in group["params"]} if begun else {}
+        parameters = {
+            p.spec.name: p for group in client.param_groups for p in group["params"]
+        }
+        initial = (
+            {
+                tensor: _part(begun.get(id(parameters[tensor.spec.name]), {}), tensor)
+                for group in groups
+                for tensor in group["params"]
+            }
+            if begun
+            else {}
+        )
         return twin_of(client, groups, initial, needs_restart)
 
     return InnerOptimizers(name, client.param_groups, make, client)
 
 
-def twin_of(client: torch.optim.Optimizer, groups: list[Group],
-            initial: dict[nn.Parameter, dict] | None = None, restarts: bool = False) -> torch.optim.Optimizer:
+def twin_of(
+    client: torch.optim.Optimizer,
+    groups: list[Group],
+    initial: dict[nn.Parameter, dict] | None = None,
+    restarts: bool = False,
+) -> torch.optim.Optimizer:
     """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
-    twin = object.__new__(type(client))     # the arguments of its class's `__init__` are not known here
+    twin = object.__new__(
+        type(client)
+    )  # the arguments of its class's `__init__` are not known here
     attributes = client.__dict__.items()
-    twin.__dict__.update({name: OrderedDict() if "_hooks" in name else value for name, value in attributes})
-    twin.__dict__.pop("step", None)         # a scheduler counts the calls of the client's
-    twin.param_groups, twin.state = groups, defaultdict(dict)
+    twin.__dict__.update(
+        {
+            name: OrderedDict() if "_hooks" in name else value
+            for name, value in attributes
+        }
+    )
+    twin.__dict__.pop("step", None)  # a scheduler counts the calls of the client's
+    twin.param_groups = groups
+    twin.state = defaultdict(dict)
 
     def restart(self) -> None:
         self.state.clear()
-        self.state.update({tensor: copy.deepcopy(state) for tensor, state in (initial or {}).items()})
+        self.state.update(
+            {tensor: copy.deepcopy(state) for tensor, state in (initial or {}).items()}
+        )
 
     restart(twin)
     if restarts:
@@ -80,40 +114,79 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
     replaced where it is 0. Raises ConfigError where the optimizer cannot be sharded.
     """
     name = type(client).__name__
-    devices = (p.device for group in client.param_groups for p in group["params"] if not p.is_meta)
+    devices = (
+        p.device
+        for group in client.param_groups
+        for p in group["params"]
+        if not p.is_meta
+    )
     device = next(devices, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    value, *grads = (torch.randn(SHAPE, generator=generator).to(device) for _ in range(UPDATES + 1))
-    flat = lambda tensor: [tensor.flatten()[:CUT].clone(), tensor.flatten()[CUT:].clone()]
+    value, *grads = (
+        torch.randn(SHAPE, generator=generator).to(device) for _ in range(UPDATES + 1)
+    )
+    flat = lambda tensor: [
+        tensor.flatten()[:CUT].clone(),
+        tensor.flatten()[CUT:].clone(),
+    ]
     # The three updates of the table above.
     try:
-        whole, states = _updates(client, [value.clone()], [[g.clone()] for g in grads], False, has_begun)
-        parts, _ = _updates(client, flat(value), [flat(g) for g in grads], False, has_begun)
-        zeros, _ = _updates(client, flat(value), [flat(g) for g in grads], True, has_begun)
-    except Exception as error:      # any class of error: the optimizer is the user's
-        raise ConfigError(f"{name} cannot be run on the shards of ZeRO: on a small tensor it fails with "
-                          f"{type(error).__name__}: {error}") from error
+        whole, states = _updates(
+            client, [value.clone()], [[g.clone()] for g in grads], False, has_begun
+        )
+        parts, _ = _updates(
+            client, flat(value), [flat(g) for g in grads], False, has_begun
+        )
+        zeros, _ = _updates(
+            client, flat(value), [flat(g) for g in grads], True, has_begun
+        )
+    except Exception as error:  # any class of error: the optimizer is the user's
+        raise ConfigError(
+            f"{name} cannot be run on the shards of ZeRO: on a small tensor it fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not torch.isfinite(whole).all() or torch.equal(whole, value.flatten()):
-        numbers = ", ".join(f"{key} {number}" for key, number in client.param_groups[0].items()
-                            if isinstance(number, int | float))
-        raise ConfigError(f"a trial of {name} on a small tensor, with the numbers of its first parameter "
-                          f"group ({numbers}), does not change the tensor, or makes "
-                          "it infinite. Check these numbers.")
+        numbers = ", ".join(
+            f"{key} {number}"
+            for key, number in client.param_groups[0].items()
+            if isinstance(number, int | float)
+        )
+        raise ConfigError(
+            f"a trial of {name} on a small tensor, with the numbers of its first parameter "
+            f"group ({numbers}), does not change the tensor, or makes "
+            "it infinite. Check these numbers."
+        )
     if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-6):
-        raise ConfigError(f"{name} is not elementwise: it updates a part of a matrix differently from the "
-                          "whole, and ZeRO gives it parts. Use an elementwise optimizer such as AdamW or "
-                          "SGD.")
-    is_long = lambda state: state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
-    odd = {key for state in states for key, value in state.items() if key != "step" and not is_long(value)}
+        raise ConfigError(
+            f"{name} is not elementwise: it updates a part of a matrix differently from the "
+            "whole, and ZeRO gives it parts. Use an elementwise optimizer such as AdamW or "
+            "SGD."
+        )
+    is_long = lambda state: (
+        state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
+    )
+    odd = {
+        key
+        for state in states
+        for key, value in state.items()
+        if key != "step" and not is_long(value)
+    }
     if odd:
-        raise ConfigError(f"{name} keeps {', '.join(sorted(odd))} for each parameter, which a checkpoint "
-                          "that loads at other layouts cannot hold. Use another optimizer, such as AdamW, "
-                          "RAdam or SGD.")
+        raise ConfigError(
+            f"{name} keeps {', '.join(sorted(odd))} for each parameter, which a checkpoint "
+            "that loads at other layouts cannot hold. Use another optimizer, such as AdamW, "
+            "RAdam or SGD."
+        )
     return not torch.equal(zeros, parts)
 
 
-def _updates(client: torch.optim.Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]],
-             zeros: bool, has_begun: bool) -> tuple[torch.Tensor, list[dict]]:
+def _updates(
+    client: torch.optim.Optimizer,
+    values: list[torch.Tensor],
+    grads: list[list[torch.Tensor]],
+    zeros: bool,
+    has_begun: bool,
+) -> tuple[torch.Tensor, list[dict]]:
     """(flat values after one update for each of `grads`, states). zeros: these exist before, as zeros."""
     parameters = [nn.Parameter(value) for value in values]
     group = {**client.param_groups[0], "params": parameters}
@@ -127,10 +200,14 @@ def _updates(client: torch.optim.Optimizer, values: list[torch.Tensor], grads: l
         for p, grad in zip(parameters, step):
             p.grad = grad.clone()
         twin.step()
-    return torch.cat([p.detach().flatten() for p in parameters]), list(twin.state.values())
+    return torch.cat([p.detach().flatten() for p in parameters]), list(
+        twin.state.values()
+    )
 
 
-def _create_zeros(twin: torch.optim.Optimizer, group: Group, parameters: list[nn.Parameter]) -> None:
+def _create_zeros(
+    twin: torch.optim.Optimizer, group: Group, parameters: list[nn.Parameter]
+) -> None:
     """Create the state by an update that changes nothing, as `InnerOptimizer` does."""
     numbers = {key: group[key] for key in ("lr", "weight_decay") if key in group}
     group.update(dict.fromkeys(numbers, 0.0))
@@ -147,20 +224,28 @@ def _create_zeros(twin: torch.optim.Optimizer, group: Group, parameters: list[nn
 
 def _fresh_state(client: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Any]:
     """The state that the client's class gives a parameter at once, taken from a new instance."""
-    known = inspect.signature(type(client).__init__).parameters.keys() - {"self", "params"}
-    made = type(client)([p], **{k: v for k, v in client.param_groups[0].items() if k in known})
+    known = inspect.signature(type(client).__init__).parameters.keys() - {
+        "self",
+        "params",
+    }
+    made = type(client)(
+        [p], **{k: v for k, v in client.param_groups[0].items() if k in known}
+    )
     return dict(made.state[p])
 
 
 def _part(state: dict[str, Any], tensor: nn.Parameter) -> dict[str, Any]:
     """The part of a whole parameter's state for the master `tensor` of one piece; padding gets zeros."""
-    piece, result = tensor.piece, {}
+    piece = tensor.piece
+    result = {}
     for key, value in state.items():
         if torch.is_tensor(value) and value.dim():
-            part = torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)
-            part[:piece.stop - piece.start] = value.detach().flatten()[piece.start:piece.stop]
+            part = torch.zeros(
+                tensor.numel(), dtype=torch.float32, device=tensor.device
+            )
+            part[: piece.stop - piece.start] = value.detach().flatten()[
+                piece.start : piece.stop
+            ]
             value = part
         result[key] = value
     return result
-
-

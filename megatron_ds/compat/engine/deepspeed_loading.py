@@ -17,7 +17,11 @@ from ...errors import CheckpointError
 from ...mpu.agree import on_all_ranks
 from ...mpu.collectives import all_gather_object
 from ...progress.ramps import Progress
-from ..conversion.deepspeed.deepspeed_checkpoint import BUFFER, read_engine_folder, without_state
+from ..conversion.deepspeed.deepspeed_checkpoint import (
+    BUFFER,
+    read_engine_folder,
+    without_state,
+)
 from ..conversion.deepspeed.deepspeed_folder import LATEST, is_engine_folder, tag_folder
 from ..conversion.deepspeed.universal_folder import POINTER, ZERO, read_universal
 from ..conversion.files.stored_tensor import RawCheckpoint, Tensors
@@ -35,7 +39,11 @@ def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | Non
     """
     folder = Path(load_dir)
     if tag is not None:
-        return folder / tag if is_engine_folder(folder / tag) and not steps_in(folder / tag) else None
+        return (
+            folder / tag
+            if is_engine_folder(folder / tag) and not steps_in(folder / tag)
+            else None
+        )
     pointer = LATEST if (folder / LATEST).is_file() else POINTER
     if not (folder / pointer).is_file() or pointer == POINTER and steps_in(folder):
         return None
@@ -44,29 +52,52 @@ def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | Non
         return None
     if step_in_directory(folder, name) is not None and not (folder / name).exists():
         return None
-    return tag_folder(folder, None, pointer) if any(map(is_engine_folder, folder.iterdir())) else None
+    return (
+        tag_folder(folder, None, pointer)
+        if any(map(is_engine_folder, folder.iterdir()))
+        else None
+    )
 
 
-def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], with_optimizer: bool
-                        ) -> RawCheckpoint:
+def fill_from_deepspeed(
+    engine: EngineStatus, path: Path, pieces: list[Piece], with_optimizer: bool
+) -> RawCheckpoint:
     """Fill the pieces of this rank. Collective. Raises the same CheckpointError on all ranks.
 
     Nothing has been changed when tensors are missing or of another shape.
     """
-    world, plans = engine.world.world, []
+    world = engine.world.world
+    plans = []
     here = {p.spec.name for p in engine.module.parameters()}
-    names = here.union(*all_gather_object(here, world)) if engine.world.expert_parts > 1 else here
+    names = (
+        here.union(*all_gather_object(here, world))
+        if engine.world.expert_parts > 1
+        else here
+    )
 
     def plan() -> None:
         universal = (path / ZERO).is_dir()
-        raw = read_universal(path, not with_optimizer) if universal else read_engine_folder(path,
-                                                                                           not with_optimizer)
+        raw = (
+            read_universal(path, not with_optimizer)
+            if universal
+            else read_engine_folder(path, not with_optimizer)
+        )
         raw = raw if with_optimizer else without_state(raw)
         tensors = with_aliases(raw)
         _check(names, pieces, tensors, with_optimizer)
-        plans.append((raw, plan_filling(pieces, tensors, None if with_optimizer else (WEIGHT, BUFFER))))
+        plans.append(
+            (
+                raw,
+                plan_filling(
+                    pieces, tensors, None if with_optimizer else (WEIGHT, BUFFER)
+                ),
+            )
+        )
 
-    failing = {"doing": f"cannot load {path}, which DeepSpeed saved", "kind": CheckpointError}
+    failing = {
+        "doing": f"cannot load {path}, which DeepSpeed saved",
+        "kind": CheckpointError,
+    }
     on_all_ranks(world, plan, **failing)
     raw, filling = plans[0]
     on_all_ranks(world, lambda: fill(filling, engine.world.coordinates), **failing)
@@ -76,34 +107,61 @@ def fill_from_deepspeed(engine: EngineStatus, path: Path, pieces: list[Piece], w
 def with_aliases(raw: RawCheckpoint) -> Tensors:
     """The tensors, with a shared parameter under each of its names."""
     shared = raw.settings["shared"]
-    return {kind: {**named, **{alias: named[source] for alias, source in shared.items() if source in named}}
-            for kind, named in raw.tensors.items()}
+    return {
+        kind: {
+            **named,
+            **{
+                alias: named[source]
+                for alias, source in shared.items()
+                if source in named
+            },
+        }
+        for kind, named in raw.tensors.items()
+    }
 
 
-def _check(names: set[str], pieces: list[Piece], tensors: Tensors, with_optimizer: bool) -> None:
+def _check(
+    names: set[str], pieces: list[Piece], tensors: Tensors, with_optimizer: bool
+) -> None:
     """Raises CheckpointError for parameters that the module lacks, or the state of another optimizer.
 
     names: of the module's parameters, with the experts of all ranks
     """
     used = {id(tensor) for name, tensor in tensors[WEIGHT].items() if name in names}
-    if odd := sorted(name for name, tensor in tensors[WEIGHT].items() if id(tensor) not in used):
-        raise CheckpointError(f"it has {len(odd)} parameters that the module lacks, first {odd[0]}. Load it "
-                              "with the module that was trained.")
-    here, there = {piece.kind for piece in pieces} - {WEIGHT, BUFFER}, tensors.keys() - {WEIGHT, BUFFER}
+    if odd := sorted(
+        name for name, tensor in tensors[WEIGHT].items() if id(tensor) not in used
+    ):
+        raise CheckpointError(
+            f"it has {len(odd)} parameters that the module lacks, first {odd[0]}. Load it "
+            "with the module that was trained."
+        )
+    here = {piece.kind for piece in pieces} - {WEIGHT, BUFFER}
+    there = tensors.keys() - {WEIGHT, BUFFER}
     if with_optimizer and not here <= there:
-        raise CheckpointError(f"its optimizer state is {', '.join(sorted(there)) or 'empty'}, and the "
-                              f"optimizer here needs {', '.join(sorted(here))}. Load the weights alone, with "
-                              "load_optimizer_states=False.")
+        raise CheckpointError(
+            f"its optimizer state is {', '.join(sorted(there)) or 'empty'}, and the "
+            f"optimizer here needs {', '.join(sorted(here))}. Load the weights alone, with "
+            "load_optimizer_states=False."
+        )
 
 
 def restore_counters(engine: EngineStatus, raw: RawCheckpoint) -> Mapping[str, Any]:
     """Set the counters, loss scale and progress of the engine. Returns state for `load_loop_state`."""
     progress = raw.progress
-    steps, samples, skipped = progress.iteration or 0, progress.samples or 0, progress.skipped_steps or 0
-    updates = progress.num_updates if progress.num_updates is not None else steps - skipped
+    steps = progress.iteration or 0
+    samples = progress.samples or 0
+    skipped = progress.skipped_steps or 0
+    updates = (
+        progress.num_updates if progress.num_updates is not None else steps - skipped
+    )
     engine.optimizer.load_extra_state({"num_updates": updates, **progress.scaler})
-    engine.progress = replace(Progress(), step=steps, samples=samples, scheduled_samples=samples,
-                              skipped_steps=min(skipped, steps))
+    engine.progress = replace(
+        Progress(),
+        step=steps,
+        samples=samples,
+        scheduled_samples=samples,
+        skipped_steps=min(skipped, steps),
+    )
     return {"lr_scheduler": raw.settings.get("lr_scheduler")}
 
 

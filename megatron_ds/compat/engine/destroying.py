@@ -36,6 +36,8 @@ def destroy(engine: EngineStatus) -> None:
         for name in ADDED:
             p.__dict__.pop(name, None)
         p.__class__ = nn.Parameter if isinstance(p, EngineParameter) else p.__class__
-        p.data, p.grad = value, None
+        p.data = value
+        p.grad = None
     watched.remove(engine.module)
-    engine.gathering, engine.is_destroyed = None, True
+    engine.gathering = None
+    engine.is_destroyed = True

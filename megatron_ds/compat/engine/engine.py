@@ -44,17 +44,23 @@ class Engine(EngineStatus):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
-            args, kwargs = _in_fp16(args), _in_fp16(kwargs)
+            args = _in_fp16(args)
+            kwargs = _in_fp16(kwargs)
         if self.training:
             self.tput_timer.start()
         output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled() and self.optimizer.param_groups and not self.is_destroyed:
+        if (
+            torch.is_grad_enabled()
+            and self.optimizer.param_groups
+            and not self.is_destroyed
+        ):
             self.backwards.watch(output)
         return output
 
     @collective
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False,
-                 scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Add the gradient of a loss, one number, to those of this micro-batch. Collective.
 
         Several calls before one `step` add up: the micro-batch is trained on the sum of the losses. At stages
@@ -80,15 +86,19 @@ class Engine(EngineStatus):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End the micro-batch; at a boundary update, and step the scheduler with `lr_kwargs`. Collective."""
         if self._in_no_sync:
-            raise CallError("engine.step() inside of engine.no_sync(): gradients are not averaged over the "
-                            "ranks yet. Leave no_sync before the last backward of the update, and call step "
-                            "after it.")
+            raise CallError(
+                "engine.step() inside of engine.no_sync(): gradients are not averaged over the "
+                "ranks yet. Leave no_sync before the last backward of the update, and call step "
+                "after it."
+            )
         self._check_alive()
         if not self._backwards:
-            raise MegatronDSError("engine.step() without a backward before it: no loss of this engine's "
-                                  "outputs was differentiated. Call engine.backward(loss) before each step. "
-                                  "(loss.backward() counts if the loss comes from engine(…), not from "
-                                  "engine.module(…).)")
+            raise MegatronDSError(
+                "engine.step() without a backward before it: no loss of this engine's "
+                "outputs was differentiated. Call engine.backward(loss) before each step. "
+                "(loss.backward() counts if the loss comes from engine(…), not from "
+                "engine.module(…).)"
+            )
         updates = self.is_gradient_accumulation_boundary()
         self._backwards = 0
         self._microbatch += 1
@@ -116,13 +126,16 @@ class Engine(EngineStatus):
                 "gradients to this engine's, which cannot be separated. Train each engine's update "
                 "without the other's backward in between, set requires_grad_(False) on this module while "
                 "the other's loss goes through it, or call "
-                "engine.discard_gradients(), which restarts the update.")
+                "engine.discard_gradients(), which restarts the update."
+            )
         elif not self._warned_of_loss and self.global_rank == 0:
             self._warned_of_loss = True
-            logger.warning("engine.zero_grad() in the middle of an update has no effect: the gradients of "
-                           "the micro-batches so far are kept (%d accumulation steps). engine.step() zeroes "
-                           "gradients after each update; engine.discard_gradients() restarts one",
-                           self._accumulation_steps)
+            logger.warning(
+                "engine.zero_grad() in the middle of an update has no effect: the gradients of "
+                "the micro-batches so far are kept (%d accumulation steps). engine.step() zeroes "
+                "gradients after each update; engine.discard_gradients() restarts one",
+                self._accumulation_steps,
+            )
 
     def discard_gradients(self) -> None:
         """Restart the update: drop the gradients of its micro-batches, and count them anew."""
@@ -150,24 +163,39 @@ class Engine(EngineStatus):
         stage = self.settings.zero.stage
         if stage >= 2 or self._in_no_sync:
             raise CallError(
-                "engine.no_sync() cannot be nested." if self._in_no_sync else
-                f"engine.no_sync() keeps whole gradients on each rank, but ZeRO stage {stage} shards them in "
-                "each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it.")
+                "engine.no_sync() cannot be nested."
+                if self._in_no_sync
+                else f"engine.no_sync() keeps whole gradients on each rank, but ZeRO stage {stage} shards them in "
+                "each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it."
+            )
         self._in_no_sync = True
         try:
             yield
         finally:
             self._in_no_sync = False
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train",
-                     pin_memory: bool | None = None, data_sampler: Any | None = None,
-                     collate_fn: Callable[[list], Any] | None = None,
-                     num_local_io_workers: int = 0) -> EngineLoader:
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool | None = None,
+        data_sampler: Any | None = None,
+        collate_fn: Callable[[list], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> EngineLoader:
         """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`. `route` has no effect."""
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
-        return EngineLoader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world.data,
-                            drop_last=drops_last("config", self.config), sampler=data_sampler,
-                            collate_fn=collate_fn, pin_memory=pin, num_workers=num_local_io_workers)
+        return EngineLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            self.world.data,
+            drop_last=drops_last("config", self.config),
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            pin_memory=pin,
+            num_workers=num_local_io_workers,
+        )
 
     # ------------------------------------------------------------------ as a torch module
     def __getattr__(self, name: str) -> Any:
@@ -176,38 +204,52 @@ class Engine(EngineStatus):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                raise AttributeError(f"neither the engine nor its module, {type(module).__name__}, has an "
-                                     f"attribute {name!r}") from None
+                raise AttributeError(
+                    f"neither the engine nor its module, {type(module).__name__}, has an "
+                    f"attribute {name!r}"
+                ) from None
             return getattr(module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""
         if self.gathering and not self.gathering.is_whole:
-            raise ConfigError("engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
-                              "engine.full_state_dict(), or call it inside of `with "
-                              "engine.gathered_parameters():`.")
+            raise ConfigError(
+                "engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
+                "engine.full_state_dict(), or call it inside of `with "
+                "engine.gathered_parameters():`."
+            )
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Any:
         """Load rank 0's values into the module and the fp32 masters of all ranks. Collective.
 
         Names may be those of the module with or without torch.compile.
         """
         own = {name_of(name): name for name in self.module.state_dict(keep_vars=True)}
-        renamed = {own.get(name_of(name), name): value for name, value in state_dict.items()}
+        renamed = {
+            own.get(name_of(name), name): value for name, value in state_dict.items()
+        }
         with self.gathered_parameters(modifier_rank=0):
             return self.module.load_state_dict(renamed, strict=strict)
 
-    module_state_dict, load_module_state_dict = state_dict, load_state_dict      # DeepSpeed's names
+    # DeepSpeed's names
+    module_state_dict = state_dict
+    load_module_state_dict = load_state_dict
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Engine":
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> "Engine":
         """Raises ConfigError where .to(), .half() or .cuda() would move parameters out of their buffers."""
         for dtype, device in {(p.dtype, p.device) for p in self.module.parameters()}:
             probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
-                raise ConfigError(f"the engine's parameters are {dtype} on {device} and cannot be moved: "
-                                  "they are views of its buffers. Set the number format in the config, and "
-                                  "move the module before initialize.")
+                raise ConfigError(
+                    f"the engine's parameters are {dtype} on {device} and cannot be moved: "
+                    "they are views of its buffers. Set the number format in the config, and "
+                    "move the module before initialize."
+                )
         return self
 
     # ------------------------------------------------------------------ checkpoints and whole values
@@ -217,12 +259,17 @@ class Engine(EngineStatus):
     gathered_parameters = module_values.gathered_parameters
     full_state_dict = collective(module_values.full_state_dict)
     save_safetensors = collective(module_values.save_safetensors)
-    save_16bit_model = save_fp16_model = collective(module_values.save_16bit_model)     # its former name
+    save_16bit_model = save_fp16_model = collective(
+        module_values.save_16bit_model
+    )  # its former name
 
     def _zero3_consolidated_16bit_state_dict(
-            self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
         """For programs that call it: `full_state_dict()` on rank 0, None on the others. Collective."""
-        state = module_values.without_frozen(self, self.full_state_dict(), exclude_frozen_parameters)
+        state = module_values.without_frozen(
+            self, self.full_state_dict(), exclude_frozen_parameters
+        )
         return None if self.world.rank else state
 
     # ------------------------------------------------------------------ within
@@ -239,7 +286,9 @@ class Engine(EngineStatus):
         self.gradients.hide()
         self._last = self.optimizer.update()
         self.step_state.after_step(applied=not self._last.skipped)
-        self.progress = self.progress.after(self.train_batch_size(), 0, skipped=self._last.skipped)
+        self.progress = self.progress.after(
+            self.train_batch_size(), 0, skipped=self._last.skipped
+        )
         if self.lr_scheduler is not None and not self._last.skipped:
             self.lr_scheduler.step(**lr_kwargs)
         self._begin_step()
@@ -248,28 +297,42 @@ class Engine(EngineStatus):
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             lr = ", ".join(f"{rate:.3e}" for rate in rates)
-            show(f"step {self.global_steps} | skipped {self.skipped_steps} | lr {lr} | "
-                 f"grad norm {self._last.grad_norm:.4f} | loss scale {self._last.loss_scale:g}")
+            show(
+                f"step {self.global_steps} | skipped {self.skipped_steps} | lr {lr} | "
+                f"grad norm {self._last.grad_norm:.4f} | loss scale {self._last.loss_scale:g}"
+            )
 
     def _check_alive(self) -> None:
         if self.is_destroyed:
-            raise MegatronDSError("engine.destroy() was called: this engine trains no more. Its module has "
-                                  "the weights; initialize makes a new engine of it.")
+            raise MegatronDSError(
+                "engine.destroy() was called: this engine trains no more. Its module has "
+                "the weights; initialize makes a new engine of it."
+            )
 
     def _check(self, loss: torch.Tensor) -> None:
         self._check_alive()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
-            what = f"a tensor of shape {list(loss.shape)}" if is_tensor else type(loss).__name__
-            raise MegatronDSError(f"engine.backward needs a loss, a tensor of one number, but got {what}. "
-                                  "Take its mean.")
+            what = (
+                f"a tensor of shape {list(loss.shape)}"
+                if is_tensor
+                else type(loss).__name__
+            )
+            raise MegatronDSError(
+                f"engine.backward needs a loss, a tensor of one number, but got {what}. "
+                "Take its mean."
+            )
         if not self.optimizer.param_groups:
-            raise MegatronDSError("this engine has no optimizer, so nothing is trained: its config has no "
-                                  '"optimizer", and initialize got no optimizer=. Add one of them.')
+            raise MegatronDSError(
+                "this engine has no optimizer, so nothing is trained: its config has no "
+                '"optimizer", and initialize got no optimizer=. Add one of them.'
+            )
         if not loss.requires_grad:
-            raise MegatronDSError("the loss does not depend on a trained parameter: it was computed under "
-                                  "torch.no_grad(), it was detached, or all parameters that it uses are "
-                                  "frozen.")
+            raise MegatronDSError(
+                "the loss does not depend on a trained parameter: it was computed under "
+                "torch.no_grad(), it was detached, or all parameters that it uses are "
+                "frozen."
+            )
 
 
 def show(line: str) -> None:

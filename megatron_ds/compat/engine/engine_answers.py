@@ -38,8 +38,12 @@ class EngineAnswers(nn.Module):
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether the JSON asks for whole weights in saved models; `save_16bit_model` always gathers them."""
         block = self._zero_block()
-        return bool(block.get("stage3_gather_16bit_weights_on_model_save",
-                              block.get("gather_16bit_weights_on_model_save", False)))
+        return bool(
+            block.get(
+                "stage3_gather_16bit_weights_on_model_save",
+                block.get("gather_16bit_weights_on_model_save", False),
+            )
+        )
 
     def zero_offload_optimizer(self) -> Mapping[str, Any] | None:
         """The JSON's block "offload_optimizer"."""
@@ -79,10 +83,16 @@ class EngineAnswers(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: it was at a boundary and was not skipped."""
-        return self._last is not None and not self.has_gradients and not self._last.skipped
+        return (
+            self._last is not None and not self.has_gradients and not self._last.skipped
+        )
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None,
-                schedule: Any = None) -> None:
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+    ) -> None:
         """Compile the module's forward with torch.compile. schedule has no effect."""
         self.module.compile(backend=backend, **dict(compile_kwargs or {}))
 

@@ -27,7 +27,14 @@ from ...mpu.agree import on_all_ranks, on_one_rank
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from . import known_tags
-from .checkpoint_places import LATEST, check_vacant, default_tag, folder_of, last_folder, place_of
+from .checkpoint_places import (
+    LATEST,
+    check_vacant,
+    default_tag,
+    folder_of,
+    last_folder,
+    place_of,
+)
 from .deepspeed_loading import client_state as client_state_of
 from .deepspeed_loading import deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
@@ -36,15 +43,23 @@ from .module_specs import NOT_DRAWN, global_names, name_of
 from .module_values import saved_buffers
 from .stored_values import plain, restored
 
-WEIGHT, BUFFER = "weight", "buffer"     # kinds of pieces
-CLIENT, TYPED = "client_state", "typed_client_state"
-CustomLoad = Callable[..., Any]         # custom_load_fn(src=state_dict, dst=module)
+# kinds of pieces
+WEIGHT = "weight"
+BUFFER = "buffer"
+CLIENT = "client_state"
+TYPED = "typed_client_state"
+CustomLoad = Callable[..., Any]  # custom_load_fn(src=state_dict, dst=module)
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str | None = None,
-                    client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
-                    exclude_frozen_parameters: bool = False) -> Path:
+def save_checkpoint(
+    engine: EngineStatus,
+    save_dir: str | os.PathLike,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> Path:
     """Save weights, optimizer, scheduler, loss scale and progress; returns the path. Collective.
 
     tag           name of a folder for it; None: global_step and the number of steps, in `save_dir` itself
@@ -54,13 +69,18 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     Raises ConfigError, before anything is written, with the key of a value that cannot be saved.
     """
     if engine.has_gradients:
-        raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
-                          "Save at a boundary of accumulation, right after engine.step().")
+        raise ConfigError(
+            "a checkpoint holds no gradients, and those of the current update would be lost. "
+            "Save at a boundary of accumulation, right after engine.step()."
+        )
     if not save_dir:
-        raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): a checkpoint needs a folder of its own. "
-                          "Give its path.")
+        raise ConfigError(
+            f"save_checkpoint(save_dir={save_dir!r}): a checkpoint needs a folder of its own. "
+            "Give its path."
+        )
     # The place. Without a tag and without `latest` it must not be the last one in `save_dir`.
-    world, name = engine.world.world, default_tag(engine.global_steps) if tag is None else str(tag)
+    world = engine.world.world
+    name = default_tag(engine.global_steps) if tag is None else str(tag)
     folder = folder_of(save_dir, None if tag is None and save_latest else name)
 
     def begin() -> dict[str, Any]:
@@ -72,14 +92,29 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     client = on_one_rank(world, begin)
     frozen = {p.spec.name for p in engine.module.parameters() if not p.requires_grad}
     left_out = sorted(frozen) if exclude_frozen_parameters else []
-    run = {"version": __version__, "engine": _description(engine) | {"left_out": left_out},
-           "progress": engine.progress.to_dict(), "optimizer": engine.optimizer.extra_state(),
-           "loop": loop_state(engine), **client}
-    pieces = [piece for piece in engine.optimizer.pieces(saving=True) if piece.spec.name not in left_out]
+    run = {
+        "version": __version__,
+        "engine": _description(engine) | {"left_out": left_out},
+        "progress": engine.progress.to_dict(),
+        "optimizer": engine.optimizer.extra_state(),
+        "loop": loop_state(engine),
+        **client,
+    }
+    pieces = [
+        piece
+        for piece in engine.optimizer.pieces(saving=True)
+        if piece.spec.name not in left_out
+    ]
     pieces += [buffer for buffer in _buffers(engine) if buffer.replica == 0]
-    path = save(folder, engine.global_steps, [*pieces, *engine.step_state.pieces()], run=run,
-                coordinates=engine.world.coordinates, world=world,
-                limit=None if folder == Path(save_dir) else 1)
+    path = save(
+        folder,
+        engine.global_steps,
+        [*pieces, *engine.step_state.pieces()],
+        run=run,
+        coordinates=engine.world.coordinates,
+        world=world,
+        limit=None if folder == Path(save_dir) else 1,
+    )
 
     # `latest` names the tag only after the checkpoint is complete. Empty where DeepSpeed's folder has the
     # name.
@@ -93,11 +128,16 @@ def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str 
     return path
 
 
-def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str | None = None,
-                    load_module_strict: bool = True, load_optimizer_states: bool = True,
-                    load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-                    custom_load_fn: CustomLoad | None = None
-                    ) -> tuple[str | None, dict[str, Any] | None]:
+def load_checkpoint(
+    engine: EngineStatus,
+    load_dir: str | os.PathLike,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: CustomLoad | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective over all
     ranks.
 
@@ -111,10 +151,15 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
                               loading weights and buffers; rank 0's values count. It takes the memory of the
                               whole module
     """
-    world, with_optimizer = engine.world.world, load_optimizer_states and not load_module_only
-    if custom_load_fn is not None and (engine.world.expert_parts > 1 or engine.world.model.size > 1):
-        raise ConfigError("custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
-                          "or parts of tensors. Leave it out.")
+    world = engine.world.world
+    with_optimizer = load_optimizer_states and not load_module_only
+    if custom_load_fn is not None and (
+        engine.world.expert_parts > 1 or engine.world.model.size > 1
+    ):
+        raise ConfigError(
+            "custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
+            "or parts of tensors. Leave it out."
+        )
     tag = None if tag is None else str(tag)
     foreign = on_one_rank(world, lambda: deepspeed_folder(load_dir, tag))
     if foreign is not None:
@@ -126,7 +171,13 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
         if step is None:
             return None
         run = read_run(folder, step)
-        _check(engine, folder, run, with_optimizer, load_module_strict and custom_load_fn is None)
+        _check(
+            engine,
+            folder,
+            run,
+            with_optimizer,
+            load_module_strict and custom_load_fn is None,
+        )
         known_tags.look(engine, Path(load_dir), last_folder(load_dir))
         return folder, step, run
 
@@ -137,13 +188,23 @@ def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str 
     client = run[CLIENT] | restored(run.get(TYPED, {"dict": []}))
     # The pieces that are filled, all or those that the checkpoint has.
     kinds = None if with_optimizer else {WEIGHT, BUFFER}
-    pieces = [*engine.optimizer.pieces(saved=run["optimizer"]), *_buffers(engine),
-              *engine.step_state.pieces()]
+    pieces = [
+        *engine.optimizer.pieces(saved=run["optimizer"]),
+        *_buffers(engine),
+        *engine.step_state.pieces(),
+    ]
     if custom_load_fn is not None:
         pieces = [piece for piece in pieces if piece.kind not in (WEIGHT, BUFFER)]
     if not load_module_strict or custom_load_fn is not None:
         pieces = _present(engine, pieces, folder, step)
-    load(folder, step, pieces, coordinates=engine.world.coordinates, world=world, kinds=kinds)
+    load(
+        folder,
+        step,
+        pieces,
+        coordinates=engine.world.coordinates,
+        world=world,
+        kinds=kinds,
+    )
     if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])
         engine.progress = progress_of(run)
@@ -170,95 +231,153 @@ def _is_json(value: Any) -> bool:
     return all(map(_is_json, value)) if type(value) is list else plain(value) is value
 
 
-def _present(engine: EngineStatus, pieces: list[Piece], folder: Path, step: int) -> list[Piece]:
+def _present(
+    engine: EngineStatus, pieces: list[Piece], folder: Path, step: int
+) -> list[Piece]:
     """The pieces whose tensors the checkpoint has. Collective; rank 0 reports the others."""
+
     def names() -> set[str]:
-        stored = StoredTensors(folder, step, (WEIGHT, BUFFER, *{piece.kind for piece in pieces}))
+        stored = StoredTensors(
+            folder, step, (WEIGHT, BUFFER, *{piece.kind for piece in pieces})
+        )
         return {f"{kind}/{name}" for kind, name in stored.keys()}
 
     there = on_one_rank(engine.world.world, names)
     parameters = {p.spec.name for p in engine.module.parameters()}
     missing = sorted(name for name in parameters if f"{WEIGHT}/{name}" not in there)
     if missing and engine.world.rank == 0:
-        logger.warning("the checkpoint in %s lacks %d parameters of this engine, first %s: they stay as they "
-                       "are", folder, len(missing), missing[0])
+        logger.warning(
+            "the checkpoint in %s lacks %d parameters of this engine, first %s: they stay as they "
+            "are",
+            folder,
+            len(missing),
+            missing[0],
+        )
     return [piece for piece in pieces if f"{piece.kind}/{piece.spec.name}" in there]
 
 
-def _load_by(engine: EngineStatus, custom_load_fn: CustomLoad, folder: Path, step: int) -> None:
+def _load_by(
+    engine: EngineStatus, custom_load_fn: CustomLoad, folder: Path, step: int
+) -> None:
     """Call the program's function with the saved weights and buffers. Collective."""
     world = engine.world.world
     state = on_all_ranks(world, lambda: _state_dict_of(engine, folder, step))
     with engine.gathered_parameters(modifier_rank=0):
-        on_all_ranks(world, lambda: custom_load_fn(src=state, dst=engine.module), doing="custom_load_fn")
+        on_all_ranks(
+            world,
+            lambda: custom_load_fn(src=state, dst=engine.module),
+            doing="custom_load_fn",
+        )
 
 
-def _state_dict_of(engine: EngineStatus, folder: Path, step: int) -> dict[str, torch.Tensor]:
+def _state_dict_of(
+    engine: EngineStatus, folder: Path, step: int
+) -> dict[str, torch.Tensor]:
     """The saved weights, in the formats of the module's, and buffers, under all names of the module."""
     stored = StoredTensors(folder, step, (WEIGHT, BUFFER))
     dtypes = {p.spec.name: p.dtype for p in engine.module.parameters()}
-    state = {entry.name: tensor.to(dtypes.get(entry.name, tensor.dtype))
-             for entry, tensor in zip(stored.entries, stored.read_all(stored.entries))}
+    state = {
+        entry.name: tensor.to(dtypes.get(entry.name, tensor.dtype))
+        for entry, tensor in zip(stored.entries, stored.read_all(stored.entries))
+    }
     # The module's own names: of tied parameters all, of a compiled module those with its prefix.
     for name, value in engine.module.state_dict(keep_vars=True).items():
         saved = value.spec.name if isinstance(value, nn.Parameter) else name_of(name)
         if saved in state:
             state[name] = state[saved]
-    own = {name_of(name) for name in engine.module.state_dict(keep_vars=True) if name_of(name) != name}
+    own = {
+        name_of(name)
+        for name in engine.module.state_dict(keep_vars=True)
+        if name_of(name) != name
+    }
     return {name: tensor for name, tensor in state.items() if name not in own}
 
 
-def _check_foreign(folder: Path, strict: bool, custom_load_fn: CustomLoad | None) -> None:
+def _check_foreign(
+    folder: Path, strict: bool, custom_load_fn: CustomLoad | None
+) -> None:
     if not strict or custom_load_fn is not None:
-        raise ConfigError(f"{folder} was saved by DeepSpeed, and such a checkpoint loads whole only: "
-                          "load_module_strict=False and custom_load_fn= are for checkpoints of this package. "
-                          "Load it without them, then save it here.")
+        raise ConfigError(
+            f"{folder} was saved by DeepSpeed, and such a checkpoint loads whole only: "
+            "load_module_strict=False and custom_load_fn= are for checkpoints of this package. "
+            "Load it without them, then save it here."
+        )
 
 
-def _load_foreign(engine: EngineStatus, path: Path, with_optimizer: bool, with_scheduler: bool
-                  ) -> tuple[str, dict[str, Any]]:
+def _load_foreign(
+    engine: EngineStatus, path: Path, with_optimizer: bool, with_scheduler: bool
+) -> tuple[str, dict[str, Any]]:
     """`load_checkpoint` of a folder that DeepSpeed wrote."""
-    raw = fill_from_deepspeed(engine, path, [*engine.optimizer.pieces(), *_buffers(engine)], with_optimizer)
+    raw = fill_from_deepspeed(
+        engine, path, [*engine.optimizer.pieces(), *_buffers(engine)], with_optimizer
+    )
     if with_optimizer:
         state = restore_counters(engine, raw)
-        load_loop_state(engine, {"lr_scheduler": plain(state["lr_scheduler"])}, with_scheduler)
+        load_loop_state(
+            engine, {"lr_scheduler": plain(state["lr_scheduler"])}, with_scheduler
+        )
     engine.optimizer.after_load()
     engine.discard_gradients()
     return str(path), client_state_of(raw)
 
 
 def _description(engine: EngineStatus) -> dict[str, Any]:
-    specs, world = [p.spec for p in engine.module.parameters()], engine.world
+    specs = [p.spec for p in engine.module.parameters()]
+    world = engine.world
     times = [world.expert_parts if "ep" in spec.distinct_over else 1 for spec in specs]
-    return {"parameters": sum(times), "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
-            "optimizer": engine.optimizer.inner.kind}
+    return {
+        "parameters": sum(times),
+        "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
+        "optimizer": engine.optimizer.inner.kind,
+    }
 
 
-def _check(engine: EngineStatus, folder: Path, run: Mapping[str, Any], with_optimizer: bool,
-           strict: bool) -> None:
+def _check(
+    engine: EngineStatus,
+    folder: Path,
+    run: Mapping[str, Any],
+    with_optimizer: bool,
+    strict: bool,
+) -> None:
     """Raises CheckpointError for a checkpoint of another module, or with the state of another optimizer.
 
     strict: all parameters of the module must be there
     """
-    theirs, ours = run.get("engine"), _description(engine)
+    theirs = run.get("engine")
+    ours = _description(engine)
     if theirs is None:
-        raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have "
-                              "other names. megatron-ds export extracts them.")
-    require(run, folder, "engine.parameters", "engine.elements", "engine.optimizer", "progress", "optimizer",
-            "client_state")
+        raise CheckpointError(
+            f"{folder} was saved by a training script, not by an engine: its tensors have "
+            "other names. megatron-ds export extracts them."
+        )
+    require(
+        run,
+        folder,
+        "engine.parameters",
+        "engine.elements",
+        "engine.optimizer",
+        "progress",
+        "optimizer",
+        "client_state",
+    )
     if strict and (left_out := theirs.get("left_out")):
-        raise CheckpointError(f"{folder} lacks {len(left_out)} parameters, first {left_out[0]}: it was saved "
-                              "with exclude_frozen_parameters=True. Load it with load_module_strict=False; "
-                              "they then keep the values that the module has.")
+        raise CheckpointError(
+            f"{folder} lacks {len(left_out)} parameters, first {left_out[0]}: it was saved "
+            "with exclude_frozen_parameters=True. Load it with load_module_strict=False; "
+            "they then keep the values that the module has."
+        )
     if strict and any(theirs[key] != ours[key] for key in ("parameters", "elements")):
         raise CheckpointError(
             f"{folder} is a checkpoint of another module: {theirs['parameters']} parameters with "
             f"{theirs['elements']} elements there, {ours['parameters']} with {ours['elements']} here. To "
-            "load what fits, give load_module_strict=False.")
+            "load what fits, give load_module_strict=False."
+        )
     if with_optimizer and theirs["optimizer"] != ours["optimizer"]:
-        raise CheckpointError(f"{folder} has the state of the optimizer {theirs['optimizer']}, which "
-                              f"{ours['optimizer']} cannot use. Load the weights alone, with "
-                              "load_optimizer_states=False.")
+        raise CheckpointError(
+            f"{folder} has the state of the optimizer {theirs['optimizer']}, which "
+            f"{ours['optimizer']} cannot use. Load the weights alone, with "
+            "load_optimizer_states=False."
+        )
 
 
 def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
@@ -266,31 +385,59 @@ def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
     world = engine.world
     of_experts = set(global_names(engine.module, world).values())
     replica = lambda name: (world.expert if name in of_experts else world.data).rank
-    return [ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1), BUFFER,
-                           replica=replica(name))
-            for name, buffer in saved_buffers(engine.module, world).items()]
+    return [
+        ParameterPiece(
+            ParamSpec(name, tuple(buffer.shape), NOT_DRAWN),
+            buffer.detach().view(-1),
+            BUFFER,
+            replica=replica(name),
+        )
+        for name, buffer in saved_buffers(engine.module, world).items()
+    ]
 
 
 def loop_state(engine: EngineStatus) -> dict[str, Any]:
     """The state of the loop as JSON. Raises ConfigError where the scheduler's state has no plain form."""
-    changed = [{key: _number(group[key]) for key in group if key != "params" and group[key] != first.get(key)}
-               for group, first in zip(engine.optimizer.param_groups, engine.configured_groups)]
-    scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
-    return {"micro_steps": engine.micro_steps, "param_groups": plain(changed, "param_groups"),
-            "lr_scheduler": plain(scheduler, "the state_dict() of lr_scheduler")}
+    changed = [
+        {
+            key: _number(group[key])
+            for key in group
+            if key != "params" and group[key] != first.get(key)
+        }
+        for group, first in zip(engine.optimizer.param_groups, engine.configured_groups)
+    ]
+    scheduler = (
+        engine.lr_scheduler.state_dict()
+        if hasattr(engine.lr_scheduler, "state_dict")
+        else None
+    )
+    return {
+        "micro_steps": engine.micro_steps,
+        "param_groups": plain(changed, "param_groups"),
+        "lr_scheduler": plain(scheduler, "the state_dict() of lr_scheduler"),
+    }
 
 
 def _number(value: Any) -> Any:
     """A learning rate that is a tensor as a number."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return (
+        value.item()
+        if isinstance(value, torch.Tensor) and value.numel() == 1
+        else value
+    )
 
 
-def load_loop_state(engine: EngineStatus, state: Mapping[str, Any], with_scheduler: bool) -> None:
+def load_loop_state(
+    engine: EngineStatus, state: Mapping[str, Any], with_scheduler: bool
+) -> None:
     """Restore a `loop_state`; without one, {}, the JSON's scheduler follows the progress."""
-    engine.micro_steps = state.get("micro_steps", engine.global_steps * engine.gradient_accumulation_steps())
+    engine.micro_steps = state.get(
+        "micro_steps", engine.global_steps * engine.gradient_accumulation_steps()
+    )
     if not with_scheduler:
         return
-    groups, changed = engine.optimizer.param_groups, restored(state.get("param_groups") or [])
+    groups = engine.optimizer.param_groups
+    changed = restored(state.get("param_groups") or [])
     for group, numbers in zip(groups, changed if len(changed) == len(groups) else ()):
         group.update(numbers)
     saved = restored(state.get("lr_scheduler"))

@@ -20,14 +20,30 @@ class EngineLoader:
     sampler  of this rank's samples; None: its share of all samples
     """
 
-    def __init__(self, dataset: Any, batch_size: int, data: Group, *, drop_last: bool,
-                 sampler: Sampler | None = None, collate_fn: Callable[[list], Any] | None = None,
-                 **options: Any):
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        data: Group,
+        *,
+        drop_last: bool,
+        sampler: Sampler | None = None,
+        collate_fn: Callable[[list], Any] | None = None,
+        **options: Any,
+    ):
         if sampler is None and not isinstance(dataset, IterableDataset):
             sampler = DistributedSampler(dataset, data.size, data.rank)
-        self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, sampler
-        self.dataloader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last,
-                                     collate_fn=collate_fn, **options)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.data_sampler = sampler
+        self.dataloader = DataLoader(
+            dataset,
+            batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            **options,
+        )
         self._iteration: Iterator[Any] | None = None
 
     def __len__(self) -> int:

@@ -34,8 +34,8 @@ from ...zero.optimizer import StepResult, ZeroOptimizer
 from .module_specs import named_parameters
 
 Group = dict[str, Any]
-LR_FACTOR = "lr_factor"         # of a group, if its learning rate is not that of the JSON
-Decays = Callable[[str, nn.Parameter], bool]       # (name, parameter)
+LR_FACTOR = "lr_factor"  # of a group, if its learning rate is not that of the JSON
+Decays = Callable[[str, nn.Parameter], bool]  # (name, parameter)
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
 logger = logging.getLogger(__name__)
 
@@ -52,24 +52,44 @@ class InnerOptimizers:
     phases  what its ranks exchange in place of gradients; None: gradients
     """
 
-    def __init__(self, kind: str, groups: list[Group], make: Callable[..., torch.optim.Optimizer],
-                 client: torch.optim.Optimizer | None = None, needs_norms: bool = False,
-                 needs_matrices: bool = False, phases: Phases | None = None):
-        self.kind, self.groups, self.client, self._make = kind, groups, client, make
-        self.needs_norms, self.needs_matrices, self.phases = needs_norms, needs_matrices, phases
+    def __init__(
+        self,
+        kind: str,
+        groups: list[Group],
+        make: Callable[..., torch.optim.Optimizer],
+        client: torch.optim.Optimizer | None = None,
+        needs_norms: bool = False,
+        needs_matrices: bool = False,
+        phases: Phases | None = None,
+    ):
+        self.kind = kind
+        self.groups = groups
+        self.client = client
+        self._make = make
+        self.needs_norms = needs_norms
+        self.needs_matrices = needs_matrices
+        self.phases = phases
         self.steps_in_halves = needs_norms and phases is None
-        self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
+        self._pairs: list[tuple[Group, Group]] = []  # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
         """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
-        group_of = {p.spec.name: i for i, group in enumerate(self.groups) for p in group["params"]}
+        group_of = {
+            p.spec.name: i
+            for i, group in enumerate(self.groups)
+            for p in group["params"]
+        }
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
         # Norms, matrices, exchanges are collective: a rank without parts of any parameter has empty groups.
-        is_collective = self.needs_norms or self.needs_matrices or self.phases is not None
+        is_collective = (
+            self.needs_norms or self.needs_matrices or self.phases is not None
+        )
         present = range(len(self.groups)) if is_collective else sorted(members)
-        optimizer = self._make([{**self.groups[i], "params": members[i]} for i in present], **options)
+        optimizer = self._make(
+            [{**self.groups[i], "params": members[i]} for i in present], **options
+        )
         self._pairs += zip(optimizer.param_groups, [self.groups[i] for i in present])
         return optimizer
 
@@ -85,7 +105,9 @@ class InnerOptimizers:
     def refresh(self) -> None:
         """Copy the numbers of the user's groups to the inner ones."""
         for inner, group in self._pairs:
-            inner.update((key, value) for key, value in group.items() if key != "params")
+            inner.update(
+                (key, value) for key, value in group.items() if key != "params"
+            )
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -97,8 +119,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, zero: ZeroOptimizer, inner: InnerOptimizers, defaults: Group):
         # Not torch's __init__: its first call loads the compiler, more than a second of each start.
         # Schedulers need no more.
-        self.zero, self.inner, self.defaults = zero, inner, defaults
-        self.param_groups, self.state = inner.groups, {}
+        self.zero = zero
+        self.inner = inner
+        self.defaults = defaults
+        self.param_groups = inner.groups
+        self.state = {}
         self.overflow = False
 
     def __getattr__(self, name: str) -> Any:
@@ -118,14 +143,18 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         """Raises ConfigError: `engine.step()` makes the update."""
-        raise ConfigError("the optimizer of an engine is stepped by engine.step(), which also averages the "
-                          "gradients, clips them and counts micro-batches. Call engine.step() instead of "
-                          "optimizer.step().")
+        raise ConfigError(
+            "the optimizer of an engine is stepped by engine.step(), which also averages the "
+            "gradients, clips them and counts micro-batches. Call engine.step() instead of "
+            "optimizer.step()."
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         """Raises ConfigError: `initialize` lays out the shards of all parameters."""
-        raise ConfigError("parameters cannot be added to an engine's optimizer: initialize lays out the "
-                          "shards of all parameters. Give all groups to initialize.")
+        raise ConfigError(
+            "parameters cannot be added to an engine's optimizer: initialize lays out the "
+            "shards of all parameters. Give all groups to initialize."
+        )
 
     def update(self) -> StepResult:
         """Make a step of `ZeroOptimizer` with the current values of the groups. Collective."""
@@ -133,25 +162,42 @@ class EngineOptimizer(torch.optim.Optimizer):
         result = self.zero.step(None)
         self.overflow = result.skipped
         for optimizer in filter(None, (self, self.inner.client)):
-            optimizer._opt_called = True        # else torch's schedulers warn of steps in the wrong order
+            optimizer._opt_called = (
+                True  # else torch's schedulers warn of steps in the wrong order
+            )
         return result
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards, for the same layout; `Engine.save_checkpoint` is for every layout."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"state": {_key(piece): piece.tensor.detach().clone() for piece in self.zero.pieces()},
-                "param_groups": copy.deepcopy(groups), "numbers": self.zero.extra_state()}
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.param_groups
+        ]
+        return {
+            "state": {
+                _key(piece): piece.tensor.detach().clone()
+                for piece in self.zero.pieces()
+            },
+            "param_groups": copy.deepcopy(groups),
+            "numbers": self.zero.extra_state(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank. Collective. Raises ConfigError where it has another layout."""
         pieces = {_key(piece): piece.tensor for piece in self.zero.pieces()}
-        state, groups = state_dict["state"], state_dict["param_groups"]
+        state = state_dict["state"]
+        groups = state_dict["param_groups"]
         if pieces.keys() != state.keys() or len(groups) != len(self.param_groups):
-            odd = next(iter(sorted(pieces.keys() ^ state.keys())), "its number of parameter groups")
-            raise ConfigError(f"the optimizer's state_dict has another layout: {odd} is in one of them only. "
-                              "Use engine.save_checkpoint: its checkpoints load at any number of ranks and "
-                              "any stage.")
+            odd = next(
+                iter(sorted(pieces.keys() ^ state.keys())),
+                "its number of parameter groups",
+            )
+            raise ConfigError(
+                f"the optimizer's state_dict has another layout: {odd} is in one of them only. "
+                "Use engine.save_checkpoint: its checkpoints load at any number of ranks and "
+                "any stage."
+            )
         self.zero.before_change()
         for key, tensor in pieces.items():
             tensor.copy_(state[key])
@@ -165,23 +211,38 @@ def _key(piece) -> str:
     return f"{piece.kind} of {piece.spec.name}[{piece.start}:{piece.stop}]"
 
 
-def registered_optimizer(name: str, o: OptimizerConfig, groups: Sequence[Group],
-                         numbers: Mapping[str, Any] | None = None) -> InnerOptimizers:
+def registered_optimizer(
+    name: str,
+    o: OptimizerConfig,
+    groups: Sequence[Group],
+    numbers: Mapping[str, Any] | None = None,
+) -> InnerOptimizers:
     """An optimizer with the numbers of the JSON. groups: "params", and the numbers that differ from these.
 
     numbers: in place of the JSON's
     """
-    facts, entry = facts_of(name), RegisteredOptimizer(name, o)
+    facts = facts_of(name)
+    entry = RegisteredOptimizer(name, o)
     if numbers is None:
-        numbers = facts.numbers(o) if facts else {"lr": o.lr, "weight_decay": o.weight_decay}
+        numbers = (
+            facts.numbers(o) if facts else {"lr": o.lr, "weight_decay": o.weight_decay}
+        )
     of_groups = [{**numbers, **group} for group in groups]
     for group in of_groups:
         group["lr"] *= group.get(LR_FACTOR, 1.0)
-    return InnerOptimizers(facts.name if facts else name, of_groups, entry, needs_norms=entry.needs_norms,
-                           needs_matrices=entry.needs_matrices, phases=entry.phases)
+    return InnerOptimizers(
+        facts.name if facts else name,
+        of_groups,
+        entry,
+        needs_norms=entry.needs_norms,
+        needs_matrices=entry.needs_matrices,
+        phases=entry.phases,
+    )
 
 
-def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:
+def make_groups(
+    module: nn.Module, model_parameters: Any, decay: Decays | None
+) -> list[Group]:
     """The groups of the JSON's optimizer, from `model_parameters`, as in torch:
 
         None                                         all parameters of the module
@@ -192,39 +253,65 @@ def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) 
     Raises ConfigError where a parameter is not the module's, or in two groups.
     """
     given = list(module.parameters() if model_parameters is None else model_parameters)
-    groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = (
+        [dict(group) for group in given]
+        if given and isinstance(given[0], dict)
+        else [{"params": given}]
+    )
     for group in groups:
-        listed = [group["params"]] if isinstance(group["params"], nn.Parameter) else group["params"]
-        group["params"] = list(dict.fromkeys(p[1] if isinstance(p, tuple) else p for p in listed))
+        listed = (
+            [group["params"]]
+            if isinstance(group["params"], nn.Parameter)
+            else group["params"]
+        )
+        group["params"] = list(
+            dict.fromkeys(p[1] if isinstance(p, tuple) else p for p in listed)
+        )
     everything = [p for group in groups for p in group["params"]]
     check_owned(module, everything, "model_parameters=")
     if len(set(everything)) < len(everything):
         names = {p: name for name, p in named_parameters(module)}
-        twice = next(names[p] for i, p in enumerate(everything) if p in set(everything[:i]))
-        raise ConfigError(f"{twice} is in two groups of model_parameters=: it would be updated twice. Put "
-                          "each parameter into one group.")
+        twice = next(
+            names[p] for i, p in enumerate(everything) if p in set(everything[:i])
+        )
+        raise ConfigError(
+            f"{twice} is in two groups of model_parameters=: it would be updated twice. Put "
+            "each parameter into one group."
+        )
     return groups if decay is None else _split(module, groups, decay)
 
 
 def freeze_others(module: nn.Module, groups: Iterable[Group]) -> None:
     """Set requires_grad=False for all parameters of the module that are in no group."""
     trained = {id(p) for group in groups for p in group["params"]}
-    left = [name for name, p in named_parameters(module) if p.requires_grad and id(p) not in trained]
+    left = [
+        name
+        for name, p in named_parameters(module)
+        if p.requires_grad and id(p) not in trained
+    ]
     for p in module.parameters():
         if id(p) not in trained:
             p.requires_grad_(False)
     if left and trained:
-        logger.warning("%d parameters are in no group of the optimizer and are not trained (first: %s)",
-                       len(left), left[0])
+        logger.warning(
+            "%d parameters are in no group of the optimizer and are not trained (first: %s)",
+            len(left),
+            left[0],
+        )
 
 
-def check_owned(module: nn.Module, parameters: Iterable[nn.Parameter], source: str) -> None:
+def check_owned(
+    module: nn.Module, parameters: Iterable[nn.Parameter], source: str
+) -> None:
     """Raises ConfigError where one of `parameters`, those of the argument `source`, is not the module's."""
-    mine, given = {id(p) for p in module.parameters()}, list(parameters)
+    mine = {id(p) for p in module.parameters()}
+    given = list(parameters)
     if count := sum(id(p) not in mine for p in given):
-        raise ConfigError(f"{count} of the {len(given)} parameters of {source} are not parameters of model=. "
-                          "Make the optimizer from the parameters of the same module, after any change that "
-                          "replaces them.")
+        raise ConfigError(
+            f"{count} of the {len(given)} parameters of {source} are not parameters of model=. "
+            "Make the optimizer from the parameters of the same module, after any change that "
+            "replaces them."
+        )
 
 
 def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]:
@@ -247,9 +334,15 @@ class JsonScheduler:
     last_batch_iteration: number of the last update, counted from 0; −1 before the first
     """
 
-    def __init__(self, groups: list[Group], rate: DeepSpeedRate | OneCycle | RangeTest,
-                 beta1: CycledBeta | None = None):
-        self.groups, self.rate, self.beta1 = groups, rate, beta1
+    def __init__(
+        self,
+        groups: list[Group],
+        rate: DeepSpeedRate | OneCycle | RangeTest,
+        beta1: CycledBeta | None = None,
+    ):
+        self.groups = groups
+        self.rate = rate
+        self.beta1 = beta1
         self.last_batch_iteration = -1
         self._firsts = [group["lr"] for group in groups]
         self._apply()
@@ -257,7 +350,9 @@ class JsonScheduler:
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates for the next update, or for the one of this number."""
         next_one = self.last_batch_iteration + 1
-        self.last_batch_iteration = next_one if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            next_one if last_batch_iteration is None else last_batch_iteration
+        )
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -267,7 +362,7 @@ class JsonScheduler:
             return [first * value / self.rate.highest for first in self._firsts]
         return [value * group.get(LR_FACTOR, 1.0) for group in self.groups]
 
-    get_last_lr = get_lr                                # torch's name
+    get_last_lr = get_lr  # torch's name
 
     def state_dict(self) -> dict[str, int]:
         """Plain values (JSON), for `load_state_dict`."""
@@ -281,29 +376,46 @@ class JsonScheduler:
         for group, value in zip(self.groups, self.get_lr()):
             group["lr"] = value
             if self.beta1 is not None and "betas" in group:
-                group["betas"] = (self.beta1.at(self.last_batch_iteration), group["betas"][1])
+                group["betas"] = (
+                    self.beta1.at(self.last_batch_iteration),
+                    group["betas"][1],
+                )
 
 
-def make_scheduler(settings: RunConfig, optimizer: EngineOptimizer,
-                   client: Any | SchedulerMaker | None) -> Any | None:
+def make_scheduler(
+    settings: RunConfig, optimizer: EngineOptimizer, client: Any | SchedulerMaker | None
+) -> Any | None:
     """The JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
     if settings.optimizer.lr_decay_style in DEEPSPEED_STYLES:
         if client is not None:
-            raise ConfigError('both "scheduler" in the config and lr_scheduler= schedule the learning rate. '
-                              "Remove one of them.")
+            raise ConfigError(
+                'both "scheduler" in the config and lr_scheduler= schedule the learning rate. '
+                "Remove one of them."
+            )
         groups = optimizer.param_groups
-        return JsonScheduler(groups, make_learning_rate(settings), make_beta1(settings)) if groups else None
+        return (
+            JsonScheduler(groups, make_learning_rate(settings), make_beta1(settings))
+            if groups
+            else None
+        )
     if client is None:
         return None
     if not callable(getattr(client, "step", None)) and callable(client):
         client = client(optimizer)
     if not callable(getattr(client, "step", None)):
-        raise ConfigError(f"lr_scheduler is {type(client).__name__}: give a scheduler, an object with a "
-                          "method step(), or a function that makes one from an optimizer.")
+        raise ConfigError(
+            f"lr_scheduler is {type(client).__name__}: give a scheduler, an object with a "
+            "method step(), or a function that makes one from an optimizer."
+        )
     owner = getattr(client, "optimizer", None)
-    if owner is not None and getattr(owner, "param_groups", None) is not optimizer.param_groups:
-        raise ConfigError("lr_scheduler changes the learning rates of another optimizer, not of this "
-                          "engine's, so it would have no effect. Make it from the optimizer that is given as "
-                          "optimizer=, or give a function: lr_scheduler=lambda optimizer: StepLR(optimizer, "
-                          "10).")
+    if (
+        owner is not None
+        and getattr(owner, "param_groups", None) is not optimizer.param_groups
+    ):
+        raise ConfigError(
+            "lr_scheduler changes the learning rates of another optimizer, not of this "
+            "engine's, so it would have no effect. Make it from the optimizer that is given as "
+            "optimizer=, or give a function: lr_scheduler=lambda optimizer: StepLR(optimizer, "
+            "10)."
+        )
     return client

@@ -60,29 +60,42 @@ class EngineStatus(EngineAnswers):
     configured_groups  the parameter groups before any scheduler has changed them
     """
 
-    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig,
-                 world: DataParallelWorld, optimizer: EngineOptimizer, gathering: ModuleGathering | None,
-                 monitor: "Monitor"):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Mapping[str, Any],
+        settings: RunConfig,
+        world: DataParallelWorld,
+        optimizer: EngineOptimizer,
+        gathering: ModuleGathering | None,
+        monitor: "Monitor",
+    ):
         super().__init__()
-        self.module, self.config, self.settings, self.world = module, config, settings, world
-        self.gathering, self.monitor = gathering, monitor
-        self.optimizer, self.zero = optimizer, optimizer.zero
+        self.module = module
+        self.config = config
+        self.settings = settings
+        self.world = world
+        self.gathering = gathering
+        self.monitor = monitor
+        self.optimizer = optimizer
+        self.zero = optimizer.zero
         self.gradients, self.backwards = Gradients(self), Backwards(self)
         self.step_state = StepState([module], world.data, world.device)
         self.lr_scheduler: Any | None = None
         self.training_dataloader: EngineLoader | None = None
-        self.progress, self.micro_steps = Progress(), 0
+        self.progress = Progress()
+        self.micro_steps = 0
         self.configured_groups = [dict(group) for group in optimizer.param_groups]
         self._micro_batch_size = settings.train.micro_batch_size
         self._accumulation_steps = settings.num_microbatches
-        self._microbatch = 0                    # of this update, those whose step() was called
-        self._backwards = 0                     # since the last step()
+        self._microbatch = 0  # of this update, those whose step() was called
+        self._backwards = 0  # since the last step()
         self._last: StepResult | None = None
         self._forced_boundary: bool | None = None
         self._in_no_sync = self._warned_of_loss = self.is_destroyed = False
         self.tput_timer = Throughput(self.train_batch_size())
         optimizer.zero_grad = self.zero_grad
-        self.discard_gradients()                # begins the first update
+        self.discard_gradients()  # begins the first update
 
     # ------------------------------------------------------------------ batch sizes
     def train_batch_size(self) -> int:
@@ -105,25 +118,31 @@ class EngineStatus(EngineAnswers):
         """Change the accumulation steps from the next update on. Call it between updates, on all ranks."""
         once = self._micro_batch_size * self.world.data.size
         if train_batch_size < 1 or train_batch_size % once:
-            raise ConfigError(f"a train_batch_size of {train_batch_size} is not a multiple of {once} = "
-                              f"micro-batch {self._micro_batch_size} × {self.world.data.size} data-parallel "
-                              "ranks. Use a multiple.")
+            raise ConfigError(
+                f"a train_batch_size of {train_batch_size} is not a multiple of {once} = "
+                f"micro-batch {self._micro_batch_size} × {self.world.data.size} data-parallel "
+                "ranks. Use a multiple."
+            )
         self._check_between_updates("set_train_batch_size")
         self._accumulation_steps = train_batch_size // once
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """For the next updates; the accumulation steps stay, and existing loaders keep their batches."""
         if micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size={micro_batch_size}: a micro-batch has samples. Use 1 or "
-                              "more.")
+            raise ConfigError(
+                f"micro_batch_size={micro_batch_size}: a micro-batch has samples. Use 1 or "
+                "more."
+            )
         self._check_between_updates("set_train_micro_batch_size")
         self._micro_batch_size = micro_batch_size
 
     def _check_between_updates(self, name: str) -> None:
         if self.has_gradients:
-            raise ConfigError(f"engine.{name} in the middle of an update: {self._microbatch} of its "
-                              "micro-batches are done with the previous value, so the mean of the gradients "
-                              "would be wrong. Call it right after an update.")
+            raise ConfigError(
+                f"engine.{name} in the middle of an update: {self._microbatch} of its "
+                "micro-batches are done with the previous value, so the mean of the gradients "
+                "would be wrong. Call it right after an update."
+            )
 
     # ------------------------------------------------------------------ progress
     @property
@@ -162,7 +181,10 @@ class EngineStatus(EngineAnswers):
 
     def get_mom(self) -> list[Any]:
         """Betas, or the momentum, of each parameter group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [
+            group.get("betas", group.get("momentum"))
+            for group in self.optimizer.param_groups
+        ]
 
     # ------------------------------------------------------------------ configuration
     def zero_optimization(self) -> bool:
@@ -236,7 +258,10 @@ class Monitor:
         """Raises ConfigError where a folder is not writable."""
         self._sinks: list[Tolerant] = []
         self._losses: list[torch.Tensor] = []
-        for key, kind, where in (("tensorboard", EventFile, folder), ("csv_monitor", CsvFiles, csv_folder)):
+        for key, kind, where in (
+            ("tensorboard", EventFile, folder),
+            ("csv_monitor", CsvFiles, csv_folder),
+        ):
             if where is not None:
                 check_folder(f'"{key}.output_path"', Path(where))
                 self._sinks.append(Tolerant(kind(Path(where))))
@@ -261,8 +286,12 @@ class Monitor:
         """Write the curves' points of an update. samples: their number so far, the x-coordinate."""
         if not self.enabled:
             return
-        losses, self._losses = self._losses, []
+        losses = self._losses
+        self._losses = []
         mean = sum(loss.item() for loss in losses) / len(losses) if losses else None
         points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
-        self.write_events((f"Train/Samples/{name}", value, samples)
-                          for name, value in points.items() if value is not None)
+        self.write_events(
+            (f"Train/Samples/{name}", value, samples)
+            for name, value in points.items()
+            if value is not None
+        )

@@ -21,7 +21,11 @@ from .engine_status import EngineStatus
 
 def expert_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:
     """Name and layer, each layer once."""
-    return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, MoE))
+    return (
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, MoE)
+    )
 
 
 def with_expert_ranks(module: nn.Module, world: DataParallelWorld) -> DataParallelWorld:
@@ -31,29 +35,43 @@ def with_expert_ranks(module: nn.Module, world: DataParallelWorld) -> DataParall
     Collective over all ranks. Raises ConfigError, on all ranks, for sizes that the ranks do not allow.
     """
     size = on_all_ranks(world.world, lambda: _ep_size(module, world))
-    require_agreement(world.world, lambda: {"ep_size of the MoE layers": (size, "")},
-                      "the ranks gave initialize different modules", "Make the same module on every rank.")
+    require_agreement(
+        world.world,
+        lambda: {"ep_size of the MoE layers": (size, "")},
+        "the ranks gave initialize different modules",
+        "Make the same module on every rank.",
+    )
     return world if size == 1 or world.expert is not None else world.with_experts(size)
 
 
 def _ep_size(module: nn.Module, world: DataParallelWorld) -> int:
-    names = {layer.ep_size: name for name, layer in expert_layers(module) if layer.ep_size > 1}
+    names = {
+        layer.ep_size: name
+        for name, layer in expert_layers(module)
+        if layer.ep_size > 1
+    }
     if not names:
         return 1
     if len(names) > 1:
-        raise ConfigError(f"MoE layers have different ep_size: {names}. An engine has one expert-parallel "
-                          "size: use one in all layers, or 1 in some.")
+        raise ConfigError(
+            f"MoE layers have different ep_size: {names}. An engine has one expert-parallel "
+            "size: use one in all layers, or 1 in some."
+        )
     [(size, name)] = names.items()
     if world.data.size % size:
         legal = ", ".join(map(str, divisors(world.data.size)))
-        raise ConfigError(f"MoE layer {name or 'of the model'} has ep_size={size}, but there are "
-                          f"{world.data.size} data-parallel ranks. ep_size is the number of ranks that "
-                          "divide the experts, not the number of experts, so it must divide the "
-                          f"data-parallel ranks. Use ep_size {legal}.")
+        raise ConfigError(
+            f"MoE layer {name or 'of the model'} has ep_size={size}, but there are "
+            f"{world.data.size} data-parallel ranks. ep_size is the number of ranks that "
+            "divide the experts, not the number of experts, so it must divide the "
+            f"data-parallel ranks. Use ep_size {legal}."
+        )
     if world.expert is not None and world.expert_parts != size:
-        raise ConfigError(f"MoE layer {name or 'of the model'} has ep_size={size}, but the mpu has "
-                          f"expert-parallel groups of {world.expert_parts} ranks. Use ep_size "
-                          f"{world.expert_parts} or 1, or an mpu with groups of {size}.")
+        raise ConfigError(
+            f"MoE layer {name or 'of the model'} has ep_size={size}, but the mpu has "
+            f"expert-parallel groups of {world.expert_parts} ranks. Use ep_size "
+            f"{world.expert_parts} or 1, or an mpu with groups of {size}."
+        )
     return size
 
 
@@ -71,7 +89,14 @@ def connect_layers(engine: EngineStatus) -> None:
     seed = all_gather_object(torch.initial_seed(), world.world)[0]
     clock = _Clock(engine)
     for name, layer in layers:
-        layer.connect(Place(ep if layer.ep_size > 1 else solo("ep"), (seed, name), clock, world.model.size))
+        layer.connect(
+            Place(
+                ep if layer.ep_size > 1 else solo("ep"),
+                (seed, name),
+                clock,
+                world.model.size,
+            )
+        )
 
 
 def connect_routers(engine: EngineStatus) -> None:
@@ -88,4 +113,8 @@ class _Clock:
 
     def __call__(self) -> int:
         engine = self._engine()
-        return 0 if engine is None else engine.micro_steps * engine.world.data.size + engine.world.data.rank
+        return (
+            0
+            if engine is None
+            else engine.micro_steps * engine.world.data.size + engine.world.data.rank
+        )

@@ -42,21 +42,27 @@ from .sharded_names import ShardedNames
 if TYPE_CHECKING:
     from .engine_status import EngineStatus
 
-OWN = torch.Tensor.grad         # the attribute in which autograd accumulates
+OWN = torch.Tensor.grad  # the attribute in which autograd accumulates
 WEIGHT = "weight"
-TORCH = "torch.nn.modules.module", "torch.optim.optimizer"      # the modules with zero_grad()
+TORCH = (
+    "torch.nn.modules.module",
+    "torch.optim.optimizer",
+)  # the modules with zero_grad()
 
 
 class EngineParameter(ShardedNames, nn.Parameter):
     """A parameter of an engine: `grad` is its gradient in the engine's buffers. A copy is a plain one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+        return memo.setdefault(
+            id(self), nn.Parameter(self.detach().clone(), self.requires_grad)
+        )
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient; see above. Raises MegatronDSError where this rank has a shard of it only."""
-        held, engine = OWN.__get__(self), _engine_of(self)
+        held = OWN.__get__(self)
+        engine = _engine_of(self)
         if held is not None or engine is None:
             return held
         if engine.gradients.is_zeroed_by(self, sys._getframe(1)):
@@ -88,7 +94,9 @@ class _Place(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether each rank keeps the whole gradient after the reduction."""
-        return isinstance(self.store, GradBuckets) and (not self.store.sharded or self.ranks.size == 1)
+        return isinstance(self.store, GradBuckets) and (
+            not self.store.sharded or self.ranks.size == 1
+        )
 
     @property
     def ranks(self) -> Group:
@@ -97,8 +105,13 @@ class _Place(NamedTuple):
     @property
     def pieces(self) -> list[SlotPiece]:
         """The parts that this rank keeps after the reduction."""
-        layout, store = self.set.plan.layout, self.store
-        kept = layout.whole_slots() if self.is_whole else layout.slot_intersections(store.ranks.shard)
+        layout = self.set.plan.layout
+        store = self.store
+        kept = (
+            layout.whole_slots()
+            if self.is_whole
+            else layout.slot_intersections(store.ranks.shard)
+        )
         return [piece for piece in kept if piece.slot == self.index]
 
 
@@ -108,12 +121,14 @@ class Gradients:
     def __init__(self, engine: "EngineStatus"):
         self._engine = weakref.proxy(engine)
         self._places: dict[nn.Parameter, _Place] = {
-            holder.parameter: _Place(s, i) for s in engine.zero.trained
-            for i, holder in enumerate(s.buckets.holders)}
+            holder.parameter: _Place(s, i)
+            for s in engine.zero.trained
+            for i, holder in enumerate(s.buckets.holders)
+        }
         self._parts = weakref.WeakSet(engine.module.modules())
         self._parts -= {engine.module, getattr(engine.module, COMPILED, engine.module)}
-        self._factor = 1.0          # by which the buffers are scaled while they are shown
-        self.is_reduced = False     # whether the backward that completes an update is over
+        self._factor = 1.0  # by which the buffers are scaled while they are shown
+        self.is_reduced = False  # whether the backward that completes an update is over
 
     # ------------------------------------------------------------------ p.grad
     def shown(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -123,8 +138,11 @@ class Gradients:
             return None
         if self.is_reduced and not place.is_whole:
             stage = self._engine.zero_optimization_stage()
-            raise MegatronDSError(_NO_GRAD.format(name=parameter.spec.name, stage=stage,
-                                                  size=place.ranks.size))
+            raise MegatronDSError(
+                _NO_GRAD.format(
+                    name=parameter.spec.name, stage=stage, size=place.ranks.size
+                )
+            )
         self._check(parameter)
         if not isinstance(place.store, GradBuckets):
             return None
@@ -134,7 +152,11 @@ class Gradients:
     def is_zeroed_by(self, parameter: nn.Parameter, reader: FrameType) -> bool:
         """Whether torch's zero_grad of more than a part of the module reads a gradient."""
         place = self._places.get(parameter)
-        if reader.f_code.co_name != "zero_grad" or place is None or not place.store.received[place.index]:
+        if (
+            reader.f_code.co_name != "zero_grad"
+            or place is None
+            or not place.store.received[place.index]
+        ):
             return False
         owner = reader.f_locals.get("self")
         return reader.f_globals.get("__name__") in TORCH and owner not in self._parts
@@ -144,15 +166,20 @@ class Gradients:
         place = self._places.get(parameter)
         if place is None or not place.store.received[place.index]:
             return False
-        if value is None and (self.is_reduced and not place.is_whole
-                              or not isinstance(place.store, GradBuckets)):
-            return True         # as in DeepSpeed: torch's zero_grad() of the module
+        if value is None and (
+            self.is_reduced
+            and not place.is_whole
+            or not isinstance(place.store, GradBuckets)
+        ):
+            return True  # as in DeepSpeed: torch's zero_grad() of the module
         view = self.shown(parameter)
         if view is None:
-            raise MegatronDSError(f"the gradient of {parameter.spec.name} cannot be set between "
-                                  "micro-batches at this ZeRO stage: each rank holds a shard. Set it after "
-                                  "the last backward of an update, with "
-                                  "megatron_ds.utils.safe_set_full_grad.")
+            raise MegatronDSError(
+                f"the gradient of {parameter.spec.name} cannot be set between "
+                "micro-batches at this ZeRO stage: each rank holds a shard. Set it after "
+                "the last backward of an update, with "
+                "megatron_ds.utils.safe_set_full_grad."
+            )
         if value is None:
             view.zero_()
         elif value is not view:
@@ -161,7 +188,8 @@ class Gradients:
 
     def begin(self) -> None:
         """A step begins: no gradient was computed yet."""
-        self._factor, self.is_reduced = 1.0, False
+        self._factor = 1.0
+        self.is_reduced = False
 
     def end_backward(self, completes: bool) -> None:
         """A backward is over. completes: gradients are reduced, where ranks keep whole ones. Collective."""
@@ -188,13 +216,17 @@ class Gradients:
     def _check(self, parameter: nn.Parameter) -> None:
         """Raises MegatronDSError where the buffers do not hold the gradient of one rank, or the mean."""
         if self._engine.zero.compressed:
-            raise MegatronDSError(f"the gradient of {parameter.spec.name}: a 1-bit optimizer exchanges "
-                                  "compressed momentum, and no rank has the mean of the gradients. Read and "
-                                  "clip gradients with another optimizer.")
+            raise MegatronDSError(
+                f"the gradient of {parameter.spec.name}: a 1-bit optimizer exchanges "
+                "compressed momentum, and no rank has the mean of the gradients. Read and "
+                "clip gradients with another optimizer."
+            )
         if parameter.spec.partial_over and self._engine.world.model.size > 1:
-            raise MegatronDSError(f"the gradient of {parameter.spec.name} is a partial sum over the "
-                                  "model-parallel ranks until engine.step(). Use \"gradient_clipping\", and "
-                                  "engine.get_global_grad_norm() after the step.")
+            raise MegatronDSError(
+                f"the gradient of {parameter.spec.name} is a partial sum over the "
+                'model-parallel ranks until engine.step(). Use "gradient_clipping", and '
+                "engine.get_global_grad_norm() after the step."
+            )
 
     # ------------------------------------------------------------------ whole values, at every stage
     def full(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -203,29 +235,42 @@ class Gradients:
         if place is None or not self._engine.has_gradients:
             return None
         self._check(parameter)
-        if place.is_whole or isinstance(place.store, GradBuckets) and not self.is_reduced:
+        if (
+            place.is_whole
+            or isinstance(place.store, GradBuckets)
+            and not self.is_reduced
+        ):
             return self.shown(parameter)
         self._complete()
         self._show()
-        return self._assembled(parameter, place, [
-            (piece, place.store.grad_of(piece)) for piece in place.pieces])
+        return self._assembled(
+            parameter,
+            place,
+            [(piece, place.store.grad_of(piece)) for piece in place.pieces],
+        )
 
     def set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient by `value`, the same on all ranks. Collective."""
         place = self._places.get(parameter)
         if place is None or not self._engine.has_gradients:
-            raise MegatronDSError("there is no gradient to set: it exists between engine.backward(loss) and "
-                                  "engine.step(), for parameters that are trained.")
+            raise MegatronDSError(
+                "there is no gradient to set: it exists between engine.backward(loss) and "
+                "engine.step(), for parameters that are trained."
+            )
         _check_shape(parameter, value)
         self._check(parameter)
-        if place.is_whole or isinstance(place.store, GradBuckets) and not self.is_reduced:
+        if (
+            place.is_whole
+            or isinstance(place.store, GradBuckets)
+            and not self.is_reduced
+        ):
             self.assign(parameter, value)
             return
         self._complete()
         self._show()
         for piece in place.pieces:
-            part = value.detach().reshape(-1)[piece.start:piece.stop]
-            place.store.grad_of(piece)[:piece.stop - piece.start].copy_(part)
+            part = value.detach().reshape(-1)[piece.start : piece.stop]
+            place.store.grad_of(piece)[: piece.stop - piece.start].copy_(part)
 
     def _complete(self) -> None:
         for s in self._engine.zero.trained:
@@ -242,22 +287,30 @@ class Gradients:
         return self._assembled(parameter, place, found)
 
     @torch.no_grad()
-    def set_full_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = WEIGHT) -> None:
+    def set_full_state(
+        self, parameter: nn.Parameter, value: torch.Tensor, kind: str = WEIGHT
+    ) -> None:
         """Replace a master or state by `value`, the same on all ranks. Collective."""
         _check_shape(parameter, value)
         self._check_kind(parameter, self._place_of(parameter), kind)
         zero = self._engine.zero
         zero.before_change()
         for piece, tensor in self._states(parameter, kind):
-            tensor.copy_(value.detach().reshape(-1)[piece.start:piece.stop])
+            tensor.copy_(value.detach().reshape(-1)[piece.start : piece.stop])
         zero.after_load()
 
     def _place_of(self, parameter: nn.Parameter) -> _Place:
-        found = (_Place(s, i) for s in self._engine.zero.sets for i, p in enumerate(s.parameters)
-                 if p is parameter)
+        found = (
+            _Place(s, i)
+            for s in self._engine.zero.sets
+            for i, p in enumerate(s.parameters)
+            if p is parameter
+        )
         return next(found)
 
-    def _states(self, parameter: nn.Parameter, kind: str) -> Iterator[tuple[SlotPiece, torch.Tensor]]:
+    def _states(
+        self, parameter: nn.Parameter, kind: str
+    ) -> Iterator[tuple[SlotPiece, torch.Tensor]]:
         """(piece, flat tensor without padding) of the parts that this rank updates."""
         place = self._place_of(parameter)
         self._engine.zero.wait_for_weights()
@@ -266,7 +319,11 @@ class Gradients:
                 yield leaf.piece, leaf.unpadded(self._state_of(place, leaf)[kind])
 
     def _state_of(self, place: _Place, leaf: Leaf) -> dict[str, torch.Tensor]:
-        state = self._engine.zero._optimizer_of(leaf).state_of(leaf) if place.set.buckets is not None else ()
+        state = (
+            self._engine.zero._optimizer_of(leaf).state_of(leaf)
+            if place.set.buckets is not None
+            else ()
+        )
         return {WEIGHT: leaf.tensor.detach(), **dict(state)}
 
     def _check_kind(self, parameter: nn.Parameter, place: _Place, kind: str) -> None:
@@ -274,27 +331,41 @@ class Gradients:
         if kind == WEIGHT:
             return
         leaves = [leaf for leaf in place.set.leaves if leaf.piece.slot == place.index]
-        here = {name for leaf in leaves for name in self._state_of(place, leaf)} - {WEIGHT}
+        here = {name for leaf in leaves for name in self._state_of(place, leaf)} - {
+            WEIGHT
+        }
         known = here.union(*all_gather_object(here, place.set.store.ranks.data))
         if kind not in known:
-            raise ConfigError(f"{parameter.spec.name} has no state {kind!r}. It has "
-                              f"{', '.join(sorted(known)) or 'none'}.")
+            raise ConfigError(
+                f"{parameter.spec.name} has no state {kind!r}. It has "
+                f"{', '.join(sorted(known)) or 'none'}."
+            )
 
     @torch.no_grad()
-    def _assembled(self, parameter: nn.Parameter, place: _Place,
-                   parts: list[tuple[SlotPiece, torch.Tensor]]) -> torch.Tensor:
+    def _assembled(
+        self,
+        parameter: nn.Parameter,
+        place: _Place,
+        parts: list[tuple[SlotPiece, torch.Tensor]],
+    ) -> torch.Tensor:
         """The sum over ranks of their parts: the whole tensor. Collective over the data group."""
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._engine.device)
+        whole = torch.zeros(
+            parameter.numel(), dtype=torch.float32, device=self._engine.device
+        )
         for piece, tensor in parts:
-            whole[piece.start:piece.stop] = tensor[:piece.stop - piece.start].to(whole.device)
+            whole[piece.start : piece.stop] = tensor[: piece.stop - piece.start].to(
+                whole.device
+            )
         all_reduce_(whole, place.set.store.ranks.data)
         return whole.view(parameter.shape)
 
 
 def _check_shape(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
-        raise ConfigError(f"a value of shape {list(value.shape)} for {parameter.spec.name} of shape "
-                          f"{list(parameter.shape)}. Give the whole tensor.")
+        raise ConfigError(
+            f"a value of shape {list(value.shape)} for {parameter.spec.name} of shape "
+            f"{list(parameter.shape)}. Give the whole tensor."
+        )
 
 
 _NO_GRAD = (
@@ -302,4 +373,5 @@ _NO_GRAD = (
     "gradient, so clip_grad_norm_(engine.parameters()) and the like would see none. To clip, set "
     '"gradient_clipping" in the config; engine.get_global_grad_norm() has the norm after the step. '
     "To read or change gradients, call megatron_ds.utils.safe_get_full_grad(p) and "
-    "safe_set_full_grad(p, value) on all ranks, or use stage 0.")
+    "safe_set_full_grad(p, value) on all ranks, or use stage 0."
+)

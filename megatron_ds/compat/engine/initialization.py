@@ -73,26 +73,41 @@ class Initialized(NamedTuple):
     lr_scheduler: Any | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError(f"this is the tuple that initialize returned, not the engine. {UNPACK}")
+        raise TypeError(
+            f"this is the tuple that initialize returned, not the engine. {UNPACK}"
+        )
 
     def __getattr__(self, name: str) -> None:
-        raise AttributeError(f"the tuple that initialize returned has no attribute {name!r}. {UNPACK}")
+        raise AttributeError(
+            f"the tuple that initialize returned has no attribute {name!r}. {UNPACK}"
+        )
 
 
-UNPACK = ("Unpack it: engine, optimizer, training_dataloader, lr_scheduler = initialize(…), or "
-          "engine, *_ = initialize(…).")
+UNPACK = (
+    "Unpack it: engine, optimizer, training_dataloader, lr_scheduler = initialize(…), or "
+    "engine, *_ = initialize(…)."
+)
 
 
 @doing("initialize")
-def initialize(args: Any = None, model: nn.Module | None = None, optimizer: ClientOptimizer | None = None,
-               model_parameters: Any = None, training_data: Any = None,
-               lr_scheduler: Any | SchedulerMaker | None = None, distributed_port: int | None = None,
-               mpu: Any = None, dist_init_required: bool | None = None,
-               collate_fn: Callable[[list], Any] | None = None,
-               config: Mapping[str, Any] | str | os.PathLike | None = None,
-               mesh_param: tuple[int, int] | None = None,
-               config_params: Mapping[str, Any] | str | os.PathLike | None = None, *,
-               decay: Decays | None = None, draw: DrawByName | None = None) -> Initialized:
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any | SchedulerMaker | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike | None = None,
+    *,
+    decay: Decays | None = None,
+    draw: DrawByName | None = None,
+) -> Initialized:
     """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective.
 
     args              a program's: `deepspeed_config` and `local_rank` are read (see `add_config_arguments`)
@@ -126,8 +141,16 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
     # `agree`.
     trained = _Trained(optimizer, model_parameters, decay)
-    ready = on_all_ranks(world.world, lambda: _prepare(
-        config, Sources(args, model, world.data.size, _samples(training_data)), world, trained, draw))
+    ready = on_all_ranks(
+        world.world,
+        lambda: _prepare(
+            config,
+            Sources(args, model, world.data.size, _samples(training_data)),
+            world,
+            trained,
+            draw,
+        ),
+    )
     require_same_settings(ready.settings, world)
     agree(model, world)
     require_same_groups(ready.inner.groups, world)
@@ -137,9 +160,15 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         show(accepted)
     engine.lr_scheduler = make_scheduler(ready.settings, engine.optimizer, lr_scheduler)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return Initialized(engine, engine.optimizer if ready.inner.groups else None, engine.training_dataloader,
-                       engine.lr_scheduler)
+        engine.training_dataloader = engine.deepspeed_io(
+            training_data, collate_fn=collate_fn
+        )
+    return Initialized(
+        engine,
+        engine.optimizer if ready.inner.groups else None,
+        engine.training_dataloader,
+        engine.lr_scheduler,
+    )
 
 
 class _Trained(NamedTuple):
@@ -154,14 +183,19 @@ class _Prepared(NamedTuple):
     """What each rank derives from the arguments of `initialize`, before ranks compare their modules."""
 
     client: torch.optim.Optimizer | None
-    block: Mapping[str, Any]                        # the JSON, "auto" values filled
+    block: Mapping[str, Any]  # the JSON, "auto" values filled
     settings: RunConfig
-    partitions: Mapping[nn.Parameter, Partition]    # of parameters made under `zero.Init`
+    partitions: Mapping[nn.Parameter, Partition]  # of parameters made under `zero.Init`
     inner: InnerOptimizers | SeveralOptimizers
 
 
-def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, world: DataParallelWorld,
-             trained: _Trained, draw: DrawByName | None) -> _Prepared:
+def _prepare(
+    config: Mapping[str, Any] | str | os.PathLike,
+    sources: Sources,
+    world: DataParallelWorld,
+    trained: _Trained,
+    draw: DrawByName | None,
+) -> _Prepared:
     """Read the settings; give the module its dtype, device, values and specs. Not collective."""
     model = sources.model
     client = _client_of(model, trained)
@@ -175,7 +209,9 @@ def _prepare(config: Mapping[str, Any] | str | os.PathLike, sources: Sources, wo
     if partitions and draw is None:
         check_values(model, partitions)
     values = draw or (zeros if partitions else None)
-    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats)
+    prepare(
+        model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats
+    )
     if dtype := autocast_of(Reading(), name, block):
         run_in_autocast(model, getattr(torch, dtype), world.device)
     inner = _inner_optimizers(model, settings, block, client, trained)
@@ -192,29 +228,38 @@ def _samples(training_data: Any) -> int | None:
     return len(training_data) if hasattr(training_data, "__len__") else None
 
 
-def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
+def _build_engine(
+    model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName
+) -> Engine:
     """Collective over all ranks: a step that fails on one (a full disk, a missing file) fails on all."""
-    settings, inner = ready.settings, ready.inner
+    settings = ready.settings
+    inner = ready.inner
     # The module's values move into the shards of ZeRO.
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     rule = unused_rule("config", ready.block)
     zero = on_all_ranks(
-        world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw, rule))
+        world.world,
+        lambda: _make_zero(model, settings, world, groups, layers, inner, draw, rule),
+    )
     move_into(zero, ready.partitions)
     # Stage 3: hooks gather each layer when it is used.
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
     first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
-    optimizer = EngineOptimizer(zero, inner, {key: value for key, value in first.items() if key != "params"})
+    optimizer = EngineOptimizer(
+        zero, inner, {key: value for key, value in first.items() if key != "params"}
+    )
     folders = settings.logging.tensorboard_dir, settings.logging.csv_monitor_dir
-    monitor = on_all_ranks(world.world, lambda: Monitor(*folders if world.rank == 0 else (None, None)))
+    monitor = on_all_ranks(
+        world.world, lambda: Monitor(*folders if world.rank == 0 else (None, None))
+    )
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)
     for p in model.parameters():
-        p.engine = weakref.ref(engine)          # for zero.GatheredParameters
+        p.engine = weakref.ref(engine)  # for zero.GatheredParameters
         if type(p) is nn.Parameter and (p.requires_grad or hooks):
             p.__class__ = EngineParameter
     return engine
@@ -222,14 +267,20 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
 
 def _check_arguments(model: Any, optimizer: Any, decay: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {type(model).__name__}, not a torch module: an engine needs its "
-                          "parameters.")
+        raise ConfigError(
+            f"model is {type(model).__name__}, not a torch module: an engine needs its "
+            "parameters."
+        )
     if optimizer is not None and decay is not None:
-        raise ConfigError("decay= chooses the parameters with weight decay for the config's optimizer, but "
-                          "optimizer= has its own parameter groups. Give one of them.")
+        raise ConfigError(
+            "decay= chooses the parameters with weight decay for the config's optimizer, but "
+            "optimizer= has its own parameter groups. Give one of them."
+        )
     if mesh_param is not None and tuple(mesh_param)[1:] != (1,):
-        raise ConfigError(f"mesh_param={mesh_param}: an engine does not split sequences over ranks. Leave it "
-                          "out; all ranks are then data-parallel.")
+        raise ConfigError(
+            f"mesh_param={mesh_param}: an engine does not split sequences over ranks. Leave it "
+            "out; all ranks are then data-parallel."
+        )
 
 
 def _take_local_rank(args: Any) -> None:
@@ -243,8 +294,10 @@ def _take_local_rank(args: Any) -> None:
 def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorld:
     """The groups of `mpu`, made where there are none. Collective over all ranks."""
     if required is False and mpu is None and not has_process_group():
-        raise ConfigError("dist_init_required=False, but there is no process group yet. Create it before "
-                          "initialize, with torch.distributed.init_process_group, or leave the argument out.")
+        raise ConfigError(
+            "dist_init_required=False, but there is no process group yet. Create it before "
+            "initialize, with torch.distributed.init_process_group, or leave the argument out."
+        )
     if port is not None and mpu is None:
         os.environ.setdefault("MASTER_PORT", str(port))
     return join_world(mpu)
@@ -252,29 +305,46 @@ def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorl
 
 def _client_of(model: nn.Module, trained: _Trained) -> torch.optim.Optimizer | None:
     """The program's optimizer, made where it is a function. None: the config's is used."""
-    optimizer, parameters = trained.optimizer, trained.parameters
+    optimizer = trained.optimizer
+    parameters = trained.parameters
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
-            raise ConfigError(f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a "
-                              "function that makes one from parameters.")
-        optimizer = optimizer(list(model.parameters() if parameters is None else parameters))
+            raise ConfigError(
+                f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a "
+                "function that makes one from parameters."
+            )
+        optimizer = optimizer(
+            list(model.parameters() if parameters is None else parameters)
+        )
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     check_owned(model, owned, "optimizer=")
     return optimizer
 
 
-def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],
-                      client: torch.optim.Optimizer | None,
-                      trained: _Trained) -> InnerOptimizers | SeveralOptimizers:
+def _inner_optimizers(
+    model: nn.Module,
+    settings: RunConfig,
+    block: Mapping[str, Any],
+    client: torch.optim.Optimizer | None,
+    trained: _Trained,
+) -> InnerOptimizers | SeveralOptimizers:
     """The client's optimizer, else the config's, else one without parameters."""
     if client is not None:
         if "optimizer" in block:
-            logger.warning('"optimizer" in the config has no effect: optimizer= of initialize takes its '
-                           "place")
-        return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
-    groups = make_groups(model, trained.parameters, trained.decay) if "optimizer" in block else []
+            logger.warning(
+                '"optimizer" in the config has no effect: optimizer= of initialize takes its '
+                "place"
+            )
+        return client_optimizers(
+            client, offloaded=settings.zero.offload_optimizer != "none"
+        )
+    groups = (
+        make_groups(model, trained.parameters, trained.decay)
+        if "optimizer" in block
+        else []
+    )
     return json_optimizers(model, settings.optimizer, groups)
 
 
@@ -286,12 +356,33 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     return groups.sharing_memory() if world.device.type == "cpu" else groups
 
 
-def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
-               layers: list[ModuleLayer], inner: InnerOptimizers | SeveralOptimizers,
-               draw: DrawByName | None, unused: Rule) -> ZeroOptimizer:
+def _make_zero(
+    model: nn.Module,
+    config: RunConfig,
+    world: DataParallelWorld,
+    groups: DataGroups,
+    layers: list[ModuleLayer],
+    inner: InnerOptimizers | SeveralOptimizers,
+    draw: DrawByName | None,
+    unused: Rule,
+) -> ZeroOptimizer:
     # prefetch=0: `ModuleGathering` starts the gathers of the next layers.
-    settings = replace(ZeroSettings.from_config(config, inner.param_groups()), prefetch=0, unused=unused)
-    unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
-    use = ParameterUse({0: [layer.parameters for layer in layers]} if layers else {}, unread)
-    return ZeroOptimizer(list(model.parameters()), settings, groups, use, world.device,
-                         draw=draw and (lambda spec, start, out: draw(spec.name, start, out)))
+    settings = replace(
+        ZeroSettings.from_config(config, inner.param_groups()),
+        prefetch=0,
+        unused=unused,
+    )
+    unread = frozenset(
+        (0, i) for i, layer in enumerate(layers) if not layer.read_in_backward
+    )
+    use = ParameterUse(
+        {0: [layer.parameters for layer in layers]} if layers else {}, unread
+    )
+    return ZeroOptimizer(
+        list(model.parameters()),
+        settings,
+        groups,
+        use,
+        world.device,
+        draw=draw and (lambda spec, start, out: draw(spec.name, start, out)),
+    )

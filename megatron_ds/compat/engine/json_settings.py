@@ -46,57 +46,106 @@ from ..config.unsupported import answer_to_key
 from .number_formats import formats_of
 
 # A constant rate has no span, but `make_learning_rate` needs one.
-DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
-            "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
-            "logging.log_interval": 0}
+DEFAULTS = {
+    "optimizer.weight_decay": 0.0,
+    "optimizer.lr_decay_style": "constant",
+    "optimizer.lr_decay_iters": 1,
+    "optimizer.initial_loss_scale": 2.0**16,
+    "logging.log_interval": 0,
+}
 # DeepSpeed's learning rates of optimizers whose "params" have none, by the type in lower case.
-RATES = {"adam": 1e-3, "adamw": 1e-3, "fusedadam": 1e-3, "lamb": 1e-3, "lion": 1e-3, "sgd": 1e-3,
-         "onebitadam": 1e-3, "zerooneadam": 1e-3, "onebitlamb": 1e-3, "adagrad": 1e-2}
-DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
-UNUSED, LEAVES = "ignore_unused_parameters", "leaf_module"     # of "zero_optimization"
-NEVER_PRINTS = ("steps_per_print", math.inf)          # as accelerate writes it; an engine's default is never
+RATES = {
+    "adam": 1e-3,
+    "adamw": 1e-3,
+    "fusedadam": 1e-3,
+    "lamb": 1e-3,
+    "lion": 1e-3,
+    "sgd": 1e-3,
+    "onebitadam": 1e-3,
+    "zerooneadam": 1e-3,
+    "onebitlamb": 1e-3,
+    "adagrad": 1e-2,
+}
+DROP_LAST = (
+    "dataloader_drop_last"  # of the loader that `initialize` makes of training_data
+)
+# of "zero_optimization"
+UNUSED = "ignore_unused_parameters"
+LEAVES = "leaf_module"
+NEVER_PRINTS = (
+    "steps_per_print",
+    math.inf,
+)  # as accelerate writes it; an engine's default is never
 # Keys of the JSON for options that have none of their own.
-KEYS = {"optimizer.optimizer": "optimizer.type", "optimizer.adam_eps": "optimizer.params.eps",
-        "optimizer.adagrad_eps": "optimizer.params.eps",
-        "optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
-        "optimizer.loss_scale": "fp16.loss_scale",
-        "optimizer.initial_loss_scale": "fp16.initial_scale_power",
-        "optimizer.lr_decay_style": "scheduler.type",
-        "optimizer.lr_warmup_iters": "scheduler.params.warmup_num_steps",
-        "optimizer.min_lr": "scheduler.params.cos_min_ratio",
-        "optimizer.lr_warmup_init": "scheduler.params.warmup_min_lr"}
-ENDS = ("WarmupDecayLR", "WarmupCosineLR")              # schedulers that must know where the decay ends
+KEYS = {
+    "optimizer.optimizer": "optimizer.type",
+    "optimizer.adam_eps": "optimizer.params.eps",
+    "optimizer.adagrad_eps": "optimizer.params.eps",
+    "optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
+    "optimizer.loss_scale": "fp16.loss_scale",
+    "optimizer.initial_loss_scale": "fp16.initial_scale_power",
+    "optimizer.lr_decay_style": "scheduler.type",
+    "optimizer.lr_warmup_iters": "scheduler.params.warmup_num_steps",
+    "optimizer.min_lr": "scheduler.params.cos_min_ratio",
+    "optimizer.lr_warmup_init": "scheduler.params.warmup_min_lr",
+}
+ENDS = (
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+)  # schedulers that must know where the decay ends
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add --deepspeed and --deepspeed_config, so that DeepSpeed's launch commands work unchanged."""
-    group = parser.add_argument_group("DeepSpeed", "flags of programs that were written for DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true",
-                       help="Has no effect of its own: programs read it to choose between two loops.")
-    group.add_argument("--deepspeed_config", type=str, default=None,
-                       help="Path of the JSON with DeepSpeed's keys.")
+    group = parser.add_argument_group(
+        "DeepSpeed", "flags of programs that were written for DeepSpeed"
+    )
+    group.add_argument(
+        "--deepspeed",
+        action="store_true",
+        help="Has no effect of its own: programs read it to choose between two loops.",
+    )
+    group.add_argument(
+        "--deepspeed_config",
+        type=str,
+        default=None,
+        help="Path of the JSON with DeepSpeed's keys.",
+    )
     if "--local_rank" not in parser._option_string_actions:
         group.add_argument("--local_rank", type=int, default=-1, help=SUPPRESS)
     return parser
 
 
-def config_of(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | os.PathLike:
+def config_of(
+    args: Any, config: Any, config_params: Any
+) -> Mapping[str, Any] | str | os.PathLike:
     """The one of config, config_params (its former name), args.deepspeed_config. Raises ConfigError."""
-    given = {"config": config, "config_params": config_params,
-             "args.deepspeed_config": getattr(args, "deepspeed_config", None)}
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise ConfigError(f"the configuration is given {len(named)} times, as {' and as '.join(named)}. Keep "
-                          "one of them.")
+        raise ConfigError(
+            f"the configuration is given {len(named)} times, as {' and as '.join(named)}. Keep "
+            "one of them."
+        )
     if not named:
-        raise ConfigError("there is no configuration. Give config=, a dict of DeepSpeed's keys or the path "
-                          "of a JSON file, or args= with --deepspeed_config (see "
-                          "megatron_ds.add_config_arguments).")
+        raise ConfigError(
+            "there is no configuration. Give config=, a dict of DeepSpeed's keys or the path "
+            "of a JSON file, or args= with --deepspeed_config (see "
+            "megatron_ds.add_config_arguments)."
+        )
     return given[named[0]]
 
 
-def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_size: int,
-                  client_lr: float | None = None, name: str | None = None) -> RunConfig:
+def read_settings(
+    config: Mapping[str, Any] | str | os.PathLike,
+    data_parallel_size: int,
+    client_lr: float | None = None,
+    name: str | None = None,
+) -> RunConfig:
     """The settings of an engine; `model` stays at its defaults. Raises one ConfigError with all problems.
 
     client_lr  the learning rate of an optimizer that is not the JSON's
@@ -112,7 +161,10 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     reject(list(_autos(name, block)))
     rate = _rate_of(block) if client_lr is None else client_lr or 1.0
     defaults = DEFAULTS | ({} if rate is None else {"optimizer.lr": rate})
-    scripted = [Setting(path, value, Source("script", "default")) for path, value in defaults.items()]
+    scripted = [
+        Setting(path, value, Source("script", "default"))
+        for path, value in defaults.items()
+    ]
     merged = merge(settings, [], data_parallel_size, scripted)
     reject(list(_missing(merged)))
     reject(list(_broken(merged)))
@@ -138,11 +190,14 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line "
-                f"{error.lineno}. Give a dict, the path of a JSON file, or valid JSON.") from None
+                f"{error.lineno}. Give a dict, the path of a JSON file, or valid JSON."
+            ) from None
     if isinstance(config, str | os.PathLike):
         return os.fspath(config), load_json(os.fspath(config), "config")
-    raise ConfigError(f"config is {type(config).__name__}: give a dict of DeepSpeed's keys, or the path of a "
-                      "JSON file.")
+    raise ConfigError(
+        f"config is {type(config).__name__}: give a dict of DeepSpeed's keys, or the path of a "
+        "JSON file."
+    )
 
 
 def drops_last(name: str, block: Mapping[str, Any]) -> bool:
@@ -158,17 +213,24 @@ def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
     zero = block.get("zero_optimization")
     value = zero.get(UNUSED, True) if isinstance(zero, Mapping) else True
     if not isinstance(value, bool):
-        raise ConfigError(f'{name}: "zero_optimization.{UNUSED}" is {value!r}: it is true or false.')
+        raise ConfigError(
+            f'{name}: "zero_optimization.{UNUSED}" is {value!r}: it is true or false.'
+        )
     return "zeros" if value else "refused"
 
 
 def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """The block without the keys that the engine reads itself. Raises ConfigError for a wrong value."""
     _, block = formats_of(name, block)
-    rest = {key: value for key, value in block.items()
-            if key != DROP_LAST and (key, value) != NEVER_PRINTS}
+    rest = {
+        key: value
+        for key, value in block.items()
+        if key != DROP_LAST and (key, value) != NEVER_PRINTS
+    }
     if isinstance(zero := rest.get("zero_optimization"), Mapping):
-        rest["zero_optimization"] = {key: value for key, value in zero.items() if key not in (UNUSED, LEAVES)}
+        rest["zero_optimization"] = {
+            key: value for key, value in zero.items() if key not in (UNUSED, LEAVES)
+        }
     return rest
 
 
@@ -177,17 +239,24 @@ def check_curriculum(block: Mapping[str, Any], model: nn.Module) -> None:
     found = block.get("curriculum_learning")
     is_on = isinstance(found, Mapping) and found.get("enabled") is True
     if is_on and "curriculum_seqlen" in inspect.signature(model.forward).parameters:
-        raise ConfigError('"curriculum_learning" is enabled, and the module takes curriculum_seqlen, which '
-                          "DeepSpeed's engine passes and this one does not. Pass the length yourself and "
-                          "remove the block, or train with pretrain_gpt.py.")
+        raise ConfigError(
+            '"curriculum_learning" is enabled, and the module takes curriculum_seqlen, which '
+            "DeepSpeed's engine passes and this one does not. Pass the length yourself and "
+            "remove the block, or train with pretrain_gpt.py."
+        )
 
 
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
     for key in auto_keys(block):
-        source, answer = source_of(key), answer_to_key(key)
+        source = source_of(key)
+        answer = answer_to_key(key)
         if key.partition(".")[0] in LEFT_OUT or answer and answer[1].accepts("auto"):
             continue
-        reason = f"no value for it was given as {source}" if source else "nothing fills this key"
+        reason = (
+            f"no value for it was given as {source}"
+            if source
+            else "nothing fills this key"
+        )
         yield f'{name}: "{key}" is "auto", and {reason}. Write the value, or leave the key out.'
 
 
@@ -196,9 +265,14 @@ def _missing(config: RunConfig) -> Iterator[str]:
     if config.train.global_batch_size is None and config.train.micro_batch_size is None:
         yield 'missing: the size of a batch. Give "train_batch_size" or "train_micro_batch_size_per_gpu".'
     if rate.lr is None:
-        yield ('missing: the learning rate. Give "optimizer": {"type": "AdamW", "params": {"lr": …}}, or '
-               '"scheduler.params.warmup_max_lr".')
-    if rate.lr_decay_style in ENDS and config.sources["optimizer.lr_decay_iters"].kind == "script":
+        yield (
+            'missing: the learning rate. Give "optimizer": {"type": "AdamW", "params": {"lr": …}}, or '
+            '"scheduler.params.warmup_max_lr".'
+        )
+    if (
+        rate.lr_decay_style in ENDS
+        and config.sources["optimizer.lr_decay_iters"].kind == "script"
+    ):
         yield f'missing: "scheduler.params.total_num_steps", the step at which {rate.lr_decay_style} ends.'
 
 
@@ -211,25 +285,36 @@ def _broken(config: RunConfig) -> Iterator[str]:
 
 def in_words_of_json(problem: str) -> str:
     """A problem's message with keys of the JSON in place of flags."""
-    keys = {option.flag: option.json or KEYS.get(path) for path, option in all_options().items()}
-    key_or_flag = lambda found: f'"{keys[found[0]]}"' if keys.get(found[0]) else found[0]
+    keys = {
+        option.flag: option.json or KEYS.get(path)
+        for path, option in all_options().items()
+    }
+    key_or_flag = lambda found: (
+        f'"{keys[found[0]]}"' if keys.get(found[0]) else found[0]
+    )
     return re.sub(r"--[a-z0-9-]+", key_or_flag, problem)
 
 
 # ---------------------------------------------------------------------------------------------------- "auto"
 # Arguments that a key is taken from: the first that `args` has.
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "train_micro_batch_size_per_gpu",
-                                       "micro_batch_size"),
+    "train_micro_batch_size_per_gpu": (
+        "per_device_train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "micro_batch_size",
+    ),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("max_grad_norm", "gradient_clipping"),
     "optimizer.params.lr": ("learning_rate", "lr"),
     "optimizer.params.eps": ("adam_epsilon",),
     "optimizer.params.weight_decay": ("weight_decay",),
     "scheduler.params.warmup_max_lr": ("learning_rate", "lr"),
-    "fp16.enabled": ("fp16",), "bf16.enabled": ("bf16",)}
+    "fp16.enabled": ("fp16",),
+    "bf16.enabled": ("bf16",),
+}
 STEPS = ("max_steps", "max_train_steps", "num_training_steps")
-WARMUP, EPOCHS = ("warmup_steps", "num_warmup_steps"), ("num_train_epochs", "epochs")
+WARMUP = ("warmup_steps", "num_warmup_steps")
+EPOCHS = ("num_train_epochs", "epochs")
 HIDDEN_SIZE = "the model's config.hidden_size"
 
 
@@ -248,14 +333,23 @@ class Sources:
 
     def argument(self, *names: str) -> Any | None:
         """The first of these arguments that there is."""
-        return next((value for name in names if (value := getattr(self.args, name, None)) is not None), None)
+        return next(
+            (
+                value
+                for name in names
+                if (value := getattr(self.args, name, None)) is not None
+            ),
+            None,
+        )
 
     @property
     def hidden_size(self) -> int | None:
         """The hidden size in a model's config like that of Hugging Face; the largest of several."""
         config = getattr(self.model, "config", None)
         for part in (config, getattr(config, "text_config", None)):
-            sizes = getattr(part, "hidden_size", None) or getattr(part, "hidden_sizes", None)
+            sizes = getattr(part, "hidden_size", None) or getattr(
+                part, "hidden_sizes", None
+            )
             if sizes:
                 return max(sizes) if isinstance(sizes, list | tuple) else sizes
         return None
@@ -266,9 +360,13 @@ def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     block = copy.deepcopy(dict(block))
     zero = block.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") != 3:
-        kept = {key: value for key, value in zero.items() if value != "auto" or not key.startswith("stage3_")}
+        kept = {
+            key: value
+            for key, value in zero.items()
+            if value != "auto" or not key.startswith("stage3_")
+        }
         block["zero_optimization"] = kept
-    for _ in range(2):          # the second time with the batch sizes that the first has filled
+    for _ in range(2):  # the second time with the batch sizes that the first has filled
         for key in auto_keys(block):
             value = _value(key, block, sources)
             if value is not None:
@@ -295,14 +393,18 @@ def _value(key: str, block: Mapping[str, Any], sources: Sources) -> Any | None:
 
 def _accumulation(block: Mapping[str, Any], sources: Sources) -> int | None:
     """The argument, else the steps that follow from the two batch sizes."""
-    total, micro = block.get("train_batch_size"), block.get("train_micro_batch_size_per_gpu")
+    total = block.get("train_batch_size")
+    micro = block.get("train_micro_batch_size_per_gpu")
     once = micro * sources.data_parallel_size if isinstance(micro, int) else 0
     follows = isinstance(total, int) and once and total % once == 0
-    return sources.argument(*NAMES["gradient_accumulation_steps"]) or (total // once if follows else None)
+    return sources.argument(*NAMES["gradient_accumulation_steps"]) or (
+        total // once if follows else None
+    )
 
 
 def _train_batch(block: Mapping[str, Any], sources: Sources) -> int | None:
-    micro, steps = block.get("train_micro_batch_size_per_gpu"), block.get("gradient_accumulation_steps", 1)
+    micro = block.get("train_micro_batch_size_per_gpu")
+    steps = block.get("gradient_accumulation_steps", 1)
     whole = isinstance(micro, int) and isinstance(steps, int)
     return micro * steps * sources.data_parallel_size if whole else None
 
@@ -313,8 +415,11 @@ def _betas(block: Mapping[str, Any], sources: Sources) -> list[float] | None:
 
 
 def _total_steps(block: Mapping[str, Any], sources: Sources) -> int | None:
-    steps, epochs = sources.argument(*STEPS), sources.argument(*EPOCHS)
-    if steps is not None and steps > 0:         # TrainingArguments has -1 where the epochs count
+    steps = sources.argument(*STEPS)
+    epochs = sources.argument(*EPOCHS)
+    if (
+        steps is not None and steps > 0
+    ):  # TrainingArguments has -1 where the epochs count
         return steps
     batch = _train_batch(block, sources)
     if epochs is None or sources.samples is None or not batch:
@@ -323,18 +428,23 @@ def _total_steps(block: Mapping[str, Any], sources: Sources) -> int | None:
 
 
 def _warmup_steps(block: Mapping[str, Any], sources: Sources) -> int | None:
-    steps, ratio = sources.argument(*WARMUP), sources.argument("warmup_ratio")
+    steps = sources.argument(*WARMUP)
+    ratio = sources.argument("warmup_ratio")
     if steps is None or not steps and ratio:
         total = _total_steps(block, sources)
         return None if ratio is None or total is None else math.ceil(ratio * total)
-    if 0 < steps < 1:                           # a part of training, as newer TrainingArguments have it
+    if 0 < steps < 1:  # a part of training, as newer TrainingArguments have it
         total = _total_steps(block, sources)
         return None if total is None else math.ceil(steps * total)
     return int(steps)
 
 
-def _of_hidden_size(size: Callable[[int], int]) -> Callable[[Mapping[str, Any], Sources], int | None]:
-    return lambda block, sources: None if sources.hidden_size is None else size(sources.hidden_size)
+def _of_hidden_size(
+    size: Callable[[int], int],
+) -> Callable[[Mapping[str, Any], Sources], int | None]:
+    return lambda block, sources: (
+        None if sources.hidden_size is None else size(sources.hidden_size)
+    )
 
 
 # What takes more than a look at one argument: the function, and what it needs.
@@ -344,9 +454,20 @@ DERIVED: Mapping[str, tuple[Callable[[Mapping[str, Any], Sources], Any], str]] =
     "optimizer.params.betas": (_betas, "args.adam_beta1 and args.adam_beta2"),
     "scheduler.params.warmup_min_lr": (lambda block, sources: 0.0, ""),
     "scheduler.params.total_num_steps": (
-        _total_steps, "args.max_steps, or args.num_train_epochs and training_data"),
+        _total_steps,
+        "args.max_steps, or args.num_train_epochs and training_data",
+    ),
     "scheduler.params.warmup_num_steps": (_warmup_steps, "args.warmup_steps"),
-    "zero_optimization.reduce_bucket_size": (_of_hidden_size(lambda h: h * h), HIDDEN_SIZE),
+    "zero_optimization.reduce_bucket_size": (
+        _of_hidden_size(lambda h: h * h),
+        HIDDEN_SIZE,
+    ),
     "zero_optimization.stage3_prefetch_bucket_size": (
-        _of_hidden_size(lambda h: int(0.9 * h * h)), HIDDEN_SIZE),
-    "zero_optimization.stage3_param_persistence_threshold": (_of_hidden_size(lambda h: 10 * h), HIDDEN_SIZE)}
+        _of_hidden_size(lambda h: int(0.9 * h * h)),
+        HIDDEN_SIZE,
+    ),
+    "zero_optimization.stage3_param_persistence_threshold": (
+        _of_hidden_size(lambda h: 10 * h),
+        HIDDEN_SIZE,
+    ),
+}

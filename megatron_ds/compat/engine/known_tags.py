@@ -42,15 +42,21 @@ def check(engine: object, directory: Path, folder: Path) -> None:
     """
     if directory.resolve() not in _used.get(engine, ()):
         look(engine, directory, folder)
-    named, known = _named(folder), _known[os.getpid(), directory.resolve()]
+    named = _named(folder)
+    known = _known[os.getpid(), directory.resolve()]
     last = max((one.step for one in known if one.step is not None), default=0)
     if named.step is not None and named.step >= last and named not in known:
         raise CheckpointError(
             f"{folder} was saved by another program while this one was suspended or cut off from the file "
             "system: this program has neither written nor loaded it. Saving now would mix two runs. Load it "
-            "with engine.load_checkpoint to continue from there, or save to another directory.")
+            "with engine.load_checkpoint to continue from there, or save to another directory."
+        )
 
 
 def _named(folder: Path) -> Named:
     steps = steps_in(folder)
-    return Named(folder.name, steps[-1], identifier_of(folder, steps[-1])) if steps else Named("", None, "")
+    return (
+        Named(folder.name, steps[-1], identifier_of(folder, steps[-1]))
+        if steps
+        else Named("", None, "")
+    )

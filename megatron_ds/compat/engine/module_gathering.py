@@ -55,8 +55,8 @@ from .leaf_modules import with_gradient, z3_leaf_module
 from .module_specs import ModuleLayer, tensors_in, units_of_layers
 from .watched import Hook, WatchedParameters
 
-MOST_NOTED = 1 << 16        # uses of layers
-OUTSIDE = "outside"         # the claim of a read outside of all layers, to the end of the step
+MOST_NOTED = 1 << 16  # uses of layers
+OUTSIDE = "outside"  # the claim of a read outside of all layers, to the end of the step
 logger = logging.getLogger(__name__)
 
 
@@ -66,11 +66,15 @@ class _Call:
 
     layer: int
     began: int
-    recorded_in: int            # the graph task that recomputes it, -1 for a forward outside of backward
+    recorded_in: (
+        int  # the graph task that recomputes it, -1 for a forward outside of backward
+    )
     ended: int = 0
-    reached_in: int = 0         # the number of the last backward that reached its output
-    task: int = 0               # the graph task in which it did
-    repeats: "_Call | None" = None      # the call without gradients of which this is the recomputation
+    reached_in: int = 0  # the number of the last backward that reached its output
+    task: int = 0  # the graph task in which it did
+    repeats: "_Call | None" = (
+        None  # the call without gradients of which this is the recomputation
+    )
 
     def is_before(self, other: "_Call") -> bool:
         """Whether the other call is over in backward when this one's output is reached."""
@@ -86,20 +90,34 @@ class ModuleGathering:
     prefetch   elements gathered ahead once the order is known; None: one layer
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[ModuleLayer], gathering: LayerGathering,
-                 prefetch: int | None):
-        self.layers, self.gathering = layers, gathering
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[ModuleLayer],
+        gathering: LayerGathering,
+        prefetch: int | None,
+    ):
+        self.layers = layers
+        self.gathering = gathering
         self._prefetch = prefetch
         self._closing = _InOrder(gathering)
         gathering.close = self._closing.left
-        self._active: list[_Call] = []              # running forwards, the innermost last
-        self._waiting: Counter[int] = Counter()     # calls whose backward has not begun, per layer
-        self._unannounced: set[int] = set()         # layers with calls that were not counted
-        self._without_grad: dict[int, list[_Call]] = {}     # calls that may be recomputed, per layer
-        self._open: list[_Call] = []                # running backwards
-        self._tasks: set[int] = set()               # running graph tasks, each with a callback at its end
-        self._recomputed: int | None = None         # a layer that is whole after its recomputation
-        self._route: list[int] = []                 # layers in the order of the running forward
+        self._active: list[_Call] = []  # running forwards, the innermost last
+        self._waiting: Counter[int] = (
+            Counter()
+        )  # calls whose backward has not begun, per layer
+        self._unannounced: set[int] = set()  # layers with calls that were not counted
+        self._without_grad: dict[
+            int, list[_Call]
+        ] = {}  # calls that may be recomputed, per layer
+        self._open: list[_Call] = []  # running backwards
+        self._tasks: set[int] = (
+            set()
+        )  # running graph tasks, each with a callback at its end
+        self._recomputed: int | None = (
+            None  # a layer that is whole after its recomputation
+        )
+        self._route: list[int] = []  # layers in the order of the running forward
         self._clock = self._depth = self._backwards = 0
         self._in_backward = self._root_has_grad = False
         self._hooked = [i for i, units in enumerate(gathering.needs) if units]
@@ -112,7 +130,9 @@ class ModuleGathering:
     @property
     def is_whole(self) -> bool:
         """Whether all parameters can be read now."""
-        return not self._hidden and not any(unit.is_free for unit in self._unit_of.values())
+        return not self._hidden and not any(
+            unit.is_free for unit in self._unit_of.values()
+        )
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this parameter can be read now."""
@@ -146,13 +166,19 @@ class ModuleGathering:
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """A context in which these parameters (and others of their layers) are whole. Collective."""
         token = ("context", object())
-        units = list(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
+        units = list(
+            dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of)
+        )
         for unit in units:
             unit.claims.add(token)
             unit.start()
         for unit in units:
             unit.wait()
-        hidden = [p for p, unit in self._unit_of.items() if unit in units and p in self._hidden]
+        hidden = [
+            p
+            for p, unit in self._unit_of.items()
+            if unit in units and p in self._hidden
+        ]
         self._show(hidden)
         try:
             yield
@@ -166,7 +192,9 @@ class ModuleGathering:
     def hide(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Let these parameters (None: all) show NaN until the next forward or backward."""
         for p in list(self._values if parameters is None else parameters):
-            p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+            p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(
+                p.shape
+            )
             self._hidden.add(p)
 
     def _show(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -182,7 +210,14 @@ class ModuleGathering:
         self._show()
         # In backward only recomputations read parameters by name: those of layers that are open.
         running = [*self._open, *self._active]
-        reader = next((call.layer for call in running if unit in self.gathering.needs[call.layer]), None)
+        reader = next(
+            (
+                call.layer
+                for call in running
+                if unit in self.gathering.needs[call.layer]
+            ),
+            None,
+        )
         if reader is not None:
             if unit.is_free:
                 self._enter(reader, backward=False)
@@ -194,7 +229,8 @@ class ModuleGathering:
 
     def _lend(self, unit: Unit, layer: int) -> None:
         """Gather a unit for a layer to which it does not belong, from now on."""
-        needs, in_backward = self.gathering.needs[layer], self.gathering.in_backward[layer]
+        needs = self.gathering.needs[layer]
+        in_backward = self.gathering.in_backward[layer]
         needs.append(unit)
         if in_backward is not needs:
             in_backward.append(unit)
@@ -208,9 +244,12 @@ class ModuleGathering:
             # Adapters may have hundreds of such parameters.
             level = logging.INFO if self._reported else logging.WARNING
             self._reported.add(parameter)
-            logger.log(level, "%s is read outside of the forward of its module: it stays gathered to the end "
-                       "of each step, which takes memory. Others are logged at level INFO",
-                       parameter.spec.name)
+            logger.log(
+                level,
+                "%s is read outside of the forward of its module: it stays gathered to the end "
+                "of each step, which takes memory. Others are logged at level INFO",
+                parameter.spec.name,
+            )
         self._closing.keep_open(unit.layer)
         unit.claims.add(OUTSIDE)
         unit.start()
@@ -226,7 +265,9 @@ class ModuleGathering:
         # The last one: the root may be a layer.
         module.register_forward_hook(Hook(self._root_ends), always_call=True)
         for owner in module.modules():
-            if any(p in self._unit_of for p in owner._parameters.values() if p is not None):
+            if any(
+                p in self._unit_of for p in owner._parameters.values() if p is not None
+            ):
                 owner._parameters = WatchedParameters(owner._parameters, self.fetch)
 
     def _root_begins(self, *_) -> None:
@@ -239,15 +280,19 @@ class ModuleGathering:
     def _root_ends(self, *_) -> None:
         self._depth -= 1
         if not self._depth and not self._in_backward:
-            self._active.clear()                    # of a forward that failed
-            self.gathering.prefetch = self._prefetch if self._route == self._hooked else 0
+            self._active.clear()  # of a forward that failed
+            self.gathering.prefetch = (
+                self._prefetch if self._route == self._hooked else 0
+            )
             if self._hide_again and not torch.is_grad_enabled():
                 self.hide()
 
     def _begins(self, layer: int, *_) -> None:
         self._show()
         self._clock += 1
-        self._active.append(_Call(layer, self._clock, torch._C._current_graph_task_id()))
+        self._active.append(
+            _Call(layer, self._clock, torch._C._current_graph_task_id())
+        )
         if not self._in_backward:
             self._route.append(layer)
         self._enter(layer, backward=False)
@@ -261,24 +306,30 @@ class ModuleGathering:
         call.ended = self._clock
         if self._is_open(layer):
             return output
-        if z3_leaf_module(module) and not any(t.requires_grad for t in tensors_in(output)):
+        if z3_leaf_module(module) and not any(
+            t.requires_grad for t in tensors_in(output)
+        ):
             output = with_gradient(output, self.layers[layer].parameters)
         if self._await_backward(call, output) and self._in_backward:
-            self._recomputed = layer                # its backward comes next
+            self._recomputed = layer  # its backward comes next
         else:
             self.gathering.leave(layer, False)
         return output
 
     def _await_backward(self, call: _Call, output: Any) -> bool:
         """Whether the backward of this call will announce itself, by hooks on its output."""
-        layer, tensors, is_to_come = call.layer, [], False
+        layer = call.layer
+        tensors = []
+        is_to_come = False
         if self._in_backward and self._without_grad.get(layer):
             call.repeats = self._without_grad[layer].pop()
         if torch.is_grad_enabled():
             tensors = [t for t in tensors_in(output) if t.requires_grad]
             for tensor in tensors:
                 tensor.register_hook(partial(self._backward_reaches, call))
-        elif self._in_backward or self._depth and self._root_has_grad:      # of a re-entrant checkpoint?
+        elif (
+            self._in_backward or self._depth and self._root_has_grad
+        ):  # of a re-entrant checkpoint?
             self._without_grad.setdefault(layer, []).append(call)
             is_to_come = True
         if not self._in_backward:
@@ -286,16 +337,20 @@ class ModuleGathering:
         return bool(tensors)
 
     def _backward_reaches(self, call: _Call, _) -> None:
-        if not self._in_backward:       # of another engine, whose loss was computed with this module, too
+        if (
+            not self._in_backward
+        ):  # of another engine, whose loss was computed with this module, too
             backward = ExitStack()
             backward.enter_context(self.backward())
             torch.autograd.Variable._execution_engine.queue_callback(backward.close)
-        if call.reached_in == self._backwards:          # through another of its outputs
+        if call.reached_in == self._backwards:  # through another of its outputs
             return
         call.reached_in = self._backwards
         self._enter_task(call)
         self._leave_all([other for other in self._open if call.is_before(other)])
-        if not self._waiting[call.layer]:               # its graph was retained, or has had a backward
+        if not self._waiting[
+            call.layer
+        ]:  # its graph was retained, or has had a backward
             self._unannounced.add(call.layer)
         self._waiting[call.layer] -= self._waiting[call.layer] > 0
         self._open.append(call)
@@ -308,15 +363,19 @@ class ModuleGathering:
         call.task = torch._C._current_graph_task_id()
         if call.task not in self._tasks:
             self._tasks.add(call.task)
-            at_end = lambda: self._leave_all([c for c in self._open if c.task == call.task])
+            at_end = lambda: self._leave_all(
+                [c for c in self._open if c.task == call.task]
+            )
             torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def _note(self, layer: str) -> None:
         """Note the use of a layer, for the comparison of the ranks in the next update."""
         path = self.gathering.path
         path.append(layer)
-        if len(path) == MOST_NOTED:         # of an engine that is never updated
-            path[:] = [f"{MOST_NOTED} layers with checksum {zlib.crc32(repr(path).encode()):08x}"]
+        if len(path) == MOST_NOTED:  # of an engine that is never updated
+            path[:] = [
+                f"{MOST_NOTED} layers with checksum {zlib.crc32(repr(path).encode()):08x}"
+            ]
 
     # ------------------------------------------------------------------ entering and leaving
     def _enter(self, layer: int, backward: bool) -> None:
@@ -335,13 +394,18 @@ class ModuleGathering:
 
     def _leave_recomputed(self) -> None:
         """Leave the layer that was recomputed last, unless its backward has begun."""
-        layer, self._recomputed = self._recomputed, None
-        if layer is not None and not any(call.layer == layer for call in (*self._open, *self._active)):
+        layer = self._recomputed
+        self._recomputed = None
+        if layer is not None and not any(
+            call.layer == layer for call in (*self._open, *self._active)
+        ):
             self.gathering.leave(layer, False)
 
     def _leave_backward(self, call: _Call) -> None:
         layer = call.layer
-        is_over = not (self._waiting[layer] or self._is_open(layer) or layer in self._unannounced)
+        is_over = not (
+            self._waiting[layer] or self._is_open(layer) or layer in self._unannounced
+        )
         self.gathering.leave(layer, backward=is_over)
 
     def _is_open(self, layer: int) -> bool:
@@ -365,7 +429,11 @@ class _InOrder:
     def left(self, layer: int) -> None:
         """Called when a layer is left in backward."""
         self._left.add(layer)
-        while self._next >= 0 and self._next in self._left and self._next not in self._kept:
+        while (
+            self._next >= 0
+            and self._next in self._left
+            and self._next not in self._kept
+        ):
             self._close(self._next)
             self._next -= 1
 

@@ -47,10 +47,10 @@ from ...mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ...zero.gathering import LayerGathering, Unit
 from ..deepspeed.moe_layer import ExpertList
 
-NOT_DRAWN = Init("zeros")       # the values come with the module
-LEAF = "_z3_leaf"                # DeepSpeed's attribute of modules that stage 3 gathers as a whole
-COMPILED = "_orig_mod"          # where torch.compile(module) keeps the module
-SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
+NOT_DRAWN = Init("zeros")  # the values come with the module
+LEAF = "_z3_leaf"  # DeepSpeed's attribute of modules that stage 3 gathers as a whole
+COMPILED = "_orig_mod"  # where torch.compile(module) keeps the module
+SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")  # DeepSpeed's group names
 
 
 def name_of(path: str) -> str:
@@ -75,13 +75,18 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
         if not hasattr(p, "spec"):
             p.spec = _spec_of(names.get(name, name_of(name)), p, world.model.size)
         elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
-            p.spec = replace(p.spec, name=names.get(name, p.spec.name), distinct_over=("ep",))
+            p.spec = replace(
+                p.spec, name=names.get(name, p.spec.name), distinct_over=("ep",)
+            )
         _check_shape(name, p, world)
 
 
 def is_marked(p: nn.Parameter) -> bool:
     """Whether other data-parallel ranks hold other experts, by its mark. With ep_size_1 all hold all."""
-    return getattr(p, "allreduce", True) is False and getattr(p, "group_name", None) != "ep_size_1"
+    return (
+        getattr(p, "allreduce", True) is False
+        and getattr(p, "group_name", None) != "ep_size_1"
+    )
 
 
 def is_expert(p: nn.Parameter) -> bool:
@@ -109,14 +114,16 @@ def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
             f"it is not known which of the {world.data.size} data-parallel ranks hold the same experts: "
             "their gradients would be summed over different experts. Give an mpu with the function "
             f"{SEVENTH}, or call megatron_ds.mpu.initialize_model_parallel(expert_model_parallel_size=...) "
-            "and give mpu=megatron_ds.mpu. Where every rank holds all experts, remove the mark.")
+            "and give mpu=megatron_ds.mpu. Where every rank holds all experts, remove the mark."
+        )
     for name, p in marked:
         size = SIZE_IN_NAME.match(str(getattr(p, "group_name", "")))
         if size and int(size[1]) != world.expert_parts:
             raise ConfigError(
                 f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of "
                 f"{world.expert.size} of {world.data.size} ranks mean expert-parallel groups of "
-                f"{world.expert_parts}. Use one size of expert-parallel groups in all layers.")
+                f"{world.expert_parts}. Use one size of expert-parallel groups in all layers."
+            )
 
 
 def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
@@ -124,9 +131,16 @@ def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
     if world.expert_parts == 1:
         return {}
     lists = dict(_expert_modules(module))
-    names = [name for name, p in module.named_parameters(remove_duplicate=False) if _is_distinct(p)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False)
-              if any(map(lists.get, _owners(name)))]
+    names = [
+        name
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if _is_distinct(p)
+    ]
+    names += [
+        name
+        for name, _ in module.named_buffers(remove_duplicate=False)
+        if any(map(lists.get, _owners(name)))
+    ]
     return {name: name_of(_global_name(name, lists, world)) for name in names}
 
 
@@ -134,14 +148,20 @@ def _is_distinct(p: nn.Parameter) -> bool:
     return is_expert(p) and not (hasattr(p, "spec") and p.spec.is_split_over("ep"))
 
 
-def _global_name(name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld) -> str:
-    on_path = [owner for owner in _owners(name) if isinstance(lists.get(owner), nn.ModuleList)]
+def _global_name(
+    name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld
+) -> str:
+    on_path = [
+        owner for owner in _owners(name) if isinstance(lists.get(owner), nn.ModuleList)
+    ]
     declared = [owner for owner in on_path if isinstance(lists[owner], ExpertList)]
-    called_experts = [owner for owner in on_path if "expert" in owner.rpartition(".")[2]]
+    called_experts = [
+        owner for owner in on_path if "expert" in owner.rpartition(".")[2]
+    ]
     if not on_path:
         return f"{name}.expert_part_{world.expert_part}_of_{world.expert_parts}"
     chosen = (declared or called_experts[-1:] or on_path)[0]
-    index, _, rest = name[len(chosen):].lstrip(".").partition(".")
+    index, _, rest = name[len(chosen) :].lstrip(".").partition(".")
     at = world.expert_part * len(lists[chosen]) + int(index)
     return ".".join(filter(None, (chosen, str(at), rest)))
 
@@ -157,20 +177,34 @@ def _expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _owners(name: str) -> list[str]:
     """The modules that contain a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
     parts = name.split(".")[:-1]
-    return ["", *(".".join(parts[:i + 1]) for i in range(len(parts)))]
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
 
 def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
-    is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
+    is_split = getattr(p, "tensor_model_parallel", False) or getattr(
+        p, "model_parallel", False
+    )
     distinct = ("ep",) if is_expert(p) else ()
     matrices = Matrices() if has_matrix(name, p) else None
     if not is_split or tp_size == 1:
-        partial = ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
-        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, partial_over=partial, distinct_over=distinct,
-                         matrices=matrices)
-    split = Split("tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1))
+        partial = (
+            ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
+        )
+        return ParamSpec(
+            name,
+            tuple(p.shape),
+            NOT_DRAWN,
+            partial_over=partial,
+            distinct_over=distinct,
+            matrices=matrices,
+        )
+    split = Split(
+        "tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1)
+    )
     shape = tuple(n * tp_size if d == split.dim else n for d, n in enumerate(p.shape))
-    return ParamSpec(name, shape, NOT_DRAWN, (split,), distinct_over=distinct, matrices=matrices)
+    return ParamSpec(
+        name, shape, NOT_DRAWN, (split,), distinct_over=distinct, matrices=matrices
+    )
 
 
 def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
@@ -178,18 +212,21 @@ def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
     try:
         expected = p.spec.local_shape(sizes)
     except LayoutError as error:
-        raise ConfigError(f"{name} has a spec that does not fit the ranks: {error}") from error
+        raise ConfigError(
+            f"{name} has a spec that does not fit the ranks: {error}"
+        ) from error
     if tuple(p.shape) != expected:
         raise ConfigError(
             f"{name} has shape {list(p.shape)} here. Its spec, {p.spec.splits} of {list(p.spec.shape)}, "
             f"gives {list(expected)} with {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
             "ranks. Give the mpu with the groups that the module was made with (for experts: with "
-            f"{SEVENTH}, or a Mesh with ep).")
+            f"{SEVENTH}, or a Mesh with ep)."
+        )
 
 
 # ----------------------------------------------------------------------------------------------------- layers
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-LARGE = 4       # an element with more than 1 / LARGE of the parameters is divided
+LARGE = 4  # an element with more than 1 / LARGE of the parameters is divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,9 +252,16 @@ def find_layers(module: nn.Module) -> list[ModuleLayer]:
     return list(found.values())
 
 
-def _visit(name: str, module: nn.Module, is_element: bool, total: int) -> Iterator[ModuleLayer]:
+def _visit(
+    name: str, module: nn.Module, is_element: bool, total: int
+) -> Iterator[ModuleLayer]:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if getattr(module, LEAF, False) or is_element and not is_list and not _is_divided(module, total):
+    if (
+        getattr(module, LEAF, False)
+        or is_element
+        and not is_list
+        and not _is_divided(module, total)
+    ):
         if parameters := list(module.parameters()):
             yield ModuleLayer(name, module, parameters)
         return
@@ -230,14 +274,24 @@ def _visit(name: str, module: nn.Module, is_element: bool, total: int) -> Iterat
 
 def _is_divided(module: nn.Module, total: int) -> bool:
     large = LARGE * sum(p.numel() for p in module.parameters()) > total
-    return large and any(isinstance(m, LISTS) and any(True for _ in m.parameters()) for m in module.modules())
+    return large and any(
+        isinstance(m, LISTS) and any(True for _ in m.parameters())
+        for m in module.modules()
+    )
 
 
-def units_of_layers(layers: Sequence[ModuleLayer], gathering: LayerGathering) -> dict[nn.Parameter, Unit]:
+def units_of_layers(
+    layers: Sequence[ModuleLayer], gathering: LayerGathering
+) -> dict[nn.Parameter, Unit]:
     """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
     units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
-    return {p: units[storage(p)] for layer in layers for p in layer.parameters if storage(p) in units}
+    return {
+        p: units[storage(p)]
+        for layer in layers
+        for p in layer.parameters
+        if storage(p) in units
+    }
 
 
 def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -245,7 +299,9 @@ def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tens
     seen = set() if _seen is None else _seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif id(value) not in seen and not isinstance(value, nn.Module | type | str | bytes):
+    elif id(value) not in seen and not isinstance(
+        value, nn.Module | type | str | bytes
+    ):
         seen.add(id(value))
         if isinstance(value, Mapping):
             value = list(value.values())

@@ -26,7 +26,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from ...errors import ConfigError
 from .module_specs import name_of, named_parameters
 
-BLOCK, KEEP, BUFFERS = "data_types", "keep_in_fp32_modules", "buffer_dtype"
+BLOCK = "data_types"
+KEEP = "keep_in_fp32_modules"
+BUFFERS = "buffer_dtype"
 AUTO = "auto"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = torch.bfloat16, torch.float16
@@ -47,7 +49,11 @@ class NumberFormats:
         """What stays fp32 in a module whose parameters get `dtype`."""
         if dtype not in HALVES:
             return NamesInFp32(())
-        return NamesInFp32(_patterns_of(module, dtype) if self.keep is None else map(_expression, self.keep))
+        return NamesInFp32(
+            _patterns_of(module, dtype)
+            if self.keep is None
+            else map(_expression, self.keep)
+        )
 
     def apply(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Give the parameters and buffers of a module their formats, on "meta" too."""
@@ -67,7 +73,9 @@ class NamesInFp32:
     """The names that one of some expressions matches anywhere. expressions: regular ones"""
 
     def __init__(self, expressions: Sequence[str] | Iterator[str]):
-        self._pattern = re.compile("|".join(found)) if (found := sorted(set(expressions))) else None
+        self._pattern = (
+            re.compile("|".join(found)) if (found := sorted(set(expressions))) else None
+        )
 
     def __contains__(self, name: str) -> bool:
         return self._pattern is not None and self._pattern.search(name) is not None
@@ -76,19 +84,30 @@ class NamesInFp32:
         return self._pattern is not None
 
 
-def formats_of(name: str, block: Mapping[str, Any]) -> tuple[NumberFormats, dict[str, Any]]:
+def formats_of(
+    name: str, block: Mapping[str, Any]
+) -> tuple[NumberFormats, dict[str, Any]]:
     """(the formats, the block without their keys) of a config. Raises ConfigError for a wrong value."""
     data_types = block.get(BLOCK)
     if not isinstance(data_types, Mapping):
         return NumberFormats(), dict(block)
-    keep, buffers = data_types.get(KEEP, AUTO), data_types.get(BUFFERS)
-    is_list = isinstance(keep, list | tuple) and all(isinstance(pattern, str) for pattern in keep)
+    keep = data_types.get(KEEP, AUTO)
+    buffers = data_types.get(BUFFERS)
+    is_list = isinstance(keep, list | tuple) and all(
+        isinstance(pattern, str) for pattern in keep
+    )
     if keep != AUTO and not is_list:
-        raise ConfigError(f'{name}: "{BLOCK}.{KEEP}" is {keep!r}: it is "auto", or a list of patterns of '
-                          "names, in which * stands for any characters.")
+        raise ConfigError(
+            f'{name}: "{BLOCK}.{KEEP}" is {keep!r}: it is "auto", or a list of patterns of '
+            "names, in which * stands for any characters."
+        )
     if buffers is not None and buffers not in DTYPES:
-        raise ConfigError(f'{name}: "{BLOCK}.{BUFFERS}" is {buffers!r}: it is one of {", ".join(DTYPES)}.')
-    rest = {key: value for key, value in data_types.items() if key not in (KEEP, BUFFERS)}
+        raise ConfigError(
+            f'{name}: "{BLOCK}.{BUFFERS}" is {buffers!r}: it is one of {", ".join(DTYPES)}.'
+        )
+    rest = {
+        key: value for key, value in data_types.items() if key not in (KEEP, BUFFERS)
+    }
     formats = NumberFormats(None if keep == AUTO else tuple(keep), DTYPES.get(buffers))
     others = {key: value for key, value in block.items() if key != BLOCK}
     return formats, others | ({BLOCK: rest} if rest else {})
@@ -101,8 +120,16 @@ def has_list(kind: nn.Module, dtype: torch.dtype | None) -> bool:
 
 def _formats_of_statistics(module: nn.Module) -> dict[int, torch.dtype]:
     """id of each buffer that torch reads together with a weight → the format of this weight."""
-    norms = [inner for inner in module.modules() if isinstance(inner, _NormBase) and inner.affine]
-    return {id(buffer): norm.weight.dtype for norm in norms for buffer in norm.buffers(recurse=False)}
+    norms = [
+        inner
+        for inner in module.modules()
+        if isinstance(inner, _NormBase) and inner.affine
+    ]
+    return {
+        id(buffer): norm.weight.dtype
+        for norm in norms
+        for buffer in norm.buffers(recurse=False)
+    }
 
 
 def _patterns_of(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:

@@ -13,17 +13,23 @@ from .json_settings import KEYS
 from .module_specs import is_expert
 
 PROBLEM = "the ranks gave initialize different settings"
-ADVICE = ("Such an engine trains neither of the two. Give the same config, arguments and installation on all "
-          "ranks.")
-COMPARED = (int, float, str, bool, type(None))          # types of an optimizer's numbers
+ADVICE = (
+    "Such an engine trains neither of the two. Give the same config, arguments and installation on all "
+    "ranks."
+)
+COMPARED = (int, float, str, bool, type(None))  # types of an optimizer's numbers
 
 
 def require_same_settings(settings: RunConfig, world: DataParallelWorld) -> None:
     """Raises ConfigError on all ranks unless settings and versions are equal. Collective over all ranks."""
-    require_agreement(world.world, lambda: compared_values(settings, _key), PROBLEM, ADVICE)
+    require_agreement(
+        world.world, lambda: compared_values(settings, _key), PROBLEM, ADVICE
+    )
 
 
-def require_same_groups(groups: Sequence[dict[str, Any]], world: DataParallelWorld) -> None:
+def require_same_groups(
+    groups: Sequence[dict[str, Any]], world: DataParallelWorld
+) -> None:
     """Raises ConfigError unless data-parallel ranks have equal parameter groups. Collective over them.
 
     Ranks of tensor parallelism may have different ones.
@@ -37,7 +43,9 @@ def _key(option: Option) -> str:
 
 def _numbers_of(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
     """The numbers of each parameter group: learning rate, weight decay, …"""
-    found: dict[str, tuple[Any, str]] = {"the number of parameter groups": (len(groups), "")}
+    found: dict[str, tuple[Any, str]] = {
+        "the number of parameter groups": (len(groups), "")
+    }
     for at, group in enumerate(groups):
         for name, value in group.items():
             if name == "params":
@@ -55,4 +63,6 @@ def _members(parameters: Sequence[Any]) -> str:
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(isinstance(item, COMPARED) for item in value)
+    return isinstance(value, tuple | list) and all(
+        isinstance(item, COMPARED) for item in value
+    )

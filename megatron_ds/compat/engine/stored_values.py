@@ -25,9 +25,13 @@ import torch
 
 from ...errors import CheckpointError, ConfigError
 
-MOST_BYTES = 2**28          # of tensors and arrays in one state; run.json is read whole, and by every rank
-DEEPEST = 100               # containers inside one another
-FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}        # of a defaultdict
+MOST_BYTES = (
+    2**28
+)  # of tensors and arrays in one state; run.json is read whole, and by every rank
+DEEPEST = 100  # containers inside one another
+FACTORIES = {
+    kind.__name__: kind for kind in (int, float, str, list, dict, set)
+}  # of a defaultdict
 
 
 def plain(value: Any, name: str = "the state") -> Any:
@@ -44,11 +48,18 @@ class _Writer:
     def write(self, value: Any, name: str) -> Any:
         """`value`, which is at the place `name` in the state, as JSON."""
         kind = type(value)
-        if value is None or kind in (bool, int, str) or kind is float and math.isfinite(value):
+        if (
+            value is None
+            or kind in (bool, int, str)
+            or kind is float
+            and math.isfinite(value)
+        ):
             return value
         if self._depth > DEEPEST:
-            raise ConfigError(f"{name[:200]}… is more than {DEEPEST} containers deep, or contains itself: it "
-                              "cannot be saved. Leave it out, or save a flatter form.")
+            raise ConfigError(
+                f"{name[:200]}… is more than {DEEPEST} containers deep, or contains itself: it "
+                "cannot be saved. Leave it out, or save a flatter form."
+            )
         self._depth += 1
         try:
             return self._container(value, name)
@@ -65,9 +76,15 @@ class _Writer:
             return {TABLES[kind]: self._table(value, name)}
         if kind in NAMESPACES:
             return {NAMESPACES[kind]: self._table(vars(value), name)}
-        if kind is defaultdict and FACTORIES.get(getattr(value.default_factory, "__name__", "")) in (
-                value.default_factory,):
-            return {"defaultdict": [value.default_factory.__name__, self._table(value, name)]}
+        if kind is defaultdict and FACTORIES.get(
+            getattr(value.default_factory, "__name__", "")
+        ) in (value.default_factory,):
+            return {
+                "defaultdict": [
+                    value.default_factory.__name__,
+                    self._table(value, name),
+                ]
+            }
         if kind in TEXTS:
             return {TEXTS[kind]: str(value)}
         if kind is bytes:
@@ -75,38 +92,56 @@ class _Writer:
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(value, name)}
         if isinstance(value, np.ndarray | np.generic):
-            return {"array" if kind is np.ndarray else "number": self._array(value, name)}
+            return {
+                "array" if kind is np.ndarray else "number": self._array(value, name)
+            }
         raise _unknown(value, name)
 
     def _items(self, values: Any, name: str) -> list:
         return [self.write(item, f"{name}[{i}]") for i, item in enumerate(values)]
 
     def _table(self, values: Mapping, name: str) -> list:
-        return [[self.write(key, f"a key of {name}"), self.write(item, f"{name}[{key!r}]")]
-                for key, item in values.items()]
+        return [
+            [self.write(key, f"a key of {name}"), self.write(item, f"{name}[{key!r}]")]
+            for key, item in values.items()
+        ]
 
     def _tensor(self, value: torch.Tensor, name: str) -> dict[str, Any]:
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            raise _unknown(value, f"{name}, a tensor that is sparse, quantized or without values,")
+            raise _unknown(
+                value, f"{name}, a tensor that is sparse, quantized or without values,"
+            )
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
-                "data": self._data(flat.tobytes(), name)}
+        return {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "data": self._data(flat.tobytes(), name),
+        }
 
     def _array(self, value: np.ndarray | np.generic, name: str) -> dict[str, Any]:
         array = np.asarray(value)
-        if array.dtype.hasobject or array.dtype.fields or not isinstance(value, np.generic
-                                                                         ) and type(value) is not np.ndarray:
+        if (
+            array.dtype.hasobject
+            or array.dtype.fields
+            or not isinstance(value, np.generic)
+            and type(value) is not np.ndarray
+        ):
             raise _unknown(value, name)
-        return {"dtype": array.dtype.str, "shape": list(array.shape),
-                "data": self._data(np.ascontiguousarray(array).tobytes(), name)}
+        return {
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+            "data": self._data(np.ascontiguousarray(array).tobytes(), name),
+        }
 
     def _data(self, content: bytes, name: str) -> str:
         self._bytes += len(content)
         if self._bytes > MOST_BYTES:
-            raise ConfigError(f"tensors and arrays up to {name} have {self._bytes / 2**20:.0f} MiB, and a "
-                              f"checkpoint holds at most {MOST_BYTES >> 20} MiB of them besides the module "
-                              "and its optimizer. Register large tensors as buffers of the module, or save "
-                              "them in a file of your own.")
+            raise ConfigError(
+                f"tensors and arrays up to {name} have {self._bytes / 2**20:.0f} MiB, and a "
+                f"checkpoint holds at most {MOST_BYTES >> 20} MiB of them besides the module "
+                "and its optimizer. Register large tensors as buffers of the module, or save "
+                "them in a file of your own."
+            )
         return base64.b64encode(content).decode()
 
 
@@ -116,16 +151,26 @@ def _unknown(value: Any, name: str) -> ConfigError:
         f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: reading "
         "it again could execute code. It holds None, numbers, texts, bytes, tuples, lists, sets, dicts, "
         "tensors, arrays of numpy, Namespaces and paths. Leave it out, or convert it, for instance with "
-        "vars() or state_dict().")
+        "vars() or state_dict()."
+    )
 
 
 def restored(value: Any) -> Any:
     """The value from which `plain` made `value`. Raises CheckpointError where it made none."""
     try:
         return _restored(value)
-    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"run.json is damaged: it has a value that this package does not write "
-                              f"({type(error).__name__}: {str(error)[:200]}).") from error
+    except (
+        AttributeError,
+        LookupError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(
+            f"run.json is damaged: it has a value that this package does not write "
+            f"({type(error).__name__}: {str(error)[:200]})."
+        ) from error
 
 
 def _restored(value: Any) -> Any:
@@ -153,14 +198,22 @@ def _read_tensor(content: Mapping[str, Any]) -> torch.Tensor:
     data = _checked(content, dtype.itemsize)
     if not data:
         return torch.empty(content["shape"], dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(content["shape"])
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        .view(dtype)
+        .reshape(content["shape"])
+    )
 
 
 def _read_array(content: Mapping[str, Any]) -> np.ndarray:
     dtype = np.dtype(content["dtype"])
     if dtype.hasobject:
         raise ValueError(f"arrays of {dtype} are not stored")
-    return np.frombuffer(_checked(content, dtype.itemsize), dtype).reshape(content["shape"]).copy()
+    return (
+        np.frombuffer(_checked(content, dtype.itemsize), dtype)
+        .reshape(content["shape"])
+        .copy()
+    )
 
 
 def _checked(content: Mapping[str, Any], itemsize: int) -> bytes:
@@ -192,17 +245,50 @@ def _read_namespace(kind: type, content: list) -> Any:
     return made
 
 
-ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
-TABLES: dict[type, str] = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-NAMESPACES: dict[type, str] = {Namespace: "namespace", SimpleNamespace: "simple_namespace"}
-TEXTS: dict[type, str] = {float: "float", complex: "complex", PosixPath: "path", torch.dtype: "dtype",
-                          torch.device: "device"}
+ITEMS: dict[type, str] = {
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "size",
+}
+TABLES: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered_dict",
+    Counter: "counter",
+}
+NAMESPACES: dict[type, str] = {
+    Namespace: "namespace",
+    SimpleNamespace: "simple_namespace",
+}
+TEXTS: dict[type, str] = {
+    float: "float",
+    complex: "complex",
+    PosixPath: "path",
+    torch.dtype: "dtype",
+    torch.device: "device",
+}
 READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: lambda content, kind=kind: kind(map(_restored, content)) for kind, name in ITEMS.items()},
+    **{
+        name: lambda content, kind=kind: kind(map(_restored, content))
+        for kind, name in ITEMS.items()
+    },
     "size": lambda content: torch.Size(list(map(_restored, content))),
-    **{name: lambda content, kind=kind: kind(dict(_pairs(content))) for kind, name in TABLES.items()},
-    **{name: lambda content, kind=kind: _read_namespace(kind, content) for kind, name in NAMESPACES.items()},
-    "defaultdict": _read_default, "bytes": _read_bytes, "tensor": _read_tensor, "array": _read_array,
-    "number": lambda content: _read_array(content)[()], "float": float, "complex": complex, "path": Path,
-    "dtype": _read_dtype, "device": torch.device,
+    **{
+        name: lambda content, kind=kind: kind(dict(_pairs(content)))
+        for kind, name in TABLES.items()
+    },
+    **{
+        name: lambda content, kind=kind: _read_namespace(kind, content)
+        for kind, name in NAMESPACES.items()
+    },
+    "defaultdict": _read_default,
+    "bytes": _read_bytes,
+    "tensor": _read_tensor,
+    "array": _read_array,
+    "number": lambda content: _read_array(content)[()],
+    "float": float,
+    "complex": complex,
+    "path": Path,
+    "dtype": _read_dtype,
+    "device": torch.device,
 }

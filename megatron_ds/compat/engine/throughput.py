@@ -13,9 +13,11 @@ class Throughput:
     steps_per_output = None
 
     def __init__(self, batch_size: int, start_step: int = 2):
-        self.batch_size, self.start_step = batch_size, start_step
+        self.batch_size = batch_size
+        self.start_step = start_step
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time, self._began = 0.0, None
+        self.total_elapsed_time = 0.0
+        self._began = None
 
     def update_epoch_count(self) -> None:
         """Begin an epoch, whose micro-batches are counted from 0."""
@@ -31,7 +33,9 @@ class Throughput:
         if self._began is None:
             return
         measured = self.global_step_count >= self.start_step
-        self.total_elapsed_time += time.perf_counter() - self._began if measured else 0.0
+        self.total_elapsed_time += (
+            time.perf_counter() - self._began if measured else 0.0
+        )
         self._began = None
         self.micro_step_count += 1
         self.global_step_count += global_step
@@ -39,4 +43,8 @@ class Throughput:
     def avg_samples_per_sec(self) -> float:
         """Mean samples per second so far; 0 before there is a measurement."""
         steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if self.total_elapsed_time else 0.0
+        return (
+            self.batch_size * steps / self.total_elapsed_time
+            if self.total_elapsed_time
+            else 0.0
+        )

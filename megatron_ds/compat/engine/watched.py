@@ -16,7 +16,11 @@ from ...errors import ConfigError
 class WatchedParameters(dict):
     """A module's `_parameters`, which calls `fetch` with each parameter that is read by name."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], fetch: Callable[[nn.Parameter], None]):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        fetch: Callable[[nn.Parameter], None],
+    ):
         super().__init__(parameters)
         self._fetch = fetch
 
@@ -29,8 +33,10 @@ class WatchedParameters(dict):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         hidden = [name for name, p in self.items() if p is not None and is_hidden(p)]
         if hidden:
-            raise ConfigError(f"copy.deepcopy of a module that ZeRO stage 3 shards: {hidden[0]} has no "
-                              "values here. Copy it inside of `with engine.gathered_parameters():`.")
+            raise ConfigError(
+                f"copy.deepcopy of a module that ZeRO stage 3 shards: {hidden[0]} has no "
+                "values here. Copy it inside of `with engine.gathered_parameters():`."
+            )
         return {name: copy.deepcopy(p, memo) for name, p in self.items()}
 
 
@@ -51,6 +57,7 @@ def _between_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`, which torch.compile of the module calls and does not trace."""
     if torch.compiler.is_compiling():
         from ...tensor_parallel.outside_graphs import call_outside_graphs
+
         return call_outside_graphs(function, *arguments)
     return function(*arguments)
 
@@ -61,7 +68,9 @@ def no_effect(*arguments: Any) -> None:
 
 def is_hidden(p: nn.Parameter) -> bool:
     """Whether a parameter shows one expanded NaN; see "Note: hidden parameters"."""
-    return p.numel() > 1 and not any(p.stride()) and bool(p.detach().view(-1)[0].isnan())
+    return (
+        p.numel() > 1 and not any(p.stride()) and bool(p.detach().view(-1)[0].isnan())
+    )
 
 
 @torch.no_grad()

@@ -38,32 +38,48 @@ from .number_formats import NumberFormats, has_list
 from .sharded_names import ShardedNames, ShownParameter
 from .watched import WatchedParameters
 
-RESIZE = ("Resize (resize_token_embeddings) inside of `with zero.GatheredParameters("
-          "list(model.parameters()), modifier_rank=0):` on all ranks, before initialize.")
+RESIZE = (
+    "Resize (resize_token_embeddings) inside of `with zero.GatheredParameters("
+    "list(model.parameters()), modifier_rank=0):` on all ranks, before initialize."
+)
 
 
 class Partition:
     """This rank's shard of a parameter, kept as `.partition` while the parameter itself is on "meta"."""
 
     @torch.no_grad()
-    def __init__(self, parameter: nn.Parameter, group: Group, dtype: torch.dtype | None, pin: bool = False,
-                 source: int = 0):
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        group: Group,
+        dtype: torch.dtype | None,
+        pin: bool = False,
+        source: int = 0,
+    ):
         """Shard the parameter, with the values of rank `source` of the group. Collective over the group."""
-        self.group, self.shape, self.device = group, parameter.shape, parameter.device
-        flat = parameter.detach().to(dtype if parameter.is_floating_point() else None).reshape(-1)
+        self.group = group
+        self.shape = parameter.shape
+        self.device = parameter.device
+        flat = (
+            parameter.detach()
+            .to(dtype if parameter.is_floating_point() else None)
+            .reshape(-1)
+        )
         size = -(-flat.numel() // group.size)
         whole = flat.new_zeros(size * group.size)
-        whole[:flat.numel()] = flat
+        whole[: flat.numel()] = flat
         broadcast_(whole, group, source)
-        self.part = whole[group.rank * size:(group.rank + 1) * size].clone()
-        self.part = self.part.pin_memory() if pin and torch.cuda.is_available() else self.part
+        self.part = whole[group.rank * size : (group.rank + 1) * size].clone()
+        self.part = (
+            self.part.pin_memory() if pin and torch.cuda.is_available() else self.part
+        )
         self.hide(parameter)
 
     def whole(self) -> torch.Tensor:
         """All values. Collective over the group."""
         flat = self.part.new_empty(self.part.numel() * self.group.size)
         all_gather_into_(flat, self.part, self.group)
-        return flat[:self.shape.numel()].view(self.shape)
+        return flat[: self.shape.numel()].view(self.shape)
 
     def show(self, parameter: nn.Parameter) -> None:
         """Give the parameter all its values. Collective over the group."""
@@ -90,9 +106,10 @@ class Partition:
         """
         values = parameter.detach().contiguous()
         broadcast_(values, self.group, source)
-        flat, size = values.view(-1), self.part.numel()
-        mine = flat[self.group.rank * size:(self.group.rank + 1) * size]
-        self.part[:mine.numel()] = mine
+        flat = values.view(-1)
+        size = self.part.numel()
+        mine = flat[self.group.rank * size : (self.group.rank + 1) * size]
+        self.part[: mine.numel()] = mine
 
 
 class HiddenParameter(ShardedNames, nn.Parameter):
@@ -117,20 +134,33 @@ class Init:
     mem_efficient_linear, zero_param_parallel_group  no effect: they concern DeepSpeed's implementation
     """
 
-    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
-                 mem_efficient_linear: bool = True, remote_device: str | None = None,
-                 pin_memory: bool = False,
-                 config_dict_or_path: Mapping[str, Any] | str | os.PathLike | None = None,
-                 config: Mapping[str, Any] | str | os.PathLike | None = None, enabled: bool = True,
-                 dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None):
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | os.PathLike | None = None,
+        config: Mapping[str, Any] | str | os.PathLike | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+    ):
         if remote_device not in (None, "none", "cpu"):
-            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): shards are kept in memory until "
-                              'initialize, which then offloads them according to "offload_param". Leave '
-                              "remote_device out.")
-        self._enabled, self._pin = enabled, pin_memory
+            raise ConfigError(
+                f"zero.Init(remote_device={remote_device!r}): shards are kept in memory until "
+                'initialize, which then offloads them according to "offload_param". Leave '
+                "remote_device out."
+            )
+        self._enabled = enabled
+        self._pin = pin_memory
         if enabled:
             given = data_parallel_group
-            self._dtype = dtype or _dtype_of(config if config_dict_or_path is None else config_dict_or_path)
+            self._dtype = dtype or _dtype_of(
+                config if config_dict_or_path is None else config_dict_or_path
+            )
             self._group = group_of(given) if given is not None else join_world(mpu).data
             self._enabled = self._group.size > 1
         if module is not None and self._enabled:
@@ -168,7 +198,9 @@ class Init:
     def _wrapped(self, original: Callable) -> Callable:
         @wraps(original)
         def made(module: nn.Module, *args, **kwargs) -> None:
-            if any(other is module for other, _ in self._making):       # the __init__ of a base class
+            if any(
+                other is module for other, _ in self._making
+            ):  # the __init__ of a base class
                 return original(module, *args, **kwargs)
             gathered: list[nn.Parameter] = []
             self._making.append((module, gathered))
@@ -179,7 +211,10 @@ class Init:
             # In a model that names parameters to stay fp32, names are known only when all modules are made.
             around = [module, *(other for other, _ in self._making)]
             keeps = any(has_list(other, self._dtype) for other in around)
-            for p in [*gathered, *(q for q in module._parameters.values() if q is not None)]:
+            for p in [
+                *gathered,
+                *(q for q in module._parameters.values() if q is not None),
+            ]:
                 self._cut(p, None if keeps else self._dtype)
             if not isinstance(module._parameters, _Gathering):
                 module._parameters = _Gathering(module._parameters, self._gather)
@@ -216,23 +251,34 @@ class GatheredParameters:
     fwd_module     no effect: parameters that another module reads are found without it
     """
 
-    def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
-                 fwd_module: nn.Module | None = None, enabled: bool = True):
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
         given = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._parameters = [p for p in given if isinstance(p, nn.Parameter)] if enabled else []
+        self._parameters = (
+            [p for p in given if isinstance(p, nn.Parameter)] if enabled else []
+        )
         self._modifier = modifier_rank
 
     def __enter__(self) -> None:
         self._exits = ExitStack()
         engines: dict[int, tuple[Any, list[nn.Parameter]]] = {}
-        self._cut = [p for p in self._parameters if p.is_meta and hasattr(p, "partition")]
+        self._cut = [
+            p for p in self._parameters if p.is_meta and hasattr(p, "partition")
+        ]
         for p in self._parameters:
             if (engine := getattr(p, "engine", lambda: None)()) is not None:
                 engines.setdefault(id(engine), (engine, []))[1].append(p)
         for p in self._cut:
             p.partition.show(p)
         for engine, parameters in engines.values():
-            self._exits.enter_context(engine.gathered_parameters(parameters, self._modifier))
+            self._exits.enter_context(
+                engine.gathered_parameters(parameters, self._modifier)
+            )
 
     def __exit__(self, *error: Any) -> None:
         resized = [] if error[0] else [p for p in self._cut if not p.partition.is_of(p)]
@@ -246,9 +292,11 @@ class GatheredParameters:
                 Partition(p, p.partition.group, p.dtype, source=self._modifier)
         self._exits.__exit__(*error)
         if resized and self._modifier is None:
-            raise ConfigError(f"{len(resized)} parameters, the first now of shape {list(resized[0].shape)}, "
-                              "were resized inside of zero.GatheredParameters without modifier_rank=: they "
-                              "have their former values again. " + RESIZE)
+            raise ConfigError(
+                f"{len(resized)} parameters, the first now of shape {list(resized[0].shape)}, "
+                "were resized inside of zero.GatheredParameters without modifier_rank=: they "
+                "have their former values again. " + RESIZE
+            )
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -263,28 +311,42 @@ def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
 
     Raises ConfigError for parameters that were marked as experts or resized later.
     """
-    found = {p: p.partition for p in module.parameters() if p.is_meta and hasattr(p, "partition")}
+    found = {
+        p: p.partition
+        for p in module.parameters()
+        if p.is_meta and hasattr(p, "partition")
+    }
     for name, p in module.named_parameters():
         if p in found and is_expert(p):
-            raise ConfigError(f"{name} was made under zero.Init and marked as an expert afterwards: "
-                              "zero.Init has given all ranks the values of data-parallel rank 0. Make "
-                              "experts outside of zero.Init.")
+            raise ConfigError(
+                f"{name} was made under zero.Init and marked as an expert afterwards: "
+                "zero.Init has given all ranks the values of data-parallel rank 0. Make "
+                "experts outside of zero.Init."
+            )
         if p in found and not found[p].is_of(p):
-            raise ConfigError(f"{name} was made under zero.Init with the shape {list(found[p].shape)} and "
-                              f"has the shape {list(p.shape)} now, without values: it was resized while "
-                              f"ranks held shards of it. {RESIZE}")
+            raise ConfigError(
+                f"{name} was made under zero.Init with the shape {list(found[p].shape)} and "
+                f"has the shape {list(p.shape)} now, without values: it was resized while "
+                f"ranks held shards of it. {RESIZE}"
+            )
     return found
 
 
-def check_values(module: nn.Module, partitions: Mapping[nn.Parameter, Partition]) -> None:
+def check_values(
+    module: nn.Module, partitions: Mapping[nn.Parameter, Partition]
+) -> None:
     """Raises ConfigError where a tensor on "meta" has no shard, so that its values are nowhere."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    lost = [name for name, tensor in tensors if tensor.is_meta and tensor not in partitions]
+    lost = [
+        name for name, tensor in tensors if tensor.is_meta and tensor not in partitions
+    ]
     if lost:
-        raise ConfigError(f"{len(lost)} tensors on the meta device have no values, first {lost[0]}: "
-                          f"{len(partitions)} parameters of this module have shards of zero.Init, and these "
-                          "have none. Make them under zero.Init or on a real device, or give draw=. "
-                          f"{RESIZE}")
+        raise ConfigError(
+            f"{len(lost)} tensors on the meta device have no values, first {lost[0]}: "
+            f"{len(partitions)} parameters of this module have shards of zero.Init, and these "
+            "have none. Make them under zero.Init or on a real device, or give draw=. "
+            f"{RESIZE}"
+        )
 
 
 def zeros(name: str, start: int, out: torch.Tensor) -> None:
@@ -293,7 +355,9 @@ def zeros(name: str, start: int, out: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def move_into(zero: ZeroOptimizer, partitions: Mapping[nn.Parameter, Partition]) -> None:
+def move_into(
+    zero: ZeroOptimizer, partitions: Mapping[nn.Parameter, Partition]
+) -> None:
     """Copy sharded parameters into the optimizer, one after the other. Collective over the data group."""
     if not partitions:
         return
@@ -305,19 +369,32 @@ def move_into(zero: ZeroOptimizer, partitions: Mapping[nn.Parameter, Partition])
     for p, partition in partitions.items():
         flat = partition.whole().view(-1)
         for piece in pieces.get(p.spec.name, ()):
-            piece.tensor.copy_(flat[piece.start:piece.stop])
+            piece.tensor.copy_(flat[piece.start : piece.stop])
         p.__dict__.pop("partition", None)
     zero.after_load()
 
 
-def _dtype_of(config: Mapping[str, Any] | str | os.PathLike | None) -> torch.dtype | None:
+def _dtype_of(
+    config: Mapping[str, Any] | str | os.PathLike | None,
+) -> torch.dtype | None:
     """The 16-bit number format that a config enables; None where it enables none."""
     if config is None:
         return None
-    block = config if isinstance(config, Mapping) else load_json(os.fspath(config), "config")
-    formats = (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16))
-    enabled = [dtype for key, dtype in formats
-               if isinstance(block.get(key), Mapping) and block[key].get("enabled") is True]
+    block = (
+        config
+        if isinstance(config, Mapping)
+        else load_json(os.fspath(config), "config")
+    )
+    formats = (
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        ("fp16", torch.float16),
+    )
+    enabled = [
+        dtype
+        for key, dtype in formats
+        if isinstance(block.get(key), Mapping) and block[key].get("enabled") is True
+    ]
     return enabled[0] if enabled else None
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from ...host.regular_file import read_regular
 from .shell_tokens import CLOSE, OPEN, ShellError
 
-LARGEST_FILE = 1_000_000                 # bytes of a recipe, and of each file that it reads
-LARGEST_YAML = 200_000                   # bytes; reading one takes 50 times as long as a script's
-CHARACTERS = 4_000_000                   # that all expansions give together
-SECONDS = 10.0                           # of this process's own time
-LONGEST_PATTERN = 1_000                  # characters of a pattern of `case`, `[[ … ]]` and `${A%…}`
-LONGEST_EXPRESSION = 1_000               # characters of `$((…))`
-MOST_LAUNCHES = 100                      # training commands
-MOST_FLAGS = 1_000                       # of a training command, or keys of a JSON
-MOST_WORDS = 100_000                     # of a training command: a blend of many corpora has thousands
+LARGEST_FILE = 1_000_000  # bytes of a recipe, and of each file that it reads
+LARGEST_YAML = 200_000  # bytes; reading one takes 50 times as long as a script's
+CHARACTERS = 4_000_000  # that all expansions give together
+SECONDS = 10.0  # of this process's own time
+LONGEST_PATTERN = 1_000  # characters of a pattern of `case`, `[[ … ]]` and `${A%…}`
+LONGEST_EXPRESSION = 1_000  # characters of `$((…))`
+MOST_LAUNCHES = 100  # training commands
+MOST_FLAGS = 1_000  # of a training command, or keys of a JSON
+MOST_WORDS = 100_000  # of a training command: a blend of many corpora has thousands
 MOST_RANKS = 10_000_000
 
 
@@ -37,10 +37,14 @@ class Budget:
         self.began = now if self.began is None else self.began
         self.characters -= characters
         if self.characters < 0:
-            raise ShellError(f"its values have more than {CHARACTERS:,} characters together: this is not a "
-                             "recipe.")
+            raise ShellError(
+                f"its values have more than {CHARACTERS:,} characters together: this is not a "
+                "recipe."
+            )
         if now - self.began > self.seconds:
-            raise ShellError(f"it takes more than {self.seconds:.0f} s to read: this is not a recipe.")
+            raise ShellError(
+                f"it takes more than {self.seconds:.0f} s to read: this is not a recipe."
+            )
 
     def replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
         """`text.replace(old, new, count)`."""
@@ -59,5 +63,11 @@ def text_of_file(path: Path, most: int = LARGEST_FILE, errors: str = "strict") -
     """The text of a recipe, or of a file that belongs to it. Raises ShellError, OSError and
     UnicodeDecodeError.
     """
-    text = read_regular(path, ShellError, most).decode("utf-8-sig", errors).replace("\r\n", "\n")
-    return text.replace(OPEN, "").replace(CLOSE, "")          # only the reader marks values as open
+    text = (
+        read_regular(path, ShellError, most)
+        .decode("utf-8-sig", errors)
+        .replace("\r\n", "\n")
+    )
+    return text.replace(OPEN, "").replace(
+        CLOSE, ""
+    )  # only the reader marks values as open

@@ -1,9 +1,9 @@
 """A recipe file → its trainings: a shell script, a YAML of Megatron or GPT-NeoX, or a JSON of DeepSpeed.
 
-    train.sh    the training commands that it would start (`shell_script`)
-    *.yaml      `MODEL_ARGS` of Megatron's functional tests, a file for Megatron's --yaml-cfg, or a
-                configuration of GPT-NeoX
-    *.json      a configuration of DeepSpeed
+train.sh    the training commands that it would start (`shell_script`)
+*.yaml      `MODEL_ARGS` of Megatron's functional tests, a file for Megatron's --yaml-cfg, or a
+            configuration of GPT-NeoX
+*.json      a configuration of DeepSpeed
 """
 
 import re
@@ -21,23 +21,41 @@ from .shell_script import Script, read_script
 from .shell_tokens import ShellError
 from .shell_values import IS_OPEN, Scope, fields_of, opened
 
-JSON, YAML, SHELL = "JSON", "YAML", "shell"
-KINDS = {".json": JSON, ".yaml": YAML, ".yml": YAML, ".sh": SHELL, ".bash": SHELL, ".slurm": SHELL,
-         ".sbatch": SHELL}
-HEAD = 4096                              # characters that are read to recognise a file of another ending
+JSON = "JSON"
+YAML = "YAML"
+SHELL = "shell"
+KINDS = {
+    ".json": JSON,
+    ".yaml": YAML,
+    ".yml": YAML,
+    ".sh": SHELL,
+    ".bash": SHELL,
+    ".slurm": SHELL,
+    ".sbatch": SHELL,
+}
+HEAD = 4096  # characters that are read to recognise a file of another ending
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_\d+)?")
 NUMBERS = re.compile(r"[-+.\deE]+(\s+[-+.\deE]+)+")
 # Names of Megatron's --yaml-cfg that are not a flag's name → the flag for true, the flag for false.
-YAML_SWITCHES = {"add-bias-linear": ("", "--disable-bias-linear"), "fp16": ("--fp16", ""),
-                 "bf16": ("--bf16", ""), "bias-activation-fusion": ("", "--no-bias-gelu-fusion"),
-                 "bias-dropout-fusion": ("", "--no-bias-dropout-fusion"),
-                 "masked-softmax-fusion": ("", "--no-masked-softmax-fusion"),
-                 "gradient-accumulation-fusion": ("", "--no-gradient-accumulation-fusion"),
-                 "apply-rope-fusion": ("", "--no-rope-fusion"), "perform-initialization": ("", ""),
-                 "overlap-p2p-comm": ("", "--no-overlap-p2p-communication"),
-                 "tp-comm-overlap": ("--tp-comm-overlap", ""),
-                 "gated-linear-unit": ("--gated-linear-unit", "")}
-YAML_ACTIVATIONS = {"gelu": (), "swiglu": ("--swiglu",), "squaredrelu": ("--squared-relu",)}
+YAML_SWITCHES = {
+    "add-bias-linear": ("", "--disable-bias-linear"),
+    "fp16": ("--fp16", ""),
+    "bf16": ("--bf16", ""),
+    "bias-activation-fusion": ("", "--no-bias-gelu-fusion"),
+    "bias-dropout-fusion": ("", "--no-bias-dropout-fusion"),
+    "masked-softmax-fusion": ("", "--no-masked-softmax-fusion"),
+    "gradient-accumulation-fusion": ("", "--no-gradient-accumulation-fusion"),
+    "apply-rope-fusion": ("", "--no-rope-fusion"),
+    "perform-initialization": ("", ""),
+    "overlap-p2p-comm": ("", "--no-overlap-p2p-communication"),
+    "tp-comm-overlap": ("--tp-comm-overlap", ""),
+    "gated-linear-unit": ("--gated-linear-unit", ""),
+}
+YAML_ACTIVATIONS = {
+    "gelu": (),
+    "swiglu": ("--swiglu",),
+    "squaredrelu": ("--squared-relu",),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,9 @@ class Training:
     copies: frozenset[str] = frozenset()
 
 
-def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()) -> list[Training]:
+def read_recipe(
+    path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()
+) -> list[Training]:
     """The trainings of a file. Raises ConfigError.
 
     variables  of the environment of a script; arguments: of a script, $1 first
@@ -67,19 +87,25 @@ def read_recipe(path: Path, variables: Mapping[str, str], arguments: Sequence[st
         kind = kind_of(path)
         if kind == JSON:
             text = text_of_file(path)
-            return [Training("", ("--deepspeed_config", str(path)), files={str(path): text})]
+            return [
+                Training("", ("--deepspeed_config", str(path)), files={str(path): text})
+            ]
         if kind == YAML:
             return _of_yaml(path, Scope(dict(variables), list(arguments)))
         return _of_script(read_script(path, variables, arguments), path)
     except ShellError as error:
         raise ConfigError(f"{path}: {str(error).removeprefix(f'{path} ')}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a recipe: its brackets or conditions are nested too "
-                          "deep.") from None
+        raise ConfigError(
+            f"{path}: this is not a recipe: its brackets or conditions are nested too "
+            "deep."
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: this is not a text file.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
+        raise ConfigError(
+            f"{path}: {(error.strerror or str(error)).lower()}."
+        ) from None
 
 
 def kind_of(path: Path) -> str:
@@ -89,7 +115,11 @@ def kind_of(path: Path) -> str:
     head = text_of_file(path, errors="replace")[:HEAD].lstrip()
     if head.startswith("{"):
         return JSON
-    lines = [line for line in head.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in head.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
     return YAML if lines and re.match(r"---|[\w-]+:(\s|$)", lines[0]) else SHELL
 
 
@@ -100,18 +130,31 @@ def _of_script(script: Script, path: Path) -> list[Training]:
         if _is_training(launch.script, launch.words):
             files = _files(script, launch.words)
             copies = frozenset(filter(script.is_copy, files))
-            found.append(Training(launch.script, launch.words, launch.ranks, files, copies))
+            found.append(
+                Training(launch.script, launch.words, launch.ranks, files, copies)
+            )
     if not found:
-        raise ConfigError(f"{path}: no training command in it: no Python file is started with flags such as "
-                          "--num-layers. If another script sets the variables, give that one.")
+        raise ConfigError(
+            f"{path}: no training command in it: no Python file is started with flags such as "
+            "--num-layers. If another script sets the variables, give that one."
+        )
     return found
 
 
 def _is_training(script: str, words: Sequence[str]) -> bool:
     """Whether the command trains: other Python programs prepare data or convert checkpoints."""
     flags = {word.partition("=")[0].replace("_", "-") for word in words}
-    return bool(flags & {"--num-layers", "--train-iters", "--train-samples", "--micro-batch-size",
-                         "--deepspeed-config", "--yaml-cfg"})
+    return bool(
+        flags
+        & {
+            "--num-layers",
+            "--train-iters",
+            "--train-samples",
+            "--micro-batch-size",
+            "--deepspeed-config",
+            "--yaml-cfg",
+        }
+    )
 
 
 def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
@@ -128,6 +171,7 @@ def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
 
 def _of_yaml(path: Path, scope: Scope) -> list[Training]:
     from ...config.sources.bounded_yaml import load_yaml
+
     text = text_of_file(path, LARGEST_YAML)
     try:
         root = load_yaml(text)
@@ -136,22 +180,37 @@ def _of_yaml(path: Path, scope: Scope) -> list[Training]:
     if not isinstance(root, dict):
         raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
     if is_neox(root):
-        return [Training("pretrain_gpt.py", ("--config", str(path)), files={str(path): text})]
+        return [
+            Training(
+                "pretrain_gpt.py", ("--config", str(path)), files={str(path): text}
+            )
+        ]
     blocks = [value for name, value in root.items() if MODEL_ARGS.fullmatch(str(name))]
     if blocks:
         if len(blocks) > MOST_LAUNCHES:
-            raise ConfigError(f"{path}: more than {MOST_LAUNCHES} blocks of MODEL_ARGS: this is not a "
-                              "recipe.")
+            raise ConfigError(
+                f"{path}: more than {MOST_LAUNCHES} blocks of MODEL_ARGS: this is not a "
+                "recipe."
+            )
         for block in blocks:
             if not isinstance(block, dict | None):
-                raise ConfigError(f"{path}: MODEL_ARGS should be a block of `--flag: value` lines, not "
-                                  f"{str(block)[:60]!r}.")
-        return [Training(_script_of(path), _words_of_args(block or {}, scope)) for block in blocks]
+                raise ConfigError(
+                    f"{path}: MODEL_ARGS should be a block of `--flag: value` lines, not "
+                    f"{str(block)[:60]!r}."
+                )
+        return [
+            Training(_script_of(path), _words_of_args(block or {}, scope))
+            for block in blocks
+        ]
     return [Training("pretrain_gpt.py", _words_of_cfg(root))]
 
 
 def _script_of(path: Path) -> str:
-    return "pretrain_bert.py" if "bert" in path.parent.name + path.parent.parent.name else "pretrain_gpt.py"
+    return (
+        "pretrain_bert.py"
+        if "bert" in path.parent.name + path.parent.parent.name
+        else "pretrain_gpt.py"
+    )
 
 
 def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
@@ -186,7 +245,7 @@ def _words_of_cfg(root: Mapping[str, Any]) -> tuple[str, ...]:
     words: list[str] = []
     for name, value in root.items():
         if name == "gated_linear_unit" and root.get("activation_func") == "swiglu":
-            continue                                                  # part of it
+            continue  # part of it
         if isinstance(value, dict):
             words += _words_of_cfg(value)
             continue
@@ -209,8 +268,14 @@ def _words_of_switch(flag: str, value: bool) -> list[str]:
         on, off = YAML_SWITCHES[flag]
     elif (spelling := spellings().get(name)) is not None:
         option = spelling.option
-        on, off = name, option.negative if option.kind is bool and option.default and spelling.value else ""
+        on = name
+        off = (
+            option.negative
+            if option.kind is bool and option.default and spelling.value
+            else ""
+        )
     else:
-        on, off = name, "" if answer_to_flag(name) else f"{name}=false"
+        on = name
+        off = "" if answer_to_flag(name) else f"{name}=false"
     word = on if value else off
     return [word] if word else []

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from .shell_syntax import COUNTING
 from .shell_values import Scope, arithmetic, fields_of
 
-MOST_ROUNDS = 100                        # of one loop; the rest is not read
-COUNTED = re.compile(r"\(\(\s*(\w+)\s*=\s*([^;]+);\s*\1\s*(<=?)\s*([^;]+);"
-                     r"\s*(?:\1\s*\+\+|\+\+\s*\1|\1\s*\+=\s*([^;]+?))\s*\)\)")
+MOST_ROUNDS = 100  # of one loop; the rest is not read
+COUNTED = re.compile(
+    r"\(\(\s*(\w+)\s*=\s*([^;]+);\s*\1\s*(<=?)\s*([^;]+);"
+    r"\s*(?:\1\s*\+\+|\+\+\s*\1|\1\s*\+=\s*([^;]+?))\s*\)\)"
+)
 
 
 def rounds(name: str, words: Sequence[str], scope: Scope) -> Iterator[tuple[str, str]]:

@@ -13,18 +13,47 @@ from pathlib import Path
 
 from .budget import MOST_LAUNCHES, MOST_WORDS, Budget, text_of_file, whole
 from .shell_loops import rounds
-from .shell_syntax import AndOr, Case, Command, For, Function, If, Pipe, Statement, statements_of
+from .shell_syntax import (
+    AndOr,
+    Case,
+    Command,
+    For,
+    Function,
+    If,
+    Pipe,
+    Statement,
+    statements_of,
+)
 from .shell_tokens import ShellError
-from .shell_values import Scope, array_of, closed, fields_of, is_true, matches, opened, shown, value_of
+from .shell_values import (
+    Scope,
+    array_of,
+    closed,
+    fields_of,
+    is_true,
+    matches,
+    opened,
+    shown,
+    value_of,
+)
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.S)
 DECLARING = {"export", "local", "readonly", "declare", "typeset"}
 SHELLS = {"bash", "sh", "source", ".", "sbatch", "srun", "exec"}
-COUNTS = {"nproc-per-node": "per_node", "num-gpus": "per_node", "nnodes": "nodes", "num-nodes": "nodes",
-          "ntasks-per-node": "per_node", "nodes": "nodes", "np": "world", "n": "world", "ntasks": "world"}
+COUNTS = {
+    "nproc-per-node": "per_node",
+    "num-gpus": "per_node",
+    "nnodes": "nodes",
+    "num-nodes": "nodes",
+    "ntasks-per-node": "per_node",
+    "nodes": "nodes",
+    "np": "world",
+    "n": "world",
+    "ntasks": "world",
+}
 WORLD_NAMES = ("WORLD_SIZE", "NUM_GPUS", "num_gpus")
-DEEPEST = 5                              # scripts that start scripts
-MOST = 20_000                            # statements that are read
+DEEPEST = 5  # scripts that start scripts
+MOST = 20_000  # statements that are read
 
 
 @dataclass(frozen=True)
@@ -55,8 +84,8 @@ class Script:
     functions: dict[str, tuple] = field(default_factory=dict)
     depth: int = 0
     read: int = 0
-    output: list[str] | None = None      # of the commands in a `$(…)` that is followed
-    is_silent: bool = True               # whether no other command was met in it
+    output: list[str] | None = None  # of the commands in a `$(…)` that is followed
+    is_silent: bool = True  # whether no other command was met in it
 
     def run(self, text: str) -> None:
         """Follow the statements of the text. Raises ShellError."""
@@ -121,12 +150,19 @@ class Script:
         while words and (match := ASSIGNMENT.match(words[0])):
             self._assign(match, words.pop(0))
         if command.document is not None and command.writes:
-            self._write(command, command.document if command.is_literal else self._expanded(command.document))
+            self._write(
+                command,
+                command.document
+                if command.is_literal
+                else self._expanded(command.document),
+            )
         if not words or words[0] in ("exit", "return", "set", "mkdir", "cd", "wait"):
             return True
         if words[0] in ("unset", "shift"):
             done = self._unset if words[0] == "unset" else self._shift
-            return done([value for word in words[1:] for value in fields_of(word, self.scope)])
+            return done(
+                [value for word in words[1:] for value in fields_of(word, self.scope)]
+            )
         expanded = [value for word in words for value in fields_of(word, self.scope)]
         if expanded:
             self._start(expanded, command)
@@ -135,10 +171,16 @@ class Script:
     def _unset(self, words: Sequence[str]) -> bool:
         names = [word for word in words if not word.startswith("-")]
         for name in names:
-            if "-f" in words or name not in self.scope.variables and name in self.functions:
+            if (
+                "-f" in words
+                or name not in self.scope.variables
+                and name in self.functions
+            ):
                 self.functions.pop(name, None)
-            elif "[" in name:                                         # an element
-                self.scope.variables[name.partition("[")[0]] = opened(f"${name.partition('[')[0]}")
+            elif "[" in name:  # an element
+                self.scope.variables[name.partition("[")[0]] = opened(
+                    f"${name.partition('[')[0]}"
+                )
             else:
                 self.scope.unset(name)
         return True
@@ -155,7 +197,8 @@ class Script:
 
     def _assign(self, match: re.Match, word: str) -> None:
         name, index, adds = match.groups()
-        text, variables = word[match.end():], self.scope.variables
+        text = word[match.end() :]
+        variables = self.scope.variables
         before = variables.get(name)
         if text.startswith("("):
             values = array_of(text, self.scope)
@@ -168,7 +211,9 @@ class Script:
             self.scope.budget.spend(len(before or "") if adds else 0)
             if adds and isinstance(before, list):
                 before, value = "", [(before[0] if before else "") + value, *before[1:]]
-            variables[name] = (before or "") + value if adds and isinstance(value, str) else value
+            variables[name] = (
+                (before or "") + value if adds and isinstance(value, str) else value
+            )
 
     def _expanded(self, document: str) -> str:
         return value_of('"' + document.replace('"', '\\"') + '"', self.scope)
@@ -186,7 +231,9 @@ class Script:
                 self._command(command)
             return True
         for command in commands:
-            words = [value for word in command.words for value in fields_of(word, self.scope)]
+            words = [
+                value for word in command.words for value in fields_of(word, self.scope)
+            ]
             text = edited(text, words, self.scope.budget)
         if commands[-1].writes:
             self._write(commands[-1], text, is_copy)
@@ -195,13 +242,19 @@ class Script:
     def _source(self, command: Command) -> tuple[str | None, bool]:
         """(the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
         whether it is that of a neighbour)."""
-        words = [value for word in command.words for value in fields_of(word, self.scope)]
+        words = [
+            value for word in command.words for value in fields_of(word, self.scope)
+        ]
         if not words or words[0] not in ("sed", "cat"):
             return None, False
         if command.document is not None:
-            return command.document if command.is_literal else self._expanded(command.document), False
+            return command.document if command.is_literal else self._expanded(
+                command.document
+            ), False
         for word in words[1:]:
-            if word in self.files or not word.startswith(("s/", "s#", "s|", "s@", "s,", "-")):
+            if word in self.files or not word.startswith(
+                ("s/", "s#", "s|", "s@", "s,", "-")
+            ):
                 return self.text_of(word), self.is_copy(word)
         return None, False
 
@@ -228,7 +281,13 @@ class Script:
             return self._inner(lambda: self._all(self.functions[words[0]]), words[1:])
         if name == "eval":
             return self._nested(" ".join(words[1:]))
-        if name == "sed" and command.writes or name == "cat" and command.writes and command.document is None:
+        if (
+            name == "sed"
+            and command.writes
+            or name == "cat"
+            and command.writes
+            and command.document is None
+        ):
             text, is_copy = self._source(command)
             if text is not None:
                 self._write(command, edited(text, words, self.scope.budget), is_copy)
@@ -242,7 +301,11 @@ class Script:
             return None
         if name == "echo" and (command.writes or self.output is not None):
             text = " ".join(word for word in words[1:] if word not in ("-n", "-e"))
-            return self._write(command, text) if command.writes else self.output.append(text)
+            return (
+                self._write(command, text)
+                if command.writes
+                else self.output.append(text)
+            )
         if name == "echo":
             return None
         self.is_silent = False
@@ -251,21 +314,34 @@ class Script:
         texts = [word for word in words if ".py" in word and re.search(r"\s--", word)]
         if texts:
             return self._nested(texts[0])
-        script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+        script = next(
+            (at for at, word in enumerate(words) if word.endswith(".py")), None
+        )
         if script is not None:
             return self._launch(words, script, command.line)
-        scripts = (at for at, word in enumerate(words) if word.endswith(".sh") or word in self.files)
+        scripts = (
+            at
+            for at, word in enumerate(words)
+            if word.endswith(".sh") or word in self.files
+        )
         other = next(scripts, None)
         if other is not None and (other == 0 or name in SHELLS):
-            self._follow(words[other], words[other + 1:], keeps=name in ("source", "."))
+            self._follow(
+                words[other], words[other + 1 :], keeps=name in ("source", ".")
+            )
         return None
 
     def _output_of(self, text: str) -> str | None:
         """What the commands of `$(text)` print, where all of them are `echo` or functions of it, or None."""
         if self.depth >= DEEPEST or not text.strip():
             return None
-        outer, variables = (self.output, self.is_silent), self.scope.variables
-        self.output, self.is_silent, self.scope.variables = [], True, dict(variables)     # of a subshell
+        outer = (self.output, self.is_silent)
+        variables = self.scope.variables
+        self.output, self.is_silent, self.scope.variables = (
+            [],
+            True,
+            dict(variables),
+        )  # of a subshell
         self.depth += 1
         try:
             self._all(statements_of(text))
@@ -292,24 +368,42 @@ class Script:
         text = self.text_of(name)
         if text is None or self.depth >= DEEPEST:
             return
-        self._inner(lambda: self.run(text), self.scope.arguments if keeps else arguments)
+        self._inner(
+            lambda: self.run(text), self.scope.arguments if keeps else arguments
+        )
 
     def _launch(self, words: Sequence[str], at: int, line: int) -> None:
-        flags = [word for word in words[at + 1:] if re.match(r"--?[A-Za-z]", word)]
+        flags = [word for word in words[at + 1 :] if re.match(r"--?[A-Za-z]", word)]
         if flags:
             if len(self.launches) == MOST_LAUNCHES:
-                raise ShellError(f"more than {MOST_LAUNCHES} training commands: this is not a recipe.")
+                raise ShellError(
+                    f"more than {MOST_LAUNCHES} training commands: this is not a recipe."
+                )
             if len(words) > MOST_WORDS:
-                raise ShellError(f"line {line}: a command of {len(words):,} words: this is not a recipe.")
-            self.launches.append(Launch(words[at], tuple(words[at + 1:]), self._ranks(words[:at]), line))
+                raise ShellError(
+                    f"line {line}: a command of {len(words):,} words: this is not a recipe."
+                )
+            self.launches.append(
+                Launch(words[at], tuple(words[at + 1 :]), self._ranks(words[:at]), line)
+            )
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
         """The number of processes that the launcher would start."""
         counts: dict[str, int] = {}
         for number, word in enumerate(launcher):
             name, equals, value = word.lstrip("-").partition("=")
-            value = value if equals else launcher[number + 1] if number + 1 < len(launcher) else ""
-            if word.startswith("-") and name.replace("_", "-") in COUNTS and whole(value) is not None:
+            value = (
+                value
+                if equals
+                else launcher[number + 1]
+                if number + 1 < len(launcher)
+                else ""
+            )
+            if (
+                word.startswith("-")
+                and name.replace("_", "-") in COUNTS
+                and whole(value) is not None
+            ):
                 counts[COUNTS[name.replace("_", "-")]] = whole(value)
             if name == "include" and (devices := included_devices(value)):
                 return devices
@@ -326,13 +420,18 @@ def neighbour(folder: Path, name: str) -> Path | None:
     """The file of this name next to the script; None if there is none. Names that leave the folder's tree by
     an absolute path or an open value are looked up by their last part. A link or `..` that leaves the tree
     names no file."""
-    root, last = folder.resolve(), closed(name).rpartition("/")[2]
+    root = folder.resolve()
+    last = closed(name).rpartition("/")[2]
     for candidate in (closed(name).lstrip("./"), last):
         try:
             path = (root / candidate).resolve()
             if candidate and path.is_relative_to(root) and path.is_file():
                 return path
-        except (OSError, ValueError, RuntimeError):          # too long, with a zero byte, a loop of links
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ):  # too long, with a zero byte, a loop of links
             continue
     return None
 
@@ -348,7 +447,9 @@ def included_devices(text: str) -> int | None:
 def text_for_a_shell(words: Sequence[str]) -> str | None:
     """The text after `bash -c`, also where srun or a container starts the shell; None without one."""
     for shell, flag, text in zip(words, words[1:], words[2:]):
-        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flag):
+        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(
+            r"-[a-z]*c", flag
+        ):
             return text
     return None
 
@@ -361,13 +462,18 @@ def edited(text: str, words: Sequence[str], budget: Budget) -> str:
         old, *new = word[2:].split(word[1])
         option = new.pop() if new else None
         if new and option in ("", "g"):
-            count, inner = -1 if option else 1, word[1].join(new)
+            count = -1 if option else 1
+            inner = word[1].join(new)
             budget.spend(len(text))
-            text = "\n".join(budget.replaced(line, old, inner, count) for line in text.split("\n"))
+            text = "\n".join(
+                budget.replaced(line, old, inner, count) for line in text.split("\n")
+            )
     return text
 
 
-def read_script(path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
+def read_script(
+    path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()
+) -> Script:
     """The script with all that it would start. variables: of the environment. Raises ShellError."""
     script = Script(path.parent, Scope(dict(variables), list(arguments)))
     script.run(text_of_file(path, errors="replace"))

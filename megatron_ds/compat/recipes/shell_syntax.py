@@ -1,9 +1,9 @@
 """The text of a shell script → its statements, as far as training recipes need them. Nothing is executed.
 
-    Command   words as written, with quotes and `$`; the texts that redirections read and the files they write
-    Pipe      commands joined by `|`
-    AndOr     statements joined by `&&` and `||`
-    If, For, Case, Function   with their bodies; a `while` is a For without words, whose body is not read
+Command   words as written, with quotes and `$`; the texts that redirections read and the files they write
+Pipe      commands joined by `|`
+AndOr     statements joined by `&&` and `||`
+If, For, Case, Function   with their bodies; a `while` is a For without words, whose body is not read
 """
 
 import re
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from .shell_tokens import ShellError, Token, tokens_of
 
 ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ";;", ")"}
-COUNTING = "(("                          # the name of a `for ((…))`, whose only word is the counting
-DEEPEST = 60                             # nested blocks of a script; more is not a recipe
+COUNTING = "(("  # the name of a `for ((…))`, whose only word is the counting
+DEEPEST = 60  # nested blocks of a script; more is not a recipe
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ class Parser:
         return body
 
     def _line(self) -> int:
-        return self.tokens[min(self.at, len(self.tokens) - 1)].line if self.tokens else 1
+        return (
+            self.tokens[min(self.at, len(self.tokens) - 1)].line if self.tokens else 1
+        )
 
     def _word(self) -> str | None:
         return self.tokens[self.at].text if self.at < len(self.tokens) else None
@@ -121,12 +123,14 @@ class Parser:
         """The statements up to one of the words, which is not consumed."""
         self.depth += 1
         if self.depth > DEEPEST:
-            raise ShellError(f"line {self._line()}: blocks are nested more than {DEEPEST} deep.")
+            raise ShellError(
+                f"line {self._line()}: blocks are nested more than {DEEPEST} deep."
+            )
         found: list[Statement] = []
         while True:
             self._skip("\n", ";", "&", "(")
             if self._is_operator() and self._word() == ")" and ")" not in ends:
-                self.at += 1                                          # of a subshell
+                self.at += 1  # of a subshell
                 continue
             if self._word() is None or self._word() in ends or self._word() in ENDS:
                 self.depth -= 1
@@ -143,12 +147,20 @@ class Parser:
         return parts[0][1] if len(parts) == 1 else AndOr(tuple(parts))
 
     def _statement(self) -> Statement:
-        word, follows = self._word(), self.tokens[self.at + 1:self.at + 3]
+        word = self._word()
+        follows = self.tokens[self.at + 1 : self.at + 3]
         if word in ("if", "for", "while", "until", "case", "function", "{"):
             self.at += 1
-            return {"if": self._if, "for": self._for, "case": self._case, "function": self._function,
-                    "{": self._group}.get(word, self._while)()
-        if [token.text for token in follows] == ["(", ")"] and re.fullmatch(r"[\w-]+", word):
+            return {
+                "if": self._if,
+                "for": self._for,
+                "case": self._case,
+                "function": self._function,
+                "{": self._group,
+            }.get(word, self._while)()
+        if [token.text for token in follows] == ["(", ")"] and re.fullmatch(
+            r"[\w-]+", word
+        ):
             return self._function()
         return self._pipe()
 
@@ -172,10 +184,12 @@ class Parser:
 
     def _for(self) -> For:
         if (self._word() or "").startswith("(("):
-            name, words = COUNTING, [self._word()]
+            name = COUNTING
+            words = [self._word()]
             self.at += 1
         else:
-            name, words = self._word() or "", []
+            name = self._word() or ""
+            words = []
             self.at += 1
             self._skip("\n")
             if self._word() == "in":
@@ -199,7 +213,14 @@ class Parser:
 
     def _redirections(self) -> None:
         """Skip those after a block."""
-        while self._is_operator() and self._word() in (">", ">>", "<", "<<<", "&>", "|"):
+        while self._is_operator() and self._word() in (
+            ">",
+            ">>",
+            "<",
+            "<<<",
+            "&>",
+            "|",
+        ):
             self.at += 2
 
     def _case(self) -> Case:
@@ -244,14 +265,28 @@ class Parser:
         return commands[0] if len(commands) == 1 else Pipe(tuple(commands))
 
     def _command(self) -> Command:
-        words, line, writes, document, is_literal = [], self._line(), None, None, False
+        words = []
+        line = self._line()
+        writes = None
+        document = None
+        is_literal = False
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             if words[:1] == ["[["] and words[-1] != "]]":
                 words.append(token.text)
             elif token.is_operator and token.body is not None:
-                document, is_literal = token.body, not token.is_expanded
-            elif token.is_operator and token.text in (">", ">>", "&>", "&>>", "<", "<<<", ">&", "<&"):
+                document = token.body
+                is_literal = not token.is_expanded
+            elif token.is_operator and token.text in (
+                ">",
+                ">>",
+                "&>",
+                "&>>",
+                "<",
+                "<<<",
+                ">&",
+                "<&",
+            ):
                 self.at += 1
                 if token.text in (">", ">>") and self.at < len(self.tokens):
                     writes = self.tokens[self.at].text

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 
-OPEN, CLOSE = "\x01", "\x02"            # around a value that only a run of the script could know
+# around a value that only a run of the script could know
+OPEN = "\x01"
+CLOSE = "\x02"
 # A gap that the reader of a recipe fills: DATA_PATH=<Specify path>_text_document
-GAP = re.compile(r"(?m)(^[ \t]*(?:export[ \t]+)?\w+=|(?<![\w-])--[\w-]+ )"
-                 r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>")
+GAP = re.compile(
+    r"(?m)(^[ \t]*(?:export[ \t]+)?\w+=|(?<![\w-])--[\w-]+ )"
+    r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>"
+)
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 
@@ -29,22 +33,45 @@ class Token:
     is_expanded: bool = True
 
 
-OPERATORS = ("&>>", "<<<", "<<-", "&>", ">>", "<<", "&&", "||", ";;", ">&", "<&", "|&", "\n", ";", "|", "&",
-             "(", ")", "<", ">")
+OPERATORS = (
+    "&>>",
+    "<<<",
+    "<<-",
+    "&>",
+    ">>",
+    "<<",
+    "&&",
+    "||",
+    ";;",
+    ">&",
+    "<&",
+    "|&",
+    "\n",
+    ";",
+    "|",
+    "&",
+    "(",
+    ")",
+    "<",
+    ">",
+)
 
 
 def tokens_of(text: str) -> Iterator[Token]:
     """Words and operators, in order. A here-document is the body of its `<<`."""
-    at, line, waiting = 0, 1, []
+    at = 0
+    line = 1
+    waiting = []
     text = GAP.sub(rf"\1{OPEN}<\2>{CLOSE}", text.replace("\r\n", "\n"))
     while at < len(text):
         if text[at] in " \t":
             at += 1
         elif text.startswith("\\\n", at):
-            at, line = at + 2, line + 1
+            at = at + 2
+            line = line + 1
         elif text[at] == "#":
             at = _line_end(text, at)
-        elif text.startswith("((", at):                               # arithmetic
+        elif text.startswith("((", at):  # arithmetic
             end = _closing(text, at, line)
             yield Token(text[at:end], line)
             line += text.count("\n", at, end)
@@ -58,7 +85,13 @@ def tokens_of(text: str) -> Iterator[Token]:
                 line += 1
                 for end, strips, _ in waiting:
                     body, at = _document(text, at, end, strips)
-                    yield Token("<<", line, True, body, not any(quote in end for quote in "'\"\\"))
+                    yield Token(
+                        "<<",
+                        line,
+                        True,
+                        body,
+                        not any(quote in end for quote in "'\"\\"),
+                    )
                     line += body.count("\n") + 1
                 waiting = []
                 yield Token("\n", line, True)
@@ -66,7 +99,10 @@ def tokens_of(text: str) -> Iterator[Token]:
                 yield Token(operator, line, True)
         else:
             word, after = scan_word(text, at, line)
-            if word.isdecimal() and text[after:after + 1] in ("<", ">"):    # of a redirection: 2>&1
+            if word.isdecimal() and text[after : after + 1] in (
+                "<",
+                ">",
+            ):  # of a redirection: 2>&1
                 at = after
                 continue
             yield Token(word, line)
@@ -80,22 +116,26 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _skip_blanks(text: str, at: int) -> int:
-    while text[at:at + 1] in (" ", "\t"):
+    while text[at : at + 1] in (" ", "\t"):
         at += 1
     return at
 
 
 def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
     """(the lines up to the word `end`, the place after them)."""
-    end, lines = end.strip("'\"").replace("\\", ""), []
+    end = end.strip("'\"").replace("\\", "")
+    lines = []
     while at < len(text):
         stop = _line_end(text, at)
-        line, at = text[at:stop], stop + 1
+        line = text[at:stop]
+        at = stop + 1
         line = line.lstrip("\t") if strips else line
         if line == end:
             break
         lines.append(line)
-    return "\n".join(lines), min(at, len(text)) - (at <= len(text) and text[at - 1:at] == "\n")
+    return "\n".join(lines), min(at, len(text)) - (
+        at <= len(text) and text[at - 1 : at] == "\n"
+    )
 
 
 def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
@@ -131,19 +171,23 @@ def skip_unit(text: str, at: int, line: int = 0) -> int:
         if at >= len(text):
             raise ShellError(f'line {line}: " is not closed.')
         return at + 1
-    if character == "$" and text[at + 1:at + 2] in ("(", "{"):
+    if character == "$" and text[at + 1 : at + 2] in ("(", "{"):
         return _closing(text, at + 1, line)
     return at + 1
 
 
 def _closing(text: str, at: int, line: int) -> int:
     """The place after the bracket that closes the one at `at`; comments count in an array only."""
-    opening, closing, depth = text[at], CLOSING[text[at]], 0
+    opening = text[at]
+    closing = CLOSING[text[at]]
+    depth = 0
     while at < len(text):
         if text[at] == opening:
-            depth, at = depth + 1, at + 1
+            depth = depth + 1
+            at = at + 1
         elif text[at] == closing:
-            depth, at = depth - 1, at + 1
+            depth = depth - 1
+            at = at + 1
             if depth == 0:
                 return at
         elif text[at] == "#" and opening == "(" and text[at - 1] in " \t\n":

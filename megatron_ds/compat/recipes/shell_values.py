@@ -16,10 +16,15 @@ from .shell_tokens import CLOSE, OPEN, ShellError, skip_unit, tokens_of
 
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?"
-                       r"(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)", re.S)
-PLAIN = re.compile(r"[^\\$`]*+")          # characters that stand for themselves inside of double quotes
-LARGEST = 10**30                         # of arithmetic
+PARAMETER = re.compile(
+    r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(\[[^\]]*\])?"
+    r"(:?[-+=?]|%%?|##?|//?|\^\^?|,,?|:|$)(.*)",
+    re.S,
+)
+PLAIN = re.compile(
+    r"[^\\$`]*+"
+)  # characters that stand for themselves inside of double quotes
+LARGEST = 10**30  # of arithmetic
 
 
 def opened(text: str) -> str:
@@ -47,7 +52,9 @@ class Scope:
     arguments: list[str] = field(default_factory=list)
     removed: set[str] = field(default_factory=set)
     budget: Budget = field(default_factory=Budget)
-    output_of: Callable[[str], str | None] = lambda text: None        # of the commands in a `$(…)`
+    output_of: Callable[[str], str | None] = lambda text: (
+        None
+    )  # of the commands in a `$(…)`
 
     def get(self, name: str) -> str | list[str] | None:
         """The value of a variable or an argument; None if it is not set."""
@@ -56,7 +63,11 @@ class Scope:
         if name == "#":
             return str(len(self.arguments))
         if (number := whole(name)) is not None:
-            return self.arguments[number - 1] if 0 < number <= len(self.arguments) else None
+            return (
+                self.arguments[number - 1]
+                if 0 < number <= len(self.arguments)
+                else None
+            )
         return self.variables.get(name)
 
     def text(self, name: str) -> str:
@@ -80,7 +91,7 @@ def fields_of(word: str, scope: Scope) -> list[str]:
     done: list[str] = []
     current: str | None = None
     for text, is_quoted, is_list in _units(word, scope):
-        if is_list:                                                   # "${A[@]}": one field for each element
+        if is_list:  # "${A[@]}": one field for each element
             for number, element in enumerate(text):
                 if number and current is not None:
                     done.append(current)
@@ -107,7 +118,9 @@ def fields_of(word: str, scope: Scope) -> list[str]:
 
 def value_of(word: str, scope: Scope) -> str:
     """The value of a word that is not split, as in an assignment."""
-    return "".join(" ".join(text) if is_list else text for text, _, is_list in _units(word, scope))
+    return "".join(
+        " ".join(text) if is_list else text for text, _, is_list in _units(word, scope)
+    )
 
 
 def array_of(word: str, scope: Scope) -> list[str]:
@@ -124,7 +137,8 @@ def _split(text: str) -> list[str]:
 
 def _units(word: str, scope: Scope) -> list[tuple]:
     """(text, is it quoted, is it a list) of each part of the word."""
-    units, at = [], 0
+    units = []
+    at = 0
     scope.budget.spend(len(word))
     while at < len(word):
         end = skip_unit(word, at)
@@ -137,7 +151,9 @@ def _units(word: str, scope: Scope) -> list[tuple]:
             units.append(("" if part == "\\\n" else part[1:], True, False))
         elif part[0] in "$`":
             value, at = _expansion(word, at, scope)
-            units.append((" ".join(value) if isinstance(value, list) else value, False, False))
+            units.append(
+                (" ".join(value) if isinstance(value, list) else value, False, False)
+            )
             continue
         else:
             units.append((part, True, False))
@@ -146,7 +162,9 @@ def _units(word: str, scope: Scope) -> list[tuple]:
 
 
 def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
-    units, text, at = [], "", 0
+    units = []
+    text = ""
+    at = 0
     while at < len(inner):
         if inner[at] == "\\" and at + 1 < len(inner) and inner[at + 1] in '$`"\\\n':
             text += inner[at + 1].replace("\n", "")
@@ -168,20 +186,24 @@ def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
 def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
     """(the value of the expansion at `at`, the place after it)."""
     value, end = _unbounded_expansion(text, at, scope)
-    scope.budget.spend(len(value) if isinstance(value, str) else len(value) + sum(map(len, value)))
+    scope.budget.spend(
+        len(value) if isinstance(value, str) else len(value) + sum(map(len, value))
+    )
     return value, end
 
 
-def _unbounded_expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
+def _unbounded_expansion(
+    text: str, at: int, scope: Scope
+) -> tuple[str | list[str], int]:
     if text[at] == "`" or text.startswith("$(", at) and not text.startswith("$((", at):
         end = skip_unit(text, at)
         return _command_value(text[at:end], scope), end
     if text.startswith("$((", at):
         end = skip_unit(text, at)
-        return arithmetic(text[at + 3:end - 2], scope), end
+        return arithmetic(text[at + 3 : end - 2], scope), end
     if text.startswith("${", at):
         end = skip_unit(text, at)
-        return _parameter(text[at + 2:end - 1], scope), end
+        return _parameter(text[at + 2 : end - 1], scope), end
     name = NAME.match(text, at + 1)
     if name is None:
         return "$", at + 1
@@ -226,12 +248,22 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
     return _acted(value, name, action, word, inner, scope)
 
 
-def _acted(value: str | list[str] | None, name: str, action: str, word: str, inner: str,
-           scope: Scope) -> str | list[str]:
+def _acted(
+    value: str | list[str] | None,
+    name: str,
+    action: str,
+    word: str,
+    inner: str,
+    scope: Scope,
+) -> str | list[str]:
     """The value after `:-word` and the like. An open value counts as not set."""
     is_set = bool(closed(value)) if isinstance(value, str) else bool(value)
     if action.endswith(("-", "=", "+", "?")):
-        if not action.startswith(":") and isinstance(value, str) and not IS_OPEN.search(value):
+        if (
+            not action.startswith(":")
+            and isinstance(value, str)
+            and not IS_OPEN.search(value)
+        ):
             is_set = True
         if action.endswith("+"):
             return " ".join(fields_of(word, scope)) if is_set else ""
@@ -245,7 +277,13 @@ def _acted(value: str | list[str] | None, name: str, action: str, word: str, inn
         return default
     if not isinstance(value, str):
         return opened("${" + inner + "}") if value is None else value
-    return _edited(value, action, value_of(word, scope) if action != ":" else word, inner, scope.budget)
+    return _edited(
+        value,
+        action,
+        value_of(word, scope) if action != ":" else word,
+        inner,
+        scope.budget,
+    )
 
 
 def _edited(value: str, action: str, word: str, inner: str, budget: Budget) -> str:
@@ -254,19 +292,28 @@ def _edited(value: str, action: str, word: str, inner: str, budget: Budget) -> s
         return value.upper() if action == "^^" else value.lower()
     if action[0] == "/":
         old, _, new = word.partition("/")
-        return budget.replaced(value, old, new, -1 if action == "//" else 1) if old else value
+        return (
+            budget.replaced(value, old, new, -1 if action == "//" else 1)
+            if old
+            else value
+        )
     if action[0] in "%#":
         return _cut(value, action, word, budget)
     start, _, count = word.partition(":")
-    begin, length = whole(start.strip()), whole(count.strip()) if count else len(value)
-    return opened("${" + inner + "}") if begin is None or length is None else value[begin:begin + length]
+    begin = whole(start.strip())
+    length = whole(count.strip()) if count else len(value)
+    return (
+        opened("${" + inner + "}")
+        if begin is None or length is None
+        else value[begin : begin + length]
+    )
 
 
 def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
     """`${A%pattern}` and `${A#pattern}`: without the shortest end or beginning that fits, or the longest."""
     lengths = range(len(value) + 1)
     for length in reversed(lengths) if len(action) == 2 else lengths:
-        budget.spend(length // 16)                           # comparing costs less than making
+        budget.spend(length // 16)  # comparing costs less than making
         kept = len(value) - length
         if action[0] == "%" and matches(value[kept:], pattern):
             return value[:kept]
@@ -278,19 +325,31 @@ def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
 def matches(text: str, pattern: str) -> bool:
     """Whether a pattern of the shell fits the text. Raises ShellError for a pattern of unusual length."""
     if len(pattern) > LONGEST_PATTERN:
-        raise ShellError(f"a pattern has {len(pattern):,} characters: this is not a recipe.")
+        raise ShellError(
+            f"a pattern has {len(pattern):,} characters: this is not a recipe."
+        )
     return fnmatch.fnmatchcase(text, pattern)
 
 
 # --------------------------------------------------------------------------------------------- arithmetic
 BINARY: Mapping[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    ast.FloorDiv: operator.floordiv, ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge,
-    ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne}
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 
 
 def arithmetic(text: str, scope: Scope) -> str:
     """The value of `$((text))`; open if a part of it is, or if it cannot be computed."""
+
     def named(match: re.Match) -> str:
         value = scope.text(match[0])
         # A name whose value is no number is open. `_number` reads no long ones.
@@ -299,14 +358,23 @@ def arithmetic(text: str, scope: Scope) -> str:
     expanded = value_of(text, scope)
     if len(expanded) > LONGEST_EXPRESSION:
         return opened(f"$(({shown(text)[:20]}…))")
-    numbers = re.sub(r"[A-Za-z_]\w*", named, shown(expanded) if not IS_OPEN.search(expanded) else "x")
+    numbers = re.sub(
+        r"[A-Za-z_]\w*", named, shown(expanded) if not IS_OPEN.search(expanded) else "x"
+    )
     ternary = re.fullmatch(r"(.*)\?(.*):(.*)", numbers, re.S)
     if ternary:
         numbers = f"({ternary[2]}) if ({ternary[1]}) else ({ternary[3]})"
     numbers = re.sub(r"/+", "//", numbers).replace("&&", " and ").replace("||", " or ")
     try:
         return str(int(_number(ast.parse(numbers.strip(), mode="eval").body)))
-    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
+    except (
+        SyntaxError,
+        ValueError,
+        ZeroDivisionError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ):
         return opened(f"$(({shown(text)}))")
 
 
@@ -315,14 +383,21 @@ def _number(node: ast.AST) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         value = node.value
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        base, power = _number(node.left), _number(node.right)
+        base = _number(node.left)
+        power = _number(node.right)
         if not 0 <= power <= 64 or abs(base) > 2**16:
             raise ValueError("too large")
         value = base**power
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         value = BINARY[type(node.op)](_number(node.left), _number(node.right))
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in BINARY:
-        value = BINARY[type(node.ops[0])](_number(node.left), _number(node.comparators[0]))
+    elif (
+        isinstance(node, ast.Compare)
+        and len(node.ops) == 1
+        and type(node.ops[0]) in BINARY
+    ):
+        value = BINARY[type(node.ops[0])](
+            _number(node.left), _number(node.comparators[0])
+        )
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = -_number(node.operand)
     elif isinstance(node, ast.IfExp):
@@ -338,8 +413,14 @@ def _number(node: ast.AST) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- tests
-NUMERIC = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt,
-           "-ge": operator.ge, "-le": operator.le}
+NUMERIC = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-lt": operator.lt,
+    "-ge": operator.ge,
+    "-le": operator.le,
+}
 
 
 def is_true(words: Sequence[str], scope: Scope) -> bool:
@@ -350,7 +431,10 @@ def is_true(words: Sequence[str], scope: Scope) -> bool:
     for joint, combine in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
         if joint in inner[1:]:
             at = inner.index(joint, 1)
-            return combine(is_true([words[0], *part], scope) for part in (inner[:at], inner[at + 1:]))
+            return combine(
+                is_true([words[0], *part], scope)
+                for part in (inner[:at], inner[at + 1 :])
+            )
     return _condition(inner, scope)
 
 
@@ -361,14 +445,20 @@ def _condition(words: Sequence[str], scope: Scope) -> bool:
     if len(values) == 1:
         return values[0] != ""
     if len(values) == 2:
-        return {"-n": values[1] != "", "-z": values[1] == "", "-v": words[1] in scope.variables}.get(
-            values[0], False)
+        return {
+            "-n": values[1] != "",
+            "-z": values[1] == "",
+            "-v": words[1] in scope.variables,
+        }.get(values[0], False)
     if len(values) != 3:
         return False
     left, relation, right = values
     if relation in NUMERIC:
         texts = (left.strip(), right.strip())
-        numbers = [int(text) if re.fullmatch(r"[+-]?[0-9]{1,30}", text) else 0 for text in texts]
+        numbers = [
+            int(text) if re.fullmatch(r"[+-]?[0-9]{1,30}", text) else 0
+            for text in texts
+        ]
         return NUMERIC[relation](*numbers)
     if relation in ("=", "==", "!="):
         pattern = right.replace('"', "")

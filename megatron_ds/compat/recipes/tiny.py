@@ -20,29 +20,69 @@ from ...config.sources.flags import spellings
 from ...config.sources.reading import ConfigProblems
 from ...errors import ConfigError
 
-RANKS = 4                                # processes that a small machine can start
+RANKS = 4  # processes that a small machine can start
 STEPS = 3
-HEADS, HEAD_DIM, LENGTH, VOCABULARY, EXPERTS = 4, 16, 64, 250, 4
+HEADS = 4
+HEAD_DIM = 16
+LENGTH = 64
+VOCABULARY = 250
+EXPERTS = 4
 WIDTH = HEADS * HEAD_DIM
-FIRST_SCALE = 1024.0                     # of the loss in fp16
-ROUNDS = 8                               # of leaving out what does not fit
+FIRST_SCALE = 1024.0  # of the loss in fp16
+ROUNDS = 8  # of leaving out what does not fit
 SOURCE = Source("yaml", "the tiny run")
 # Sections and options that have their defaults in a tiny run.
-LEFT_SECTIONS = ("checkpoint", "curriculum", "random_ltd", "profiler", "plan", "logging")
+LEFT_SECTIONS = (
+    "checkpoint",
+    "curriculum",
+    "random_ltd",
+    "profiler",
+    "plan",
+    "logging",
+)
 LEFT_OPTIONS = (
-    "data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
-    "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights", "data.data_cache_path",
-    "data.vocab_file", "data.merge_file", "data.tokenizer_model", "data.pack_documents", "data.fim_data",
-    "data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate",
-    "data.fim_no_prefix", "data.data_readers", "train.exit_interval", "train.exit_duration_in_mins",
-    "train.kill_switch_path", "train.trigger_path", "train.skip_train", "train.rampup_batch_size",
-    "train.step_batch_size_schedule", "train.gradient_accumulation_steps", "train.eval_global_batch_size",
-    "parallel.num_layers_per_virtual_pipeline_stage", "parallel.pipeline_layout",
-    "parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers",
-    "parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split",
-    "parallel.microbatch_group_size_per_virtual_pipeline_stage", "parallel.pipeline_costs_path",
-    "parallel.hierarchical_context_parallel_sizes", "model.moe_router_num_groups",
-    "model.moe_router_group_topk", "zero.zero_hpz_partition_size")
+    "data.data_path",
+    "data.split",
+    "data.train_data_path",
+    "data.valid_data_path",
+    "data.test_data_path",
+    "data.data_args_path",
+    "data.per_split_data_args_path",
+    "data.blend_weights",
+    "data.data_cache_path",
+    "data.vocab_file",
+    "data.merge_file",
+    "data.tokenizer_model",
+    "data.pack_documents",
+    "data.fim_data",
+    "data.fim_rate",
+    "data.fim_spm_rate",
+    "data.fim_split_sample",
+    "data.fim_fragment_rate",
+    "data.fim_no_prefix",
+    "data.data_readers",
+    "train.exit_interval",
+    "train.exit_duration_in_mins",
+    "train.kill_switch_path",
+    "train.trigger_path",
+    "train.skip_train",
+    "train.rampup_batch_size",
+    "train.step_batch_size_schedule",
+    "train.gradient_accumulation_steps",
+    "train.eval_global_batch_size",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.pipeline_layout",
+    "parallel.decoder_first_pipeline_num_layers",
+    "parallel.decoder_last_pipeline_num_layers",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+    "parallel.microbatch_group_size_per_virtual_pipeline_stage",
+    "parallel.pipeline_costs_path",
+    "parallel.hierarchical_context_parallel_sizes",
+    "model.moe_router_num_groups",
+    "model.moe_router_group_topk",
+    "zero.zero_hpz_partition_size",
+)
 
 
 @dataclass(frozen=True)
@@ -55,19 +95,31 @@ class Tiny:
     left_out: Mapping[str, str]
 
 
-def shrunk(config: RunConfig, parsed: Callable[[str, int], RunConfig], scratch: str) -> Tiny:
+def shrunk(
+    config: RunConfig, parsed: Callable[[str, int], RunConfig], scratch: str
+) -> Tiny:
     """The tiny run of a recipe's configuration. Raises ConfigError if it cannot be made.
 
     parsed   function from (YAML text, ranks) to the configuration; raises ConfigError with its problems
     scratch  folder for offloaded state
     """
     sizes = _parallel_sizes(config)
-    values = {**_defaults(config), **sizes, **_model(config, sizes), **_training(config, sizes),
-              **_files(config, scratch)}
+    values = {
+        **_defaults(config),
+        **sizes,
+        **_model(config, sizes),
+        **_training(config, sizes),
+        **_files(config, scratch),
+    }
     ranks = _ranks(sizes)
-    left_out = {all_options()[path].flag: f"{RANKS} processes are too few" for path in SIZES
-                if config.get(path) > 1 and sizes[path] == 1}
-    small = config.with_values({path: value for path, value in values.items() if path != COPIES}, SOURCE)
+    left_out = {
+        all_options()[path].flag: f"{RANKS} processes are too few"
+        for path in SIZES
+        if config.get(path) > 1 and sizes[path] == 1
+    }
+    small = config.with_values(
+        {path: value for path, value in values.items() if path != COPIES}, SOURCE
+    )
     for _ in range(ROUNDS):
         text = to_yaml(small)
         try:
@@ -77,11 +129,17 @@ def shrunk(config: RunConfig, parsed: Callable[[str, int], RunConfig], scratch: 
             if not misfits:
                 raise
             left_out |= {all_options()[path].flag: why for path, why in misfits.items()}
-            small = small.with_values({path: all_options()[path].default for path in misfits}, SOURCE)
-    raise ConfigError(f"what is left of the recipe still does not fit after {ROUNDS} changes.")
+            small = small.with_values(
+                {path: all_options()[path].default for path in misfits}, SOURCE
+            )
+    raise ConfigError(
+        f"what is left of the recipe still does not fit after {ROUNDS} changes."
+    )
 
 
-def _misfits(config: RunConfig, error: ConfigError, fixed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _misfits(
+    config: RunConfig, error: ConfigError, fixed: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """(option that a problem names, the problem), of those that the recipe gives and that are not fixed."""
     problems = error.problems if isinstance(error, ConfigProblems) else (str(error),)
     for problem in problems:
@@ -89,24 +147,37 @@ def _misfits(config: RunConfig, error: ConfigError, fixed: Mapping[str, Any]) ->
         for flag in flags:
             spelling = spellings().get(flag)
             path = spelling.option.path if spelling else ""
-            if path and path not in fixed and not config.is_default(path) and not spelling.option.required:
+            if (
+                path
+                and path not in fixed
+                and not config.is_default(path)
+                and not spelling.option.required
+            ):
                 yield path, problem.partition(". ")[0][:160]
                 break
 
 
 # --------------------------------------------------------------------------------------------- the parts
-SIZES = ("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size",
-         "parallel.context_parallel_size", "parallel.expert_model_parallel_size")
+SIZES = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+    "parallel.expert_model_parallel_size",
+)
 TENSOR, PIPELINE, CONTEXT, EXPERT = SIZES
-COPIES = "data"                          # the data-parallel size, which is no option
+COPIES = "data"  # the data-parallel size, which is no option
 
 
 def _parallel_sizes(config: RunConfig) -> dict[str, int]:
     """Two ranks for each kind of parallelism that has several, in the order of the list, up to RANKS."""
     has_copies = config.data_parallel_size and config.data_parallel_size > 1
-    order = (TENSOR, COPIES, PIPELINE, CONTEXT) if config.model.num_experts else (
-        TENSOR, PIPELINE, COPIES, CONTEXT)
-    sizes, ranks = dict.fromkeys((*SIZES, COPIES), 1), 1
+    order = (
+        (TENSOR, COPIES, PIPELINE, CONTEXT)
+        if config.model.num_experts
+        else (TENSOR, PIPELINE, COPIES, CONTEXT)
+    )
+    sizes = dict.fromkeys((*SIZES, COPIES), 1)
+    ranks = 1
     for kind in order:
         several = has_copies if kind == COPIES else config.get(kind) > 1
         if several and 2 * ranks <= RANKS:
@@ -128,67 +199,110 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Sizes of the model. Options that the recipe leaves to their default stay there."""
-    model, stages = config.model, sizes[PIPELINE]
+    model = config.model
+    stages = sizes[PIPELINE]
     chunks = 2 if stages > 1 and _has_chunks(config) else 1
     layers = 2 * stages * chunks if stages * chunks < 4 else stages * chunks
     groups = model.num_query_groups
     given = {
-        "model.ffn_hidden_size": 2 * WIDTH, "model.kv_channels": HEAD_DIM,
-        "model.num_query_groups": HEADS if groups == model.num_attention_heads else min(groups or 1, 2),
-        "model.max_position_embeddings": LENGTH, "model.original_max_position_embeddings": LENGTH // 2,
-        "model.moe_ffn_hidden_size": WIDTH // 2, "model.moe_shared_expert_intermediate_size": WIDTH // 2,
-        "model.window_size": (LENGTH // 4 - 1, 0), "train.recompute_num_layers": 1,
-        "parallel.expert_tensor_parallel_size": sizes[TENSOR]}
-    values = {path: value for path, value in given.items() if config.get(path) is not None}
+        "model.ffn_hidden_size": 2 * WIDTH,
+        "model.kv_channels": HEAD_DIM,
+        "model.num_query_groups": HEADS
+        if groups == model.num_attention_heads
+        else min(groups or 1, 2),
+        "model.max_position_embeddings": LENGTH,
+        "model.original_max_position_embeddings": LENGTH // 2,
+        "model.moe_ffn_hidden_size": WIDTH // 2,
+        "model.moe_shared_expert_intermediate_size": WIDTH // 2,
+        "model.window_size": (LENGTH // 4 - 1, 0),
+        "train.recompute_num_layers": 1,
+        "parallel.expert_tensor_parallel_size": sizes[TENSOR],
+    }
+    values = {
+        path: value for path, value in given.items() if config.get(path) is not None
+    }
     for path in ("model.moe_layer_freq", "model.window_attn_skip_freq"):
         if (text := config.get(path)) and not text.isdecimal():
             pattern = read_layer_pattern(text, all_options()[path].flag)
-            values[path] = str(list(pattern)[-layers:]) if not isinstance(pattern, int) else text
+            values[path] = (
+                str(list(pattern)[-layers:]) if not isinstance(pattern, int) else text
+            )
     if model.num_experts is not None and model.num_experts != (1,):
         experts = min(min(model.num_experts), EXPERTS)
-        values |= {"model.num_experts": (experts,), "model.moe_router_topk": min(model.moe_router_topk, 2)}
-    return {**values, "model.num_layers": layers, "model.hidden_size": WIDTH,
-            "model.num_attention_heads": HEADS, "model.seq_length": LENGTH, "model.vocab_size": VOCABULARY,
-            "parallel.num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
+        values |= {
+            "model.num_experts": (experts,),
+            "model.moe_router_topk": min(model.moe_router_topk, 2),
+        }
+    return {
+        **values,
+        "model.num_layers": layers,
+        "model.hidden_size": WIDTH,
+        "model.num_attention_heads": HEADS,
+        "model.seq_length": LENGTH,
+        "model.vocab_size": VOCABULARY,
+        "parallel.num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+    }
 
 
 def _has_chunks(config: RunConfig) -> bool:
     parallel = config.parallel
     whole = parallel.num_layers_per_virtual_pipeline_stage
     each = (config.model.num_layers or 0) // parallel.pipeline_model_parallel_size
-    return (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1 or bool(whole) and each > whole
+    return (
+        (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1
+        or bool(whole)
+        and each > whole
+    )
 
 
 def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Batch and lengths: STEPS steps, whose warm-up and final decay have one each."""
-    train, rate = config.train, config.optimizer
+    train = config.train
+    rate = config.optimizer
     micro = min(train.micro_batch_size or 1, 2)
     accumulation = max(2, 2 * (sizes[PIPELINE] - 1)) if sizes[PIPELINE] > 1 else 2
     batch = micro * sizes[COPIES] * accumulation
     units = {"iters": 1, "samples": batch, "tokens": batch * LENGTH}
-    values: dict[str, Any] = {"train.micro_batch_size": micro, "train.global_batch_size": batch,
-                              "train.eval_iters": 0}
+    values: dict[str, Any] = {
+        "train.micro_batch_size": micro,
+        "train.global_batch_size": batch,
+        "train.eval_iters": 0,
+    }
     for unit, size in units.items():
-        spans = {f"train.train_{unit}": STEPS, f"optimizer.lr_decay_{unit}": STEPS,
-                 f"optimizer.lr_warmup_{unit}": 1, f"optimizer.lr_wsd_decay_{unit}": 1}
-        values |= {path: steps * size for path, steps in spans.items()
-                   if path in all_options() and config.get(path)}
+        spans = {
+            f"train.train_{unit}": STEPS,
+            f"optimizer.lr_decay_{unit}": STEPS,
+            f"optimizer.lr_warmup_{unit}": 1,
+            f"optimizer.lr_wsd_decay_{unit}": 1,
+        }
+        values |= {
+            path: steps * size
+            for path, steps in spans.items()
+            if path in all_options() and config.get(path)
+        }
     lengths = ("train.train_iters", "train.train_samples", "train.train_tokens")
     if not any(values.get(path) for path in lengths):
         values["train.train_iters"] = STEPS
     if rate.lr is None:
         values["optimizer.lr"] = 1e-4
-    if rate.fp16:                        # a larger scale would skip all steps
-        values["optimizer.initial_loss_scale"] = min(rate.initial_loss_scale, FIRST_SCALE)
+    if rate.fp16:  # a larger scale would skip all steps
+        values["optimizer.initial_loss_scale"] = min(
+            rate.initial_loss_scale, FIRST_SCALE
+        )
         values["optimizer.min_loss_scale"] = min(rate.min_loss_scale, FIRST_SCALE)
     return values
 
 
 def _files(config: RunConfig, scratch: str) -> dict[str, Any]:
     """Mock data, a log of every step, and a folder for what is offloaded to a disk."""
-    values = {"data.mock_data": True, "data.tokenizer_type": "NullTokenizer", "data.num_workers": 0,
-              "logging.log_interval": 1, "logging.progress_bar": False,
-              "parallel.distributed_timeout_minutes": 2.0}
+    values = {
+        "data.mock_data": True,
+        "data.tokenizer_type": "NullTokenizer",
+        "data.num_workers": 0,
+        "logging.log_interval": 1,
+        "logging.progress_bar": False,
+        "parallel.distributed_timeout_minutes": 2.0,
+    }
     for path in ("zero.offload_nvme_path", "zero.offload_param_nvme_path"):
         if config.get(path) is not None:
             values[path] = scratch
@@ -197,7 +311,16 @@ def _files(config: RunConfig, scratch: str) -> dict[str, Any]:
 
 def changed(config: RunConfig, tiny: Tiny) -> Sequence[str]:
     """`--flag value (was value)` of the sizes that differ from the recipe's."""
-    shown = ("model.num_layers", "model.hidden_size", "model.seq_length", *SIZES, "train.global_batch_size")
+    shown = (
+        "model.num_layers",
+        "model.hidden_size",
+        "model.seq_length",
+        *SIZES,
+        "train.global_batch_size",
+    )
     pairs = [(path, config.get(path), tiny.config.get(path)) for path in shown]
-    return [f"{all_options()[path].flag} {after} (was {before})" for path, before, after in pairs
-            if before != after and before is not None]
+    return [
+        f"{all_options()[path].flag} {after} (was {before})"
+        for path, before, after in pairs
+        if before != after and before is not None
+    ]

@@ -11,8 +11,8 @@ from pathlib import Path
 from ...errors import ConfigError
 from .tiny import STEPS, Tiny
 
-SECONDS = 300                            # until a run counts as stuck
-LAST_LINES = 6                           # of the output of a run that fails
+SECONDS = 300  # until a run counts as stuck
+LAST_LINES = 6  # of the output of a run that fails
 
 
 def losses_of(tiny: Tiny, folder: Path) -> list[dict]:
@@ -20,28 +20,55 @@ def losses_of(tiny: Tiny, folder: Path) -> list[dict]:
 
     folder: for its configuration and its metrics. Processes use CPUs alone.
     """
-    config, metrics = folder / "tiny.yaml", folder / "metrics.jsonl"
+    config = folder / "tiny.yaml"
+    metrics = folder / "metrics.jsonl"
     config.write_text(tiny.text, encoding="utf-8")
     launcher: Sequence[str] = ()
     if tiny.ranks > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tiny.ranks))
-    training = ("-m", "megatron_ds", "train", "--config", str(config), "--metrics-jsonl", str(metrics))
+        launcher = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(tiny.ranks),
+        )
+    training = (
+        "-m",
+        "megatron_ds",
+        "train",
+        "--config",
+        str(config),
+        "--metrics-jsonl",
+        str(metrics),
+    )
     words = [sys.executable, *launcher, *training]
     threads = max(1, (os.cpu_count() or 1) // tiny.ranks)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     output = _run(words, env)
-    found = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    found = (
+        [json.loads(line) for line in metrics.read_text().splitlines()]
+        if metrics.is_file()
+        else []
+    )
     records = [record for record in found if record.get("kind") == "train"]
     if len(records) < STEPS:
         last = "\n".join(output.strip().splitlines()[-LAST_LINES:])
-        raise ConfigError(f"the tiny run made {len(records)} of {STEPS} steps. It ended with:\n{last}")
+        raise ConfigError(
+            f"the tiny run made {len(records)} of {STEPS} steps. It ended with:\n{last}"
+        )
     return records
 
 
 def _run(words: Sequence[str], env: dict[str, str]) -> str:
     """The output of a command, whose processes are ended with it."""
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          start_new_session=True) as process:
+    with subprocess.Popen(
+        words,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             return process.communicate(timeout=SECONDS)[0]
         except subprocess.TimeoutExpired:

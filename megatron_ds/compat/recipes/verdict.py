@@ -44,15 +44,19 @@ from .recipe_file import Training
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
-UNSET = r"\(default\)|^missing:|there is none"        # in problems with options that are not given
-OTHER_FLAGS = "?"                        # stands for options that an open word may hold: $more_options
+UNSET = r"\(default\)|^missing:|there is none"  # in problems with options that are not given
+OTHER_FLAGS = "?"  # stands for options that an open word may hold: $more_options
 PATHS_OF_DATA = ("data.data_path", "data.train_data_path")
 # Possessive: no part is tried twice, so the time grows with the length alone.
 OPEN_VALUE = rf"{OPEN}[^{OPEN}{CLOSE}]*+{CLOSE}"
-OPEN_IN_JSON = (re.compile(rf'"[^"\n{OPEN}]*+(?:{OPEN_VALUE}[^"\n{OPEN}]*+)++"'), re.compile(OPEN_VALUE))
+OPEN_IN_JSON = (
+    re.compile(rf'"[^"\n{OPEN}]*+(?:{OPEN_VALUE}[^"\n{OPEN}]*+)++"'),
+    re.compile(OPEN_VALUE),
+)
 # A name in capitals that sed replaces, or a variable: of a template that is read by itself.
 TEMPLATE_NAME = re.compile(
-    r'(?<=[:\s\[,])(?:(?!true|false|null)[A-Z][A-Z0-9_a-z]*|\$\{\w+\})(?=\s*[,}\]\n])')
+    r"(?<=[:\s\[,])(?:(?!true|false|null)[A-Z][A-Z0-9_a-z]*|\$\{\w+\})(?=\s*[,}\]\n])"
+)
 
 
 class Kind(Enum):
@@ -92,11 +96,17 @@ class Assessment:
     @property
     def is_accepted(self) -> bool:
         """Whether the training runs here as it is."""
-        return not self.problems and all(v.kind in (Kind.DONE, Kind.ACCEPTED) for v in self.verdicts)
+        return not self.problems and all(
+            v.kind in (Kind.DONE, Kind.ACCEPTED) for v in self.verdicts
+        )
 
 
-def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] = (),
-          ranks: int | None = None) -> Assessment:
+def assess(
+    training: Training,
+    known: Mapping[str, Any],
+    rules: Sequence[Rule] = (),
+    ranks: int | None = None,
+) -> Assessment:
     """The assessment of one training.
 
     known, rules  as for `config.parse.parse`
@@ -105,58 +115,82 @@ def assess(training: Training, known: Mapping[str, Any], rules: Sequence[Rule] =
     Raises ConfigError for a training that is beyond the bounds of `budget`.
     """
     if max(ranks or 0, training.ranks or 0) > MOST_RANKS:
-        raise ConfigError(f"{max(ranks or 0, training.ranks or 0)} processes: at most {MOST_RANKS:,} can be "
-                          "checked.")
+        raise ConfigError(
+            f"{max(ranks or 0, training.ranks or 0)} processes: at most {MOST_RANKS:,} can be "
+            "checked."
+        )
     try:
         return _assessed(training, known, rules, ranks)
     except RecursionError:
-        raise ConfigError(f"{training.script or 'a JSON'}: its brackets are nested too deep.") from None
+        raise ConfigError(
+            f"{training.script or 'a JSON'}: its brackets are nested too deep."
+        ) from None
 
 
-def _assessed(training: Training, known: Mapping[str, Any], rules: Sequence[Rule],
-              ranks: int | None) -> Assessment:
+def _assessed(
+    training: Training,
+    known: Mapping[str, Any],
+    rules: Sequence[Rule],
+    ranks: int | None,
+) -> Assessment:
     line, verdicts, unread, words = _read_words(training)
     readings = []
     for name, text in training.files.items():
         reading = _read_file(name, text, is_copy=name in training.copies)
         readings.append(reading)
         verdicts += _of_json(reading)
-    if ranks is None:                        # a script often states the processes of one of its nodes
-        ranks, fewest = training.ranks, _fewest(line, readings)
+    if ranks is None:  # a script often states the processes of one of its nodes
+        ranks = training.ranks
+        fewest = _fewest(line, readings)
         ranks = fewest if ranks is None or ranks % fewest and ranks < fewest else ranks
     defaults = {"model": "bert"} if "bert" in training.script else {}
     problems: list[str] = []
     if training.script:
         unread |= set().union(*(reading.unread for reading in (line, *readings)))
-        if unread & {"data.vocab_file", "data.merge_file"}:               # they imply a tokenizer
+        if unread & {"data.vocab_file", "data.merge_file"}:  # they imply a tokenizer
             unread.add("data.tokenizer_type")
         problems = _problems(line, readings, ranks, defaults, known, rules, unread)
     assessed = Assessment(tuple(verdicts), tuple(problems), ranks, ())
-    return Assessment(assessed.verdicts, assessed.problems, ranks,
-                     _command(training, ranks, words) if assessed.is_accepted else (),
-                     all(reading.is_complete for reading in readings))
+    return Assessment(
+        assessed.verdicts,
+        assessed.problems,
+        ranks,
+        _command(training, ranks, words) if assessed.is_accepted else (),
+        all(reading.is_complete for reading in readings),
+    )
 
 
 def config_of(training: Training, ranks: int) -> RunConfig:
     """The configuration of a training for this many processes; open values have their defaults."""
     line, _, _, _ = _read_words(training)
-    readings = [_read_file(name, text, is_copy=name in training.copies)
-                for name, text in training.files.items()]
+    readings = [
+        _read_file(name, text, is_copy=name in training.copies)
+        for name, text in training.files.items()
+    ]
     defaults = {"model": "bert"} if "bert" in training.script else {}
     return assembled(line, readings, ranks, defaults)[0]
 
 
 # ------------------------------------------------------------------------------------------------- flags
-def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
+def _read_words(
+    training: Training,
+) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
     """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
-    line, verdicts, unread, kept = CommandLine(), [], set(), []
+    line = CommandLine()
+    verdicts = []
+    unread = set()
+    kept = []
     stray = CommandLine()
     flags = list(flags_with_words([w for w in training.words if w], stray))
     if len(flags) > MOST_FLAGS:
-        raise ConfigError(f"{training.script}: {len(flags):,} flags, and at most {MOST_FLAGS:,} are checked.")
+        raise ConfigError(
+            f"{training.script}: {len(flags):,} flags, and at most {MOST_FLAGS:,} are checked."
+        )
     for typed, words in flags:
         flag = canonical(typed)
-        if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, YAML_FLAG) and any(name in training.files for name in words):
+        if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, YAML_FLAG) and any(
+            name in training.files for name in words
+        ):
             kept += [typed, *words]
             continue
         verdict, reading, own = _of_flag(typed, flag, words)
@@ -166,42 +200,69 @@ def _read_words(training: Training) -> tuple[CommandLine, list[Verdict], set[str
         unread |= own
         if verdict.kind is Kind.DONE:
             kept += [typed, *words]
-    verdicts += [Verdict(problem.partition(" ")[0].strip("'\""), "", Kind.UNKNOWN, problem)
-                 for problem in stray.problems if not IS_OPEN.search(problem)]
+    verdicts += [
+        Verdict(problem.partition(" ")[0].strip("'\""), "", Kind.UNKNOWN, problem)
+        for problem in stray.problems
+        if not IS_OPEN.search(problem)
+    ]
     return settled(line), verdicts, unread, kept
 
 
-def _of_flag(typed: str, flag: str, words: list[str]) -> tuple[Verdict, CommandLine, set[str]]:
+def _of_flag(
+    typed: str, flag: str, words: list[str]
+) -> tuple[Verdict, CommandLine, set[str]]:
     """(verdict, what the flag sets, the paths whose value is open)."""
-    value, meaning = shown(" ".join(words)), FORK_READERS.get(flag, (flag, None))[0]
+    value = shown(" ".join(words))
+    meaning = FORK_READERS.get(flag, (flag, None))[0]
     spelling = spellings().get(meaning)
     closed = [word for word in words if not IS_OPEN.search(word)]
     if (unknown := _not_known(flag, spelling, words, closed)) is not None:
-        kind, text = (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")
+        kind, text = (
+            (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")
+        )
         paths = {spelling.option.path} if spelling else set()
-        return Verdict(typed, value, kind, f"{text} ({unknown})".strip()), CommandLine(), paths
+        return (
+            Verdict(typed, value, kind, f"{text} ({unknown})".strip()),
+            CommandLine(),
+            paths,
+        )
     # An open word after the value, or after a switch, may hold other flags.
     paths = {OTHER_FLAGS} if len(closed) < len(words) else set()
     reading = read_flags([typed, *closed])
     if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, LOCAL_RANK_FLAG):
-        return Verdict(typed, value, Kind.DONE, "the file is not part of the recipe"), CommandLine(), paths
+        return (
+            Verdict(typed, value, Kind.DONE, "the file is not part of the recipe"),
+            CommandLine(),
+            paths,
+        )
     if reading.problems:
         text = reading.problems[0]
         kind = Kind.UNKNOWN if text.startswith("unknown flag") else Kind.REFUSED
         return Verdict(typed, value, kind, text), CommandLine(), reading.unread
     if not reading.settings:
-        return Verdict(typed, value, Kind.ACCEPTED, reading.without_effect.get(flag, "")), reading, paths
+        return (
+            Verdict(typed, value, Kind.ACCEPTED, reading.without_effect.get(flag, "")),
+            reading,
+            paths,
+        )
     names = " ".join(all_options()[setting.path].flag for setting in reading.settings)
-    return Verdict(typed, value, Kind.DONE, "" if names == flag else names), reading, paths
+    return (
+        Verdict(typed, value, Kind.DONE, "" if names == flag else names),
+        reading,
+        paths,
+    )
 
 
-def _not_known(flag: str, spelling: Spelling | None, words: Sequence[str],
-               closed: Sequence[str]) -> str | None:
+def _not_known(
+    flag: str, spelling: Spelling | None, words: Sequence[str], closed: Sequence[str]
+) -> str | None:
     """Why the value of a flag is not known here; None if it is."""
     has_open = len(closed) < len(words)
     if spelling is None:
         answer = answer_to_flag(flag)
-        depends = answer is not None and (answer.values is None or not set(answer.values) <= set(OFF))
+        depends = answer is not None and (
+            answer.values is None or not set(answer.values) <= set(OFF)
+        )
         return "value not known here" if has_open and not closed and depends else None
     if has_open and not spelling.is_switch and (spelling.option.is_list or not closed):
         return "value not known here"
@@ -211,17 +272,25 @@ def _not_known(flag: str, spelling: Spelling | None, words: Sequence[str],
 def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
     """Whether a text of one word is left out, or written as several words: "your tokenizer path"."""
     option = spelling.option
-    if spelling.is_switch or option.kind is not str or option.choices or option.alone is not None:
+    if (
+        spelling.is_switch
+        or option.kind is not str
+        or option.choices
+        or option.alone is not None
+    ):
         return False
     if not words:
         return True
-    return not option.is_list and len(words) > 1 and all(word.isalpha() for word in words)
+    return (
+        not option.is_list and len(words) > 1 and all(word.isalpha() for word in words)
+    )
 
 
 # -------------------------------------------------------------------------------------------------- JSON
 def _read_file(name: str, text: str, is_copy: bool) -> Reading:
     """The reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
     from ...config.sources.bounded_yaml import load_yaml
+
     is_yaml = name.endswith((".yml", ".yaml")) or not text.lstrip().startswith("{")
     try:
         root = load_yaml(text) if is_yaml else None
@@ -231,7 +300,10 @@ def _read_file(name: str, text: str, is_copy: bool) -> Reading:
         return _read_json(name, text, is_copy)
     reading = read_neox(name.rpartition("/")[2], [root])
     if not any(setting.path in PATHS_OF_DATA for setting in reading.settings):
-        reading.unread |= {*PATHS_OF_DATA, "data.tokenizer_type"}       # they are in another file of the run
+        reading.unread |= {
+            *PATHS_OF_DATA,
+            "data.tokenizer_type",
+        }  # they are in another file of the run
     return reading
 
 
@@ -246,7 +318,9 @@ def _read_json(name: str, text: str, is_copy: bool) -> Reading:
         texts = _texts_in(block, shown(name))
         reading = reading_of(shown(name).rpartition("/")[2], block)
         if is_copy:
-            reading.problems = [_without(texts, problem) for problem in reading.problems]
+            reading.problems = [
+                _without(texts, problem) for problem in reading.problems
+            ]
         return reading
     except ConfigError as error:
         reading = Reading(is_complete=False)
@@ -263,13 +337,17 @@ def _block_of(name: str, text: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             block = parsed(TEMPLATE_NAME.sub('"auto"', text))
     except RecursionError:
-        raise ConfigError(f"{name}: this is not a configuration: its brackets are nested too deep.") from None
+        raise ConfigError(
+            f"{name}: this is not a configuration: its brackets are nested too deep."
+        ) from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name}: this is not JSON: {error}.") from None
-    except ConfigError:                                               # it is a ValueError, too
+    except ConfigError:  # it is a ValueError, too
         raise
     except ValueError:
-        raise ConfigError(f"{name}: a number has more digits than can be read.") from None
+        raise ConfigError(
+            f"{name}: a number has more digits than can be read."
+        ) from None
     if not isinstance(block, dict):
         raise ConfigError(f"{name} should contain one block {{ … }} of keys.")
     return block
@@ -277,7 +355,10 @@ def _block_of(name: str, text: str) -> dict[str, Any]:
 
 def _texts_in(block: Mapping[str, Any], name: str) -> set[str]:
     """The texts among the values, and the keys that are no names. Raises ConfigError for too many values."""
-    texts, waiting, keys, values = set(), [block], 0, 0
+    texts = set()
+    waiting = [block]
+    keys = 0
+    values = 0
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
@@ -290,8 +371,10 @@ def _texts_in(block: Mapping[str, Any], name: str) -> set[str]:
             texts.add(value)
         values += 1
         if keys > MOST_FLAGS or values > MOST_WORDS:
-            raise ConfigError(f"{name}: more than {MOST_FLAGS:,} keys or {MOST_WORDS:,} values: this is not "
-                              "a configuration.")
+            raise ConfigError(
+                f"{name}: more than {MOST_FLAGS:,} keys or {MOST_WORDS:,} values: this is not "
+                "a configuration."
+            )
     return texts
 
 
@@ -321,19 +404,33 @@ def _of_json(reading: Reading) -> Iterator[Verdict]:
 def _fewest(line: CommandLine, readings: Sequence[Reading]) -> int:
     """The fewest processes that hold one copy of the model, with its experts divided as asked; as many copies
     as the batch sizes imply, if they do."""
-    found = dict.fromkeys(("micro_batch_size", "global_batch_size", "gradient_accumulation_steps"))
-    for setting in (*(s for reading in readings for s in reading.settings), *line.settings):
+    found = dict.fromkeys(
+        ("micro_batch_size", "global_batch_size", "gradient_accumulation_steps")
+    )
+    for setting in (
+        *(s for reading in readings for s in reading.settings),
+        *line.settings,
+    ):
         if setting.path.startswith("train.") and setting.path[6:] in found:
             found[setting.path[6:]] = setting.value
     micro, whole, steps = found.values()
     copies = whole // (micro * steps) if micro and whole and steps else 1
     config, _ = assembled(line, readings, 1)
     parallel = config.parallel
-    return parallel.model_parallel_size * max(copies, parallel.expert_model_parallel_size)
+    return parallel.model_parallel_size * max(
+        copies, parallel.expert_model_parallel_size
+    )
 
 
-def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaults: Mapping[str, Any],
-              known: Mapping[str, Any], rules: Sequence[Rule], unread: set[str]) -> list[str]:
+def _problems(
+    line: CommandLine,
+    readings: Sequence[Reading],
+    ranks: int,
+    defaults: Mapping[str, Any],
+    known: Mapping[str, Any],
+    rules: Sequence[Rule],
+    unread: set[str],
+) -> list[str]:
     """Problems between options, which no single flag has."""
     try:
         config, problems = assembled(line, readings, ranks, defaults)
@@ -341,8 +438,10 @@ def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaul
         return [str(error)]
     own = {problem for reading in readings for problem in reading.problems}
     found: list[str] = []
-    attempt(found, lambda: check(config, known, () if unread else rules, problems, unread))
-    if OTHER_FLAGS in unread:                # it may set what has its default here, or is missing
+    attempt(
+        found, lambda: check(config, known, () if unread else rules, problems, unread)
+    )
+    if OTHER_FLAGS in unread:  # it may set what has its default here, or is missing
         found = [problem for problem in found if not re.search(UNSET, problem)]
     return [problem for problem in found if problem not in own]
 
@@ -350,10 +449,14 @@ def _problems(line: CommandLine, readings: Sequence[Reading], ranks: int, defaul
 def _command(training: Training, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
     launcher = ["torchrun", "--nproc-per-node", str(min(ranks, 8))]
     if ranks > 8:
-        launcher = ["torchrun", "--nnodes", str(-(-ranks // 8)), "--nproc-per-node", "8"]
+        launcher = [
+            "torchrun",
+            "--nnodes",
+            str(-(-ranks // 8)),
+            "--nproc-per-node",
+            "8",
+        ]
     if not training.script:
         return ()
     command = "train-bert" if "bert" in training.script else "train"
     return (*launcher, "-m", "megatron_ds", command, *words)
-
-

@@ -13,19 +13,32 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class AttentionOptions:
     """Windows and the softmax. Names are Megatron's."""
 
-    window_size: tuple[int, ...] | None = option(None, at_least=-1, least="which is no limit", count=2,
-        example="127,0", separators="(,)", unit="tokens",
+    window_size: tuple[int, ...] | None = option(
+        None,
+        at_least=-1,
+        least="which is no limit",
+        count=2,
+        example="127,0",
+        separators="(,)",
+        unit="tokens",
         help="Sliding window: a token attends to LEFT tokens before and RIGHT tokens after it, such as "
-             "127,0; -1 is all of them. Default: no window.",
-        avoid="Models that generate text (GPT) need 0 on the right.")
-    window_attn_skip_freq: str | None = option(None, strip="\"'",
+        "127,0; -1 is all of them. Default: no window.",
+        avoid="Models that generate text (GPT) need 0 on the right.",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        strip="\"'",
         help="Which layers have no window: N for every Nth layer; or a list with 1 for each layer with the "
-             "window and 0 for each without, such as ([1]*3+[0])*6. Default: all layers have it.",
-        avoid="In YAML, put a list in quotes.")
-    softmax_type: str = option("vanilla", choices=SOFTMAX_TYPES,
+        "window and 0 for each without, such as ([1]*3+[0])*6. Default: all layers have it.",
+        avoid="In YAML, put a list in quotes.",
+    )
+    softmax_type: str = option(
+        "vanilla",
+        choices=SOFTMAX_TYPES,
         help="off-by-one: attention probabilities are exp(s) / (1 + Σ exp(s)), so that a head may attend to "
-             "nothing; learnable: each head has a weight in place of the exponent of 1 (attention sinks).",
-        avoid="On GPUs both compute attention without the fused kernels.")
+        "nothing; learnable: each head has a weight in place of the exponent of 1 (attention sinks).",
+        avoid="On GPUs both compute attention without the fused kernels.",
+    )
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -36,11 +49,15 @@ class AttentionOptions:
         """Whether each layer has the window. Raises ConfigError."""
         if self.window_size is None or self.window_attn_skip_freq is None:
             return (self.window_size is not None,) * num_layers
-        pattern = read_layer_pattern(self.window_attn_skip_freq, "--window-attn-skip-freq")
+        pattern = read_layer_pattern(
+            self.window_attn_skip_freq, "--window-attn-skip-freq"
+        )
         if isinstance(pattern, int):
             return tuple((i + 1) % pattern != 0 for i in range(num_layers))
         if len(pattern) != num_layers:
-            raise ConfigError(f"--window-attn-skip-freq {self.window_attn_skip_freq} describes "
-                              f"{len(pattern)} layers, but the model has {num_layers}. Give one entry for "
-                              "each layer.")
+            raise ConfigError(
+                f"--window-attn-skip-freq {self.window_attn_skip_freq} describes "
+                f"{len(pattern)} layers, but the model has {num_layers}. Give one entry for "
+                "each layer."
+            )
         return tuple(bool(x) for x in pattern)

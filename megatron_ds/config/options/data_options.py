@@ -7,9 +7,19 @@ from .option import option
 DEFAULT_SPLIT = "969, 30, 1"
 # Names of HuggingFaceTokenizer in Megatron-DeepSpeed, in BigScience's and Huawei's forks, in Zyphra's, and of
 # --patch-tokenizer-type, whose tokenizers all are folders of Hugging Face.
-HF_TOKENIZERS = ("HFTokenizer", "PretrainedFromHF", "HFAutoTokenizer", "LLamaTokenizer", "QwenTokenizer",
-                 "Qwen2Tokenizer", "Qwen3Tokenizer", "DeepSeekV2Tokenizer", "MistralTokenizer", "YiTokenizer",
-                 "FalconTokenizer")
+HF_TOKENIZERS = (
+    "HFTokenizer",
+    "PretrainedFromHF",
+    "HFAutoTokenizer",
+    "LLamaTokenizer",
+    "QwenTokenizer",
+    "Qwen2Tokenizer",
+    "Qwen3Tokenizer",
+    "DeepSeekV2Tokenizer",
+    "MistralTokenizer",
+    "YiTokenizer",
+    "FalconTokenizer",
+)
 
 
 @dataclass(frozen=True)
@@ -18,84 +28,160 @@ class DataConfig:
     list the paths.
     """
 
-    data_path: tuple[str, ...] = option((), per_host=True,
+    data_path: tuple[str, ...] = option(
+        (),
+        per_host=True,
         help="Prefix of the .bin/.idx pair; or several prefixes, all or none of them preceded by a weight. "
-             "START:END before a prefix chooses a range of its documents (0:0.6: the first 60 %). @FILE: the "
-             "words are in a file.")
+        "START:END before a prefix chooses a range of its documents (0:0.6: the first 60 %). @FILE: the "
+        "words are in a file.",
+    )
     split: str | None = option(
-        None, strip="'\" ",
-        help=f"Proportions of --data-path for training, validation and test. Default: {DEFAULT_SPLIT}.")
-    train_data_path: tuple[str, ...] = option((), per_host=True, help="Like --data-path, for training only.")
-    valid_data_path: tuple[str, ...] = option((), per_host=True,
-        help="Like --data-path, for validation only.")
-    test_data_path: tuple[str, ...] = option((), per_host=True, help="Like --data-path, for testing only.")
+        None,
+        strip="'\" ",
+        help=f"Proportions of --data-path for training, validation and test. Default: {DEFAULT_SPLIT}.",
+    )
+    train_data_path: tuple[str, ...] = option(
+        (), per_host=True, help="Like --data-path, for training only."
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), per_host=True, help="Like --data-path, for validation only."
+    )
+    test_data_path: tuple[str, ...] = option(
+        (), per_host=True, help="Like --data-path, for testing only."
+    )
     data_args_path: str | None = option(
-        None, per_host=True, help="File with the words of --data-path, separated by spaces or line breaks.",
-        avoid="For a few corpora --data-path is simpler.")
-    per_split_data_args_path: str | None = option(None, per_host=True,
-        help="JSON file with such words for each split: {\"train\": [...], \"valid\": [...], \"test\": "
-             "[...]}.")
-    blend_weights: str = option("samples", choices=("samples", "epochs"),
+        None,
+        per_host=True,
+        help="File with the words of --data-path, separated by spaces or line breaks.",
+        avoid="For a few corpora --data-path is simpler.",
+    )
+    per_split_data_args_path: str | None = option(
+        None,
+        per_host=True,
+        help='JSON file with such words for each split: {"train": [...], "valid": [...], "test": '
+        "[...]}.",
+    )
+    blend_weights: str = option(
+        "samples",
+        choices=("samples", "epochs"),
         help="Meaning of the weights before prefixes. samples: proportions of the samples. epochs: how "
-             "often each corpus is read relative to the others, whatever their sizes (2 a 1 b: a is read "
-             "twice as often as b).",
-        avoid="With epochs, the proportions of the samples change when a corpus grows.")
-    mock_data: bool = option(False,
+        "often each corpus is read relative to the others, whatever their sizes (2 a 1 b: a is read "
+        "twice as often as b).",
+        avoid="With epochs, the proportions of the samples change when a corpus grows.",
+    )
+    mock_data: bool = option(
+        False,
         help="Train on random tokens, to try a layout without a corpus. As a flag it replaces the data "
-             "options of a recipe.",
-        avoid="The loss has no meaning.")
+        "options of a recipe.",
+        avoid="The loss has no meaning.",
+    )
     data_cache_path: str | None = option(
-        None, per_host=True, help="Directory for the index maps. Default: next to the data.",
-        avoid="Only needed if the data are on a read-only disk.")
+        None,
+        per_host=True,
+        help="Directory for the index maps. Default: next to the data.",
+        avoid="Only needed if the data are on a read-only disk.",
+    )
     tokenizer_type: str | None = option(
-        None, values=dict.fromkeys(HF_TOKENIZERS, "HuggingFaceTokenizer"),
-        help="Name of a registered tokenizer, the one that the corpus was tokenized with.")
+        None,
+        values=dict.fromkeys(HF_TOKENIZERS, "HuggingFaceTokenizer"),
+        help="Name of a registered tokenizer, the one that the corpus was tokenized with.",
+    )
     vocab_file: str | None = option(
-        None, per_host=True,
-        help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.")
-    merge_file: str | None = option(None, per_host=True, flags=["--merges-file"],
-        help="merges.txt of GPT2BPETokenizer.")
+        None,
+        per_host=True,
+        help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.",
+    )
+    merge_file: str | None = option(
+        None,
+        per_host=True,
+        flags=["--merges-file"],
+        help="merges.txt of GPT2BPETokenizer.",
+    )
     tokenizer_model: str | None = option(
-        None, per_host=True,
-        help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.")
-    extra_vocab_size: int | None = option(None, at_least=0,
+        None,
+        per_host=True,
+        help="File or directory of HuggingFaceTokenizer, SentencePieceTokenizer or Llama2Tokenizer.",
+    )
+    extra_vocab_size: int | None = option(
+        None,
+        at_least=0,
         help="Rows of the embedding beyond the vocabulary of a HuggingFaceTokenizer, added tokens not "
-             "counted, as in Pai-Megatron-Patch: the size is their sum, if that is above --vocab-size.",
-        avoid="--padded-vocab-size states the size itself.")
-    eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")
+        "counted, as in Pai-Megatron-Patch: the size is their sum, if that is above --vocab-size.",
+        avoid="--padded-vocab-size states the size itself.",
+    )
+    eod_mask_loss: bool = option(
+        False, help="Exclude the end-of-document token from the loss."
+    )
     reset_position_ids: bool = option(
-        False, help="Count positions from the beginning of each document in a sample.")
+        False, help="Count positions from the beginning of each document in a sample."
+    )
     reset_attention_mask: bool = option(
-        False, help="Let tokens attend only to their own document in a sample.",
-        avoid="On GPUs it excludes the fastest attention kernel, and saves no work.")
-    pack_documents: bool = option(False,
+        False,
+        help="Let tokens attend only to their own document in a sample.",
+        avoid="On GPUs it excludes the fastest attention kernel, and saves no work.",
+    )
+    pack_documents: bool = option(
+        False,
         help="Pack whole documents into samples, instead of cutting one stream of documents: positions and "
-             "attention stay within each document, and only a document longer than a sample is cut.",
+        "attention stay within each document, and only a document longer than a sample is cut.",
         avoid="The order and number of samples differ from Megatron's, and a few tokens in a thousand are "
-              "padding.")
-    fim_data: bool = option(False,
+        "padding.",
+    )
+    fim_data: bool = option(
+        False,
         help="Fill in the middle: move the middle of documents to their end, after special tokens, so that "
-             "the model learns to write between two texts.",
-        avoid="It is for code completion. A sample loses one token at its end for each special token.")
-    fim_rate: float = option(0.5, at_least=0, at_most=1, help="Share of the documents that are rearranged.")
+        "the model learns to write between two texts.",
+        avoid="It is for code completion. A sample loses one token at its end for each special token.",
+    )
+    fim_rate: float = option(
+        0.5, at_least=0, at_most=1, help="Share of the documents that are rearranged."
+    )
     fim_spm_rate: float = option(
-        0.5, at_least=0, at_most=1, help="Share of those in which the suffix comes first.")
-    fim_split_sample: str | None = option(None,
-        help="Token at which a document is cut into fragments, such as files, each rearranged separately.")
+        0.5,
+        at_least=0,
+        at_most=1,
+        help="Share of those in which the suffix comes first.",
+    )
+    fim_split_sample: str | None = option(
+        None,
+        help="Token at which a document is cut into fragments, such as files, each rearranged separately.",
+    )
     fim_fragment_rate: float | None = option(
-        None, at_least=0, at_most=1, help="Share of the fragments that are rearranged. Default: --fim-rate.")
-    fim_no_prefix: str | None = option(None, help="Do not rearrange texts that begin with this.")
-    fim_prefix_token: str = option("<fim_prefix>", help="Token before the prefix, or its id.")
-    fim_middle_token: str = option("<fim_middle>", help="Token before the middle, or its id.")
-    fim_suffix_token: str = option("<fim_suffix>", help="Token before the suffix, or its id.")
-    dataloader_type: str = option("single", choices=("single", "cyclic"),
-        help="single: the stream of samples once; cyclic: repeatedly, reshuffled each time.")
-    data_readers: str = option("all", choices=("all", "first"),
+        None,
+        at_least=0,
+        at_most=1,
+        help="Share of the fragments that are rearranged. Default: --fim-rate.",
+    )
+    fim_no_prefix: str | None = option(
+        None, help="Do not rearrange texts that begin with this."
+    )
+    fim_prefix_token: str = option(
+        "<fim_prefix>", help="Token before the prefix, or its id."
+    )
+    fim_middle_token: str = option(
+        "<fim_middle>", help="Token before the middle, or its id."
+    )
+    fim_suffix_token: str = option(
+        "<fim_suffix>", help="Token before the suffix, or its id."
+    )
+    dataloader_type: str = option(
+        "single",
+        choices=("single", "cyclic"),
+        help="single: the stream of samples once; cyclic: repeatedly, reshuffled each time.",
+    )
+    data_readers: str = option(
+        "all",
+        choices=("all", "first"),
         help="Which ranks of a tensor-parallel group read the data: all, or only the first, which sends the "
-             "batches to the others.",
-        avoid="first takes time; it is for disks that all ranks would overload.")
-    num_workers: int = option(2, per_host=True, at_least=0,
-        help="Threads that prepare batches ahead; 0: none.")
+        "batches to the others.",
+        avoid="first takes time; it is for disks that all ranks would overload.",
+    )
+    num_workers: int = option(
+        2,
+        per_host=True,
+        at_least=0,
+        help="Threads that prepare batches ahead; 0: none.",
+    )
 
     @property
     def splits(self) -> str:
@@ -117,11 +203,24 @@ class DataConfig:
 class BertConfig:
     """For --model bert; the defaults are Megatron's."""
 
-    mask_prob: float = option(0.15, above=0, below=1, help="Share of the tokens that BERT predicts.")
-    mask_max_ngram: int = option(3, at_least=1, unit="words",
-        help="Longest run of masked words; shorter runs are more frequent. 1 masks single words.")
-    mask_whole_words: bool = option(True, help="Mask all pieces of a word together.",
-        avoid="The missing pieces of a partly visible word are easy to predict.")
-    short_seq_prob: float = option(0.1, at_least=0, at_most=1,
+    mask_prob: float = option(
+        0.15, above=0, below=1, help="Share of the tokens that BERT predicts."
+    )
+    mask_max_ngram: int = option(
+        3,
+        at_least=1,
+        unit="words",
+        help="Longest run of masked words; shorter runs are more frequent. 1 masks single words.",
+    )
+    mask_whole_words: bool = option(
+        True,
+        help="Mask all pieces of a word together.",
+        avoid="The missing pieces of a partly visible word are easy to predict.",
+    )
+    short_seq_prob: float = option(
+        0.1,
+        at_least=0,
+        at_most=1,
         help="Share of BERT's samples that are shorter than the sequence length, so that it trains on short "
-             "texts, too; 0: none.")
+        "texts, too; 0: none.",
+    )

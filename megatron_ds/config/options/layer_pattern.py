@@ -4,17 +4,20 @@ import re
 
 from ...errors import ConfigError
 
-MOST_LAYERS, MOST_BRACKETS = 10_000, 20
+MOST_LAYERS = 10_000
+MOST_BRACKETS = 20
 
 
 def read_layer_pattern(text: str, flag: str) -> int | list[int]:
-    """"2" → 2;  "([0]*1+[1]*3)*2" → [0, 1, 1, 1, 0, 1, 1, 1]. Parsed, not evaluated. Raises ConfigError, with
+    """ "2" → 2;  "([0]*1+[1]*3)*2" → [0, 1, 1, 1, 0, 1, 1, 1]. Parsed, not evaluated. Raises ConfigError, with
     the flag."""
     bare = re.sub(r"\s", "", text)
     if re.fullmatch(r"\(*[1-9]\d*\)*", bare):
         return int(bare.strip("()"))
-    wrong = ConfigError(f"{flag} {text!r} is neither a number from 1 up nor a list of 0 and 1. Examples: 2, "
-                        "[0,1,1,1], ([0]*1+[1]*23).")
+    wrong = ConfigError(
+        f"{flag} {text!r} is neither a number from 1 up nor a list of 0 and 1. Examples: 2, "
+        "[0,1,1,1], ([0]*1+[1]*23)."
+    )
     tokens = re.findall(r"\[[01](?:,[01])*\]|\*\d{1,5}|[+()]", bare)
     if "".join(tokens) != bare or tokens.count("(") > MOST_BRACKETS:
         raise wrong
@@ -24,11 +27,13 @@ def read_layer_pattern(text: str, flag: str) -> int | list[int]:
         if rest or not values:
             raise wrong
         return values
-    except IndexError:                              # of `rest`
+    except IndexError:  # of `rest`
         raise wrong from None
     except OverflowError:
-        raise ConfigError(f"{flag} {text!r} describes more than {MOST_LAYERS} layers. Use one entry for each "
-                          "layer of the model.") from None
+        raise ConfigError(
+            f"{flag} {text!r} describes more than {MOST_LAYERS} layers. Use one entry for each "
+            "layer of the model."
+        ) from None
 
 
 def _sum(rest: list[str]) -> list[int]:

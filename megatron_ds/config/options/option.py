@@ -26,8 +26,14 @@ from typing import Any
 from ...errors import ConfigError
 from ...registry import did_you_mean
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # name in options → name in torch
-LARGEST, MOST_DIGITS = 2**63 - 1, 40     # of a whole number: torch and numpy hold no larger one
+DTYPE_NAMES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}  # name in options → name in torch
+# of a whole number: torch and numpy hold no larger one
+LARGEST = 2**63 - 1
+MOST_DIGITS = 40
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -96,19 +102,27 @@ class Option:
         if self.is_list:
             many = {int: "whole numbers", float: "numbers", str: "words"}[self.kind]
             example = f", such as {self.example}" if self.example else ""
-            return f"{self.count} {many}{example}" if self.count else f"one or more {many}"
+            return (
+                f"{self.count} {many}{example}" if self.count else f"one or more {many}"
+            )
         return NOUNS[self.kind]
 
     @property
     def negative(self) -> str:
         """The switch that turns a boolean field off: `--no-x` for `--x`, and `--x` for `--no-x`."""
-        return "--" + self.flag[5:] if self.flag.startswith("--no-") else "--no-" + self.flag[2:]
+        return (
+            "--" + self.flag[5:]
+            if self.flag.startswith("--no-")
+            else "--no-" + self.flag[2:]
+        )
 
 
 def option(default: Any = None, *, help: str, **more: Any) -> Any:
     """A dataclass field with the `Option` in its metadata. A required one is None until a source gives it."""
     more["flags"] = tuple(more.get("flags", ()))
-    return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
+    return field(
+        default=default, metadata={"option": Option(default=default, help=help, **more)}
+    )
 
 
 def json_key(kind: type, help: str, **more: Any) -> Option:
@@ -119,20 +133,34 @@ def json_key(kind: type, help: str, **more: Any) -> Option:
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
     """The options of a section's dataclass, in the order of declaration; those of base classes come last."""
-    hints, own = typing.get_type_hints(cls), cls.__annotations__
+    hints = typing.get_type_hints(cls)
+    own = cls.__annotations__
     declared = sorted(dataclasses.fields(cls), key=lambda f: f.name not in own)
-    return tuple(_bind(f.metadata["option"], section, f.name, hints[f.name])
-                 for f in declared if "option" in f.metadata)
+    return tuple(
+        _bind(f.metadata["option"], section, f.name, hints[f.name])
+        for f in declared
+        if "option" in f.metadata
+    )
 
 
 def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
-    if isinstance(hint, types.UnionType):                     # `int | None` → int, `tuple[…] | None` → tuple
+    if isinstance(
+        hint, types.UnionType
+    ):  # `int | None` → int, `tuple[…] | None` → tuple
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     is_list = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if is_list else hint
-    assert kind in NOUNS, f"{section}.{name}: {hint} is not int, float, bool, str or a tuple of one of them"
-    return dataclasses.replace(declared, section=section, name=name, kind=kind, is_list=is_list,
-                               flag=declared.flag or "--" + name.replace("_", "-"))
+    assert kind in NOUNS, (
+        f"{section}.{name}: {hint} is not int, float, bool, str or a tuple of one of them"
+    )
+    return dataclasses.replace(
+        declared,
+        section=section,
+        name=name,
+        kind=kind,
+        is_list=is_list,
+        flag=declared.flag or "--" + name.replace("_", "-"),
+    )
 
 
 def coerce(option: Option, raw: Any, where: str) -> Any:
@@ -147,17 +175,26 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
         items = (raw,) if option.kind is str else tuple(str(raw).split())
     if option.separators:
         spaces = str.maketrans(dict.fromkeys(option.separators, " "))
-        items = tuple(word for item in items for word in
-                      (item.translate(spaces).split() if isinstance(item, str) else (item,)))
+        items = tuple(
+            word
+            for item in items
+            for word in (
+                item.translate(spaces).split() if isinstance(item, str) else (item,)
+            )
+        )
     if option.count is not None and len(items) != option.count:
         raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
     return tuple(_one(option, item, where) for item in items)
 
 
 def _one(option: Option, raw: Any, where: str) -> Any:
-    if isinstance(raw, bool) and shown(raw) in option.values:       # YAML reads the choice `on` as true
+    if (
+        isinstance(raw, bool) and shown(raw) in option.values
+    ):  # YAML reads the choice `on` as true
         raw = shown(raw)
-    if option.kind is not str and isinstance(raw, str) and raw in option.values:     # "optim" for stage 1
+    if (
+        option.kind is not str and isinstance(raw, str) and raw in option.values
+    ):  # "optim" for stage 1
         return option.values[raw]
     value = _CONVERT[option.kind](raw)
     if value is None:
@@ -167,28 +204,40 @@ def _one(option: Option, raw: Any, where: str) -> Any:
     value = option.values.get(value, value)
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
-        raise ConfigError(f"{where}: {shown(raw)} is not "
-                          f"{option.noun}{near.replace(';', ':')}" + ("" if near else "."))
+        raise ConfigError(
+            f"{where}: {shown(raw)} is not "
+            f"{option.noun}{near.replace(';', ':')}" + ("" if near else ".")
+        )
     _check_range(option, value, raw, where)
     return value
 
 
 def _check_range(option: Option, value: Any, raw: Any, where: str) -> None:
     least = f", {option.least}" if option.least else ""
-    largest = LARGEST if option.kind is int and option.at_most is None else option.at_most
-    bounds = (("at least", option.at_least, operator.lt, least), ("above", option.above, operator.le, ""),
-              ("at most", largest, operator.gt, ""), ("below", option.below, operator.ge, ""))
+    largest = (
+        LARGEST if option.kind is int and option.at_most is None else option.at_most
+    )
+    bounds = (
+        ("at least", option.at_least, operator.lt, least),
+        ("above", option.above, operator.le, ""),
+        ("at most", largest, operator.gt, ""),
+        ("below", option.below, operator.ge, ""),
+    )
     for relation, bound, fails, meaning in bounds:
         if bound is not None and fails(value, bound):
-            written = raw if len(str(raw)) <= MOST_DIGITS else f"{str(raw)[:MOST_DIGITS]}…"
-            raise ConfigError(f"{where}: {written} is out of range; it must be {relation} {bound}{meaning}.")
+            written = (
+                raw if len(str(raw)) <= MOST_DIGITS else f"{str(raw)[:MOST_DIGITS]}…"
+            )
+            raise ConfigError(
+                f"{where}: {written} is out of range; it must be {relation} {bound}{meaning}."
+            )
 
 
 def shown(raw: Any) -> str:
     """A value as it was written, for messages."""
     if isinstance(raw, bool):
         return str(raw).lower()
-    if isinstance(raw, list):                                       # of a YAML file: all items are strings
+    if isinstance(raw, list):  # of a YAML file: all items are strings
         return f"[{', '.join(map(str, raw))}]"
     return "an empty value" if raw is None or raw == "" else repr(raw)
 
@@ -197,10 +246,14 @@ def _int(raw: Any) -> int | None:
     if isinstance(raw, bool):
         return None
     if isinstance(raw, str) and re.fullmatch(r"[+-]?[\d_]+", raw):
-        digits = raw.replace("_", "").lstrip("0")[:MOST_DIGITS]       # int() itself refuses 5,000
+        digits = raw.replace("_", "").lstrip("0")[
+            :MOST_DIGITS
+        ]  # int() itself refuses 5,000
         return int(digits or "0") if raw.strip("+-_") else None
     number = _float(raw)
-    return int(number) if number is not None and number.is_integer() else None      # 5e8, 1e6
+    return (
+        int(number) if number is not None and number.is_integer() else None
+    )  # 5e8, 1e6
 
 
 def _float(raw: Any) -> float | None:
@@ -208,18 +261,36 @@ def _float(raw: Any) -> float | None:
         return None
     try:
         number = float(raw)
-    except (ValueError, OverflowError):                             # of an int of more than 308 digits
+    except (ValueError, OverflowError):  # of an int of more than 308 digits
         return None
     return number if math.isfinite(number) else None
 
 
 def _bool(raw: Any) -> bool | None:
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    return raw if isinstance(raw, bool) else words.get(raw.lower()) if isinstance(raw, str) else None
+    words = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    return (
+        raw
+        if isinstance(raw, bool)
+        else words.get(raw.lower())
+        if isinstance(raw, str)
+        else None
+    )
 
 
 def _str(raw: Any) -> str | None:
-    if isinstance(raw, bool) or raw is None or raw == "" or isinstance(raw, list | tuple | dict):
+    if (
+        isinstance(raw, bool)
+        or raw is None
+        or raw == ""
+        or isinstance(raw, list | tuple | dict)
+    ):
         return None
     return str(raw)
 

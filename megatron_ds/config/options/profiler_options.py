@@ -11,36 +11,66 @@ class ProfilerConfig:
     """A profile is of one step. Its FLOPs follow from the formulas of the layers, its times are measured."""
 
     flops_profiler: bool = option(
-        False, json="flops_profiler.enabled",
-        help="Print a table of the layers with parameters and FLOPs, and the times of a step, once.")
+        False,
+        json="flops_profiler.enabled",
+        help="Print a table of the layers with parameters and FLOPs, and the times of a step, once.",
+    )
     flops_profiler_step: int = option(
-        1, json="flops_profiler.profile_step", at_least=0, unit="steps",
-        help="Profile the step after this many.", avoid="The first steps are slower than the others.")
+        1,
+        json="flops_profiler.profile_step",
+        at_least=0,
+        unit="steps",
+        help="Profile the step after this many.",
+        avoid="The first steps are slower than the others.",
+    )
     flops_profiler_detailed: bool = option(
-        True, json="flops_profiler.detailed",
-        help="A row for each layer; off: for each kind of layers.")
+        True,
+        json="flops_profiler.detailed",
+        help="A row for each layer; off: for each kind of layers.",
+    )
     flops_profiler_output_file: str | None = option(
-        None, per_host=True, json="flops_profiler.output_file",
-        help="Write the profile to this file, not to the log.")
+        None,
+        per_host=True,
+        json="flops_profiler.output_file",
+        help="Write the profile to this file, not to the log.",
+    )
     grad_noise_scale: bool = option(
         False,
         help="Log the gradient noise scale, in samples: about the batch size from which a larger one saves "
-             "few steps (McCandlish et al. 2018).",
+        "few steps (McCandlish et al. 2018).",
         avoid="It needs two micro-batches on each rank, and computes one of them twice in the steps of "
-              "--grad-noise-scale-interval.")
+        "--grad-noise-scale-interval.",
+    )
     grad_noise_scale_interval: int = option(
-        10, at_least=1, unit="steps", help="Steps between measurements of --grad-noise-scale.")
+        10,
+        at_least=1,
+        unit="steps",
+        help="Steps between measurements of --grad-noise-scale.",
+    )
     autotuning: bool = option(
-        False, json="autotuning.enabled",
+        False,
+        json="autotuning.enabled",
         help="Measure a few steps, write latency, throughput and FLOP/s as JSON, and end the run: what "
-             "DeepSpeed's autotuner starts.",
-        avoid="The run ends after --autotuning-end-step + 1 steps. It does not search for a configuration.")
+        "DeepSpeed's autotuner starts.",
+        avoid="The run ends after --autotuning-end-step + 1 steps. It does not search for a configuration.",
+    )
     autotuning_start_step: int = option(
-        3, json="autotuning.start_profile_step", at_least=0, unit="steps",
-        help="Measure the steps after this many.")
+        3,
+        json="autotuning.start_profile_step",
+        at_least=0,
+        unit="steps",
+        help="Measure the steps after this many.",
+    )
     autotuning_end_step: int = option(
-        5, json="autotuning.end_profile_step", at_least=0, unit="steps",
-        help="The run ends after one more step than this.")
+        5,
+        json="autotuning.end_profile_step",
+        at_least=0,
+        unit="steps",
+        help="The run ends after one more step than this.",
+    )
     autotuning_metric_path: str | None = option(
-        None, per_host=True, json="autotuning.metric_path",
-        help="File for the measured numbers. Default: autotuning_metric.json in the current folder.")
+        None,
+        per_host=True,
+        json="autotuning.metric_path",
+        help="File for the measured numbers. Default: autotuning_metric.json in the current folder.",
+    )

@@ -8,26 +8,40 @@ from ..run import RunConfig
 
 def windows(config: RunConfig) -> Iterator[str]:
     """A window hides something, nothing of it lies in the future of a causal model, and a layer has it."""
-    model, window = config.model, config.model.window_size
+    model = config.model
+    window = config.model.window_size
     if window is None:
-        yield from given(config, ["model.window_attn_skip_freq"],
-                         "chooses the layers without a window, but no layer has one. Add --window-size, or "
-                         "remove it.")
+        yield from given(
+            config,
+            ["model.window_attn_skip_freq"],
+            "chooses the layers without a window, but no layer has one. Add --window-size, or "
+            "remove it.",
+        )
         return
     left, right = window
     is_causal = model.model != "bert"
     if is_causal and right > 0:
-        yield (f"[window_size] shows {right} later tokens, but a causal model sees none. Use --window-size "
-               f"{left},0.")
+        yield (
+            f"[window_size] shows {right} later tokens, but a causal model sees none. Use --window-size "
+            f"{left},0."
+        )
     if left == right == 0 or left == 0 and is_causal:
-        yield ("[window_size] shows each token itself alone. Use --window-size LEFT,RIGHT with the number of "
-               "tokens before and after it, such as 127,0.")
+        yield (
+            "[window_size] shows each token itself alone. Use --window-size LEFT,RIGHT with the number of "
+            "tokens before and after it, such as 127,0."
+        )
     if left == -1 and (is_causal or right == -1):
-        yield ("[window_size] hides nothing: -1 is no limit. Remove it, or give the number of earlier tokens "
-               "that a token attends to, such as --window-size 127,0.")
-    if model.num_layers and not any(model.windowed_layers(model.num_layers)):  # raises if it does not fit
-        yield ("[window_attn_skip_freq] leaves no layer with the window. Remove --window-size, or use "
-               f"{flag('model.window_attn_skip_freq')} 2 or more.")
+        yield (
+            "[window_size] hides nothing: -1 is no limit. Remove it, or give the number of earlier tokens "
+            "that a token attends to, such as --window-size 127,0."
+        )
+    if model.num_layers and not any(
+        model.windowed_layers(model.num_layers)
+    ):  # raises if it does not fit
+        yield (
+            "[window_attn_skip_freq] leaves no layer with the window. Remove --window-size, or use "
+            f"{flag('model.window_attn_skip_freq')} 2 or more."
+        )
 
 
 ATTENTION_RULES = (windows,)

@@ -8,9 +8,16 @@ from ..run import RunConfig, options_in
 from ..training_schedule import make_beta1
 
 # Options of other styles. `lr_warmup_style` has its own rule.
-SPANS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_warmup_iters",
-         "optimizer.lr_warmup_samples", "optimizer.lr_warmup_fraction", "optimizer.lr_warmup_init",
-         "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples")
+SPANS = (
+    "optimizer.lr_decay_iters",
+    "optimizer.lr_decay_samples",
+    "optimizer.lr_warmup_iters",
+    "optimizer.lr_warmup_samples",
+    "optimizer.lr_warmup_fraction",
+    "optimizer.lr_warmup_init",
+    "optimizer.lr_wsd_decay_iters",
+    "optimizer.lr_wsd_decay_samples",
+)
 
 
 def cycles(config: RunConfig) -> Iterator[str]:
@@ -19,33 +26,54 @@ def cycles(config: RunConfig) -> Iterator[str]:
     for option in options_in("cycle"):
         owner = RANGE_TEST if "range_test" in option.name else ONE_CYCLE
         if style != owner:
-            yield from given(config, [option.path],
-                             f"has no effect with [lr_decay_style]. Remove it, or use --lr-decay-style "
-                             f"{owner}.")
+            yield from given(
+                config,
+                [option.path],
+                f"has no effect with [lr_decay_style]. Remove it, or use --lr-decay-style "
+                f"{owner}.",
+            )
     if style in (ONE_CYCLE, RANGE_TEST):
-        asked = [path for path in SPANS if path in config.sources and config.sources[path].kind != "script"]
-        yield from given(config, asked, f"has no effect with [lr_decay_style], whose steps are those of its "
-                                        f"own options ({_sizes(style)}). Remove it.")
+        asked = [
+            path
+            for path in SPANS
+            if path in config.sources and config.sources[path].kind != "script"
+        ]
+        yield from given(
+            config,
+            asked,
+            f"has no effect with [lr_decay_style], whose steps are those of its "
+            f"own options ({_sizes(style)}). Remove it.",
+        )
     if style == RANGE_TEST:
-        yield from given(config, ["optimizer.min_lr"],
-                         "has no effect with [lr_decay_style], which begins with --lr. Remove it.")
+        yield from given(
+            config,
+            ["optimizer.min_lr"],
+            "has no effect with [lr_decay_style], which begins with --lr. Remove it.",
+        )
     if style == ONE_CYCLE:
         yield from _momentum(config)
 
 
 def _sizes(style: str) -> str:
-    return ("--cycle-first-step-size, --cycle-second-step-size" if style == ONE_CYCLE
-            else "--lr-range-test-step-size")
+    return (
+        "--cycle-first-step-size, --cycle-second-step-size"
+        if style == ONE_CYCLE
+        else "--lr-range-test-step-size"
+    )
 
 
 def _momentum(config: RunConfig) -> Iterator[str]:
     """beta1 has a range, and its decay, which makes it grow, ends below 1."""
-    cycle, steps = config.cycle, config.train.train_iters
+    cycle = config.cycle
+    steps = config.train.train_iters
     if cycle.cycle_min_mom > cycle.cycle_max_mom:
         yield "[cycle_min_mom] is above [cycle_max_mom]. Lower it."
     if not cycle.decay_step_size:
-        yield from given(config, ("cycle.decay_lr_rate", "cycle.decay_mom_rate"),
-                         "has no effect without --decay-step-size, its unit. Add it, or remove the rate.")
+        yield from given(
+            config,
+            ("cycle.decay_lr_rate", "cycle.decay_mom_rate"),
+            "has no effect without --decay-step-size, its unit. Add it, or remove the rate.",
+        )
     beta1 = make_beta1(config) if steps and config.train.global_batch_size else None
     if beta1 is not None:
-        beta1.at(steps - 2)                                  # of the last step; raises where it is too large
+        beta1.at(steps - 2)  # of the last step; raises where it is too large

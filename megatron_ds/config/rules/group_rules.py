@@ -17,11 +17,18 @@ from ..options.option import Option, coerce
 # Key → its values, as options have them.
 KEYS: Mapping[str, Option] = {
     "optimizer": Option(None, "Name of a registered optimizer."),
-    "lr_factor": Option(1.0, "The learning rate is multiplied by it.", kind=float, above=0),
+    "lr_factor": Option(
+        1.0, "The learning rate is multiplied by it.", kind=float, above=0
+    ),
     "decay": Option(None, "Whether weight decay applies.", kind=bool),
-    "init_factor": Option(1.0, "The standard deviation of initial weights is multiplied by it.", kind=float,
-                          at_least=0)}
-MOST_NAMES = 30         # in a message
+    "init_factor": Option(
+        1.0,
+        "The standard deviation of initial weights is multiplied by it.",
+        kind=float,
+        at_least=0,
+    ),
+}
+MOST_NAMES = 30  # in a message
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,18 @@ def group_rule(text: str) -> GroupRule:
     pattern, colon, rest = text.rpartition(":")
     words = [word.partition("=") for word in rest.split(",")]
     if not pattern or not all(equals and value for _, equals, value in words):
-        raise ConfigError(f"{where} is not PATTERN:KEY=VALUE,KEY=VALUE, such as '*.bias:lr_factor=2'. Keys: "
-                          f"{', '.join(KEYS)}.")
+        raise ConfigError(
+            f"{where} is not PATTERN:KEY=VALUE,KEY=VALUE, such as '*.bias:lr_factor=2'. Keys: "
+            f"{', '.join(KEYS)}."
+        )
     values = {}
     for key, _, value in words:
         if key not in KEYS or key in values:
             near = "" if key in values else did_you_mean(key, list(KEYS))
             what = f"{key} twice" if key in values else f"the key {key!r}"
-            raise ConfigError(f"{where} has {what}{near or '.'} Keys: {', '.join(KEYS)}, each once.")
+            raise ConfigError(
+                f"{where} has {what}{near or '.'} Keys: {', '.join(KEYS)}, each once."
+            )
         values[key] = coerce(KEYS[key], value, f"{where}: {key}")
     return GroupRule(pattern, **values)
 
@@ -69,13 +80,23 @@ def pattern_problems(rules: Sequence[GroupRule], names: Sequence[str]) -> Iterat
     """Patterns that match none of the parameters, and parameters that two patterns match."""
     for rule in rules:
         if not any(map(rule.matches, names)):
-            known = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-            more = f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
-            yield (f"--param-group {rule.pattern!r} matches none of the {len(names)} parameters, so it would "
-                   f"have no effect. Parameters: {', '.join(known[:MOST_NAMES])}{more}.")
+            known = list(
+                dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+            )
+            more = (
+                f" and {len(known) - MOST_NAMES} more"
+                if len(known) > MOST_NAMES
+                else ""
+            )
+            yield (
+                f"--param-group {rule.pattern!r} matches none of the {len(names)} parameters, so it would "
+                f"have no effect. Parameters: {', '.join(known[:MOST_NAMES])}{more}."
+            )
     for name in names:
         both = [rule.pattern for rule in rules if rule.matches(name)]
         if len(both) > 1:
-            yield (f"{name} matches --param-group {both[0]!r} and {both[1]!r}, and a parameter is in one "
-                   "group. Use patterns of which one matches it.")
+            yield (
+                f"{name} matches --param-group {both[0]!r} and {both[1]!r}, and a parameter is in one "
+                "group. Use patterns of which one matches it."
+            )
             return

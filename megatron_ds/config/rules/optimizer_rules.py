@@ -7,21 +7,35 @@ from ..optimizer_facts import FACTS, MOMENTS, facts_of
 from ..run import RunConfig
 from .group_rules import group_rules
 
-FROZEN, ZERO_ONE = ("onebit_adam", "onebit_lamb"), "zero_one_adam"
+FROZEN = ("onebit_adam", "onebit_lamb")
+ZERO_ONE = "zero_one_adam"
 
 
 def optimizer_options(config: RunConfig) -> Iterator[str]:
     """Options of one optimizer have no effect on another one."""
-    facts, rules = facts_of(config.optimizer.optimizer), group_rules(config.optimizer.param_groups)
+    facts = facts_of(config.optimizer.optimizer)
+    rules = group_rules(config.optimizer.param_groups)
     if facts is None:
         return
-    fields = [f for used in (facts, *(facts_of(rule.optimizer) for rule in rules)) if used is not None
-              for f in used.own_fields]
+    fields = [
+        f
+        for used in (facts, *(facts_of(rule.optimizer) for rule in rules))
+        if used is not None
+        for f in used.own_fields
+    ]
     own = dict.fromkeys(f"optimizer.{name}" for name in fields)
-    others = dict.fromkeys(f"optimizer.{name}" for other in FACTS.values() for name in other.own_fields
-                           if name not in fields)
-    yield from given(config, others, "is not an option of [optimizer], which has "
-                                     f"{', '.join(map(flag, own))}. Remove it.")
+    others = dict.fromkeys(
+        f"optimizer.{name}"
+        for other in FACTS.values()
+        for name in other.own_fields
+        if name not in fields
+    )
+    yield from given(
+        config,
+        others,
+        "is not an option of [optimizer], which has "
+        f"{', '.join(map(flag, own))}. Remove it.",
+    )
     yield from _one_bit(config)
     yield from _adam_variants(config) if facts.name == "adam" else ()
     yield from _muon_parts(config) if facts.name == "muon" else ()
@@ -31,18 +45,29 @@ def optimizer_options(config: RunConfig) -> Iterator[str]:
 
 def _adam_variants(config: RunConfig) -> Iterator[str]:
     if config.optimizer.adam_amsgrad and not config.optimizer.adam_bias_correction:
-        yield ("[adam_amsgrad] is torch's, which corrects its moments, but [adam_bias_correction]. Remove "
-               "one of them.")
+        yield (
+            "[adam_amsgrad] is torch's, which corrects its moments, but [adam_bias_correction]. Remove "
+            "one of them."
+        )
 
 
 def _muon_parts(config: RunConfig) -> Iterator[str]:
-    o, lion = config.optimizer, ("optimizer.lion_beta1", "optimizer.lion_beta2")
+    o = config.optimizer
+    lion = ("optimizer.lion_beta1", "optimizer.lion_beta2")
     adam = [f"optimizer.{name}" for names in MOMENTS.values() for name in names]
     others = adam if o.muon_scalar_optimizer == "lion" else lion
     # Defaults of a JSON are no wish.
-    wished = [path for path in others if path in config.sources and config.sources[path].kind != "deepspeed"]
-    yield from given(config, wished, "is not an option of [muon_scalar_optimizer], which updates what is not "
-                                     "a matrix. Remove it.")
+    wished = [
+        path
+        for path in others
+        if path in config.sources and config.sources[path].kind != "deepspeed"
+    ]
+    yield from given(
+        config,
+        wished,
+        "is not an option of [muon_scalar_optimizer], which updates what is not "
+        "a matrix. Remove it.",
+    )
     if o.muon_coefficient_type == "cubic5" and o.muon_num_ns_steps != 5:
         yield "[muon_coefficient_type] has coefficients of 5 iterations, but [muon_num_ns_steps]. Use 5."
     if o.muon_per_head and not o.muon_split_qkv:
@@ -52,26 +77,42 @@ def _muon_parts(config: RunConfig) -> Iterator[str]:
 def _one_bit(config: RunConfig) -> Iterator[str]:
     """Between exchanges gradients are those of each rank, so nothing may ask for their sum. (ZeRO: see
     `zero/settings.py`.)"""
-    o, train = config.optimizer, config.train
+    o = config.optimizer
+    train = config.train
     if o.factor_min > o.factor_max:
         yield "[factor_min] is above [factor_max]: no factor is between them. Lower the minimum."
     if o.optimizer not in (*FROZEN, ZERO_ONE):
         return
     for path in ("profiler.grad_noise_scale", "logging.log_num_zeros_in_grad"):
-        yield from given(config, [path], "needs the gradient of the global batch, but with [optimizer] "
-                                         "ranks exchange signs, not gradients. Remove it, or use another "
-                                         "optimizer.")
+        yield from given(
+            config,
+            [path],
+            "needs the gradient of the global batch, but with [optimizer] "
+            "ranks exchange signs, not gradients. Remove it, or use another "
+            "optimizer.",
+        )
     if config.parallel.expert_model_parallel_size > 1:
-        yield ("[expert_model_parallel_size] with [optimizer]: one scale is sent for each parameter, and "
-               "here the experts of one are on several ranks. Use --expert-model-parallel-size 1.")
+        yield (
+            "[expert_model_parallel_size] with [optimizer]: one scale is sent for each parameter, and "
+            "here the experts of one are on several ranks. Use --expert-model-parallel-size 1."
+        )
     if o.optimizer == ZERO_ONE:
-        yield from given(config, ["train.check_weight_hash_across_dp_replicas_interval"],
-                         "compares weights of data-parallel ranks, but with [optimizer] they differ between "
-                         "exchanges. Remove it, or set --local-step-clipper 1 and compare checkpoints.")
-    elif train.train_iters and o.freeze_step >= train.train_iters and not _is_of_engine(config):
-        yield (f"[freeze_step] is not below [train_iters]: the run would end before it compresses anything. "
-               f"Use {flag('optimizer.freeze_step')} {max(1, train.train_iters * 15 // 100)} to "
-               f"{max(1, train.train_iters // 4)}, 15 to 25 % of the steps.")
+        yield from given(
+            config,
+            ["train.check_weight_hash_across_dp_replicas_interval"],
+            "compares weights of data-parallel ranks, but with [optimizer] they differ between "
+            "exchanges. Remove it, or set --local-step-clipper 1 and compare checkpoints.",
+        )
+    elif (
+        train.train_iters
+        and o.freeze_step >= train.train_iters
+        and not _is_of_engine(config)
+    ):
+        yield (
+            f"[freeze_step] is not below [train_iters]: the run would end before it compresses anything. "
+            f"Use {flag('optimizer.freeze_step')} {max(1, train.train_iters * 15 // 100)} to "
+            f"{max(1, train.train_iters // 4)}, 15 to 25 % of the steps."
+        )
 
 
 def _is_of_engine(config: RunConfig) -> bool:

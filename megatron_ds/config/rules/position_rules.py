@@ -6,39 +6,69 @@ from collections.abc import Iterator
 from ..messages import given
 from ..run import RunConfig
 
-OF_YARN = ("yarn_rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
-           "yarn_mscale_all_dim", "yarn_correction_range_round_to_int")
-OF_ROPE = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rotary_ntk_factor")
+OF_YARN = (
+    "yarn_rotary_scaling_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+OF_ROPE = (
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rotary_ntk_factor",
+)
 
 
 def positions(config: RunConfig) -> Iterator[str]:
     """Each token of a sample needs a position."""
-    seq, longest = config.model.seq_length, config.model.max_position_embeddings
+    seq = config.model.seq_length
+    longest = config.model.max_position_embeddings
     if seq and longest and seq > longest:
-        yield ("[seq_length] is longer than [max_position_embeddings]: the last tokens would have no "
-               f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
+        yield (
+            "[seq_length] is longer than [max_position_embeddings]: the last tokens would have no "
+            f"position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less."
+        )
 
 
 def rotary(config: RunConfig) -> Iterator[str]:
     """Options of rotary embeddings need them."""
     model = config.model
     kind = model.position_embedding_type
-    names = [name for name in OF_ROPE if name != "rotary_seq_len_interpolation_factor"
-             or model.rotary_seq_len_interpolation_factor != 1]                     # 1 changes nothing
+    names = [
+        name
+        for name in OF_ROPE
+        if name != "rotary_seq_len_interpolation_factor"
+        or model.rotary_seq_len_interpolation_factor != 1
+    ]  # 1 changes nothing
     if kind == "yarn":
-        yield from given(config, _model(names),
-                         "scales the frequencies of rope, and [position_embedding_type] scales them, too. "
-                         "Remove it, or use --position-embedding-type rope.")
+        yield from given(
+            config,
+            _model(names),
+            "scales the frequencies of rope, and [position_embedding_type] scales them, too. "
+            "Remove it, or use --position-embedding-type rope.",
+        )
     elif kind != "rope":
-        yield from given(config, _model(["rotary_interleaved", *names]),
-                         "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
-                         "--position-embedding-type rope.")
+        yield from given(
+            config,
+            _model(["rotary_interleaved", *names]),
+            "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
+            "--position-embedding-type rope.",
+        )
     if kind != "yarn":
-        yield from given(config, _model(OF_YARN), "applies to YaRN, but [position_embedding_type]. Remove "
-                                                  "it, or use --position-embedding-type yarn.")
+        yield from given(
+            config,
+            _model(OF_YARN),
+            "applies to YaRN, but [position_embedding_type]. Remove "
+            "it, or use --position-embedding-type yarn.",
+        )
     if not model.use_rope_scaling:
-        yield from given(config, _model(["rope_scaling_factor"]),
-                         "applies to --use-rope-scaling. Add it, or remove the factor.")
+        yield from given(
+            config,
+            _model(["rope_scaling_factor"]),
+            "applies to --use-rope-scaling. Add it, or remove the factor.",
+        )
     elif model.rotary_ntk_factor is not None:
         yield "[use_rope_scaling] and [rotary_ntk_factor] both scale low frequencies. Give only one."
 
@@ -46,33 +76,45 @@ def rotary(config: RunConfig) -> Iterator[str]:
 def original_length(config: RunConfig) -> Iterator[str]:
     """What is lengthened has a length."""
     model = config.model
-    original, is_yarn = model.original_max_position_embeddings, model.position_embedding_type == "yarn"
+    original = model.original_max_position_embeddings
+    is_yarn = model.position_embedding_type == "yarn"
     name = "[position_embedding_type]" if is_yarn else "[rotary_ntk_factor]"
     is_needed = is_yarn or model.rotary_ntk_factor is not None
     if not is_needed and not model.use_rope_scaling:
-        yield from given(config, _model(["original_max_position_embeddings"]),
-                         "is the length from which rotary frequencies are scaled, and nothing scales them. "
-                         "Remove it, or add --position-embedding-type yarn.")
+        yield from given(
+            config,
+            _model(["original_max_position_embeddings"]),
+            "is the length from which rotary frequencies are scaled, and nothing scales them. "
+            "Remove it, or add --position-embedding-type yarn.",
+        )
     if not is_needed:
         return
     if original is None:
-        yield (f"{name} needs the length of the sequences that the model was trained with before. Add "
-               "--original-max-position-embeddings N.")
+        yield (
+            f"{name} needs the length of the sequences that the model was trained with before. Add "
+            "--original-max-position-embeddings N."
+        )
     elif model.seq_length and original > model.positions:
-        yield (f"[original_max_position_embeddings] is longer than the {model.positions} positions of the "
-               f"model: {name} lengthens sequences. Use --max-position-embeddings {original} or more.")
+        yield (
+            f"[original_max_position_embeddings] is longer than the {model.positions} positions of the "
+            f"model: {name} lengthens sequences. Use --max-position-embeddings {original} or more."
+        )
     elif is_yarn:
         yield from _yarn(model.yarn_beta_fast, model.yarn_beta_slow, original)
 
 
 def _yarn(fast: float, slow: float, original: int) -> Iterator[str]:
     if fast < slow:
-        yield ("[yarn_beta_fast] is less than [yarn_beta_slow]: waves with more turns are unchanged, those "
-               "with fewer are stretched. Exchange the two.")
+        yield (
+            "[yarn_beta_fast] is less than [yarn_beta_slow]: waves with more turns are unchanged, those "
+            "with fewer are stretched. Exchange the two."
+        )
     elif original <= slow * 2 * math.pi:
-        yield (f"[original_max_position_embeddings] with [yarn_beta_slow]: even the shortest wave, of 2 π "
-               f"tokens, turns less than {slow:g} times. Use an original length of "
-               f"{math.floor(slow * 2 * math.pi) + 1} or more, or a smaller --yarn-beta-slow.")
+        yield (
+            f"[original_max_position_embeddings] with [yarn_beta_slow]: even the shortest wave, of 2 π "
+            f"tokens, turns less than {slow:g} times. Use an original length of "
+            f"{math.floor(slow * 2 * math.pi) + 1} or more, or a smaller --yarn-beta-slow."
+        )
 
 
 def _model(names: list[str] | tuple[str, ...]) -> list[str]:

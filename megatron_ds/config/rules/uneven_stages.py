@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from ..run import RunConfig
 
 # Options that state the layers of a stage, and options that count something else as a layer.
-COUNTS = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers")
-ACCOUNTS = ("parallel.account_for_embedding_in_pipeline_split",
-            "parallel.account_for_loss_in_pipeline_split")
+COUNTS = (
+    "parallel.decoder_first_pipeline_num_layers",
+    "parallel.decoder_last_pipeline_num_layers",
+)
+ACCOUNTS = (
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+)
 
 
 def given_of(config: RunConfig, paths: Sequence[str]) -> list[str]:
@@ -20,10 +25,18 @@ def uneven_layout(config: RunConfig) -> str | None:
 
     `layout_rules.uneven_pipeline` reports options that cannot be met.
     """
-    layers, ranks = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    counts, accounts = given_of(config, COUNTS), given_of(config, ACCOUNTS)
+    layers = config.model.num_layers
+    ranks = config.parallel.pipeline_model_parallel_size
+    counts = given_of(config, COUNTS)
+    accounts = given_of(config, ACCOUNTS)
     chunks = config.pipeline_chunks or 1
-    if not layers or ranks < 2 or bool(counts) == bool(accounts) or counts and chunks > 1:
+    if (
+        not layers
+        or ranks < 2
+        or bool(counts) == bool(accounts)
+        or counts
+        and chunks > 1
+    ):
         return None
     divide = _with_counts if counts else _with_accounts
     stages = divide(config, layers, ranks * chunks)
@@ -45,4 +58,6 @@ def _with_accounts(config: RunConfig, layers: int, stages: int) -> list[int] | N
     """Decoder layers of each stage; None if layers and what counts as one cannot be shared evenly."""
     with_first, with_last = (config.get(path) for path in ACCOUNTS)
     each, rest = divmod(layers + with_first + with_last, stages)
-    return None if rest else [each - with_first, *[each] * (stages - 2), each - with_last]
+    return (
+        None if rest else [each - with_first, *[each] * (stages - 2), each - with_last]
+    )

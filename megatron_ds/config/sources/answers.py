@@ -28,25 +28,43 @@ class Answer:
             return True
         if isinstance(value, dict):
             return asks_for_nothing(value)
-        return any(type(value) is type(known) and value == known for known in self.values)
+        return any(
+            type(value) is type(known) and value == known for known in self.values
+        )
 
 
 def asks_for_nothing(value: Any) -> bool:
     """Whether a value switches a feature off; a block does by its "enabled", or else by all its values."""
     if isinstance(value, dict):
-        return value["enabled"] in OFF if "enabled" in value else all(map(asks_for_nothing, value.values()))
+        return (
+            value["enabled"] in OFF
+            if "enabled" in value
+            else all(map(asks_for_nothing, value.values()))
+        )
     return value in OFF or value in (0, "", [])
 
 
-def table(accepted: Mapping[str, str], refused: Mapping[str, str],
-          only: Mapping[str, Answer]) -> Mapping[str, Answer]:
+def table(
+    accepted: Mapping[str, str], refused: Mapping[str, str], only: Mapping[str, Answer]
+) -> Mapping[str, Answer]:
     """name → answer.
 
     accepted  why every value is accepted → the names, between spaces
     refused   why only values that mean "off" are accepted → the names
     only      the names with answers of their own
     """
-    return MappingProxyType({
-        **{name: Answer(note) for note, names in accepted.items() for name in names.split()},
-        **{name: Answer("it is off", why, OFF) for why, names in refused.items() for name in names.split()},
-        **only})
+    return MappingProxyType(
+        {
+            **{
+                name: Answer(note)
+                for note, names in accepted.items()
+                for name in names.split()
+            },
+            **{
+                name: Answer("it is off", why, OFF)
+                for why, names in refused.items()
+                for name in names.split()
+            },
+            **only,
+        }
+    )

@@ -10,8 +10,8 @@ import yaml
 
 from ...errors import ConfigError
 
-MOST_VALUES = 100_000                    # values of a file, with those that references repeat
-LARGEST_NUMBER = 4_096                   # bits; Python writes no more than 4,300 digits as text
+MOST_VALUES = 100_000  # values of a file, with those that references repeat
+LARGEST_NUMBER = 4_096  # bits; Python writes no more than 4,300 digits as text
 LONG_NUMBER = f"a number in it has more than {LARGEST_NUMBER:,} bits: this is not a configuration."
 TOO_MANY = f"it has more than {MOST_VALUES:,} values: this is not a configuration."
 
@@ -25,9 +25,13 @@ class BoundedLoader(yaml.SafeLoader):
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:merge":
                 continue
-            for inner in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            for inner in (
+                value.value if isinstance(value, yaml.SequenceNode) else [value]
+            ):
                 if isinstance(inner, yaml.MappingNode):
-                    self.flatten_mapping(inner)              # the second time, it has nothing to merge
+                    self.flatten_mapping(
+                        inner
+                    )  # the second time, it has nothing to merge
                     count += len(inner.value)
                 if count > MOST_VALUES:
                     raise ConfigError(TOO_MANY)
@@ -38,17 +42,23 @@ def load_yaml(text: str) -> Any:
     """The values of a text. Raises ConfigError, also for what is not YAML, and RecursionError."""
     try:
         root = yaml.load(text, Loader=BoundedLoader)
-    except (yaml.YAMLError, ValueError) as error:            # ValueError: a date such as 2024-99-99
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date such as 2024-99-99
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"this is not YAML: {' '.join(str(error).split())[:200]}.") from None
+        raise ConfigError(
+            f"this is not YAML: {' '.join(str(error).split())[:200]}."
+        ) from None
     _check(root)
     return root
 
 
 def _check(root: Any) -> None:
     """Raise ConfigError for too many values, or a number that Python does not write as text."""
-    left, waiting = MOST_VALUES, [root]
+    left = MOST_VALUES
+    waiting = [root]
     while waiting:
         value = waiting.pop()
         if isinstance(value, int) and value.bit_length() > LARGEST_NUMBER:

@@ -19,8 +19,12 @@ from ..training_schedule import parse_batch_steps
 from .reading import PartOf, Setting, reject
 
 
-def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
-          scripted: Sequence[Setting] = ()) -> RunConfig:
+def merge(
+    files: Sequence[Setting],
+    flags: Sequence[Setting],
+    world_size: int = 1,
+    scripted: Sequence[Setting] = (),
+) -> RunConfig:
     """`combined`, but raises ConfigError if files contradict each other."""
     reject(contradictions(files, flags))
     return combined(files, flags, world_size, scripted)
@@ -35,25 +39,33 @@ def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[s
         before = first.setdefault(setting.path, setting)
         if before.value != setting.value and setting.path not in decided:
             option = all_options()[setting.path]
-            wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in "
-                         f"{setting.source}: files do not override each other. Remove one of the two, or "
-                         f"override both with {option.flag}.")
+            wrong.append(
+                f"{option.flag} is {before.value} in {before.source} but {setting.value} in "
+                f"{setting.source}: files do not override each other. Remove one of the two, or "
+                f"override both with {option.flag}."
+            )
     return wrong
 
 
-def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
-             scripted: Sequence[Setting] = ()) -> RunConfig:
+def combined(
+    files: Sequence[Setting],
+    flags: Sequence[Setting],
+    world_size: int = 1,
+    scripted: Sequence[Setting] = (),
+) -> RunConfig:
     """The configuration that all settings together describe; the first of two files wins.
 
     scripted: values of the entry script
     """
-    chosen = {setting.path: setting for setting in (*scripted, *reversed(files), *flags)}
+    chosen = {
+        setting.path: setting for setting in (*scripted, *reversed(files), *flags)
+    }
     config = RunConfig(world_size=world_size)
     for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):
         value = setting.value
         if isinstance(value, PartOf):
             whole = config.get(value.path)
-            if whole is None:                                         # reported by `missing`
+            if whole is None:  # reported by `missing`
                 continue
             value = whole * value.part
         config = config.with_values({setting.path: value}, setting.source)
@@ -65,7 +77,8 @@ def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int
 
 def with_evaluation_only(config: RunConfig) -> RunConfig:
     """--skip-train needs no learning rate, length of training or optimizer state, and saves nothing."""
-    train, why = config.train, "no step is made with --skip-train"
+    train = config.train
+    why = "no step is made with --skip-train"
     if not train.skip_train:
         return config
     if config.optimizer.lr is None:
@@ -84,14 +97,22 @@ def with_activation(config: RunConfig) -> RunConfig:
     fused = config.train.bias_gelu_fusion and config.model.add_bias_linear
     if fused or "model.activation" in config.sources:
         return config
-    why = "--disable-bias-linear" if config.train.bias_gelu_fusion else "--no-bias-gelu-fusion"
+    why = (
+        "--disable-bias-linear"
+        if config.train.bias_gelu_fusion
+        else "--no-bias-gelu-fusion"
+    )
     return _derived(config, "model.activation", "gelu_exact", why)
 
 
 def with_ulysses(config: RunConfig) -> RunConfig:
     """Megatron-DeepSpeed's name of the context-parallel size stands for one way to share attention."""
     source = config.sources.get("parallel.context_parallel_size")
-    if source is None or source.name != ULYSSES or "parallel.cp_comm_type" in config.sources:
+    if (
+        source is None
+        or source.name != ULYSSES
+        or "parallel.cp_comm_type" in config.sources
+    ):
         return config
     return _derived(config, "parallel.cp_comm_type", ("a2a",), ULYSSES)
 
@@ -103,22 +124,45 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
     Megatron's flags it is required: a forgotten flag should not mean the largest micro-batch. Does nothing
     where a number is not divisible; `rules` reports that.
     """
-    train, ranks = config.train, config.data_parallel_size
-    micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
+    train = config.train
+    ranks = config.data_parallel_size
+    micro = train.micro_batch_size
+    total = train.global_batch_size
+    steps = train.gradient_accumulation_steps
     if not ranks:
         return config
     alike = f"{f'{steps} steps × ' if steps else ''}{ranks} data-parallel ranks"  # micro-batches of a step
-    kinds = {source.kind for path, source in config.sources.items() if path.startswith("train.")}
-    if micro is None and total and total % (ranks * (steps or 1)) == 0 and (steps or "deepspeed" in kinds):
+    kinds = {
+        source.kind
+        for path, source in config.sources.items()
+        if path.startswith("train.")
+    }
+    if (
+        micro is None
+        and total
+        and total % (ranks * (steps or 1)) == 0
+        and (steps or "deepspeed" in kinds)
+    ):
         micro = total // (ranks * (steps or 1))
-        config = _derived(config, "train.micro_batch_size", micro, f"global batch {total} / ({alike})")
+        config = _derived(
+            config, "train.micro_batch_size", micro, f"global batch {total} / ({alike})"
+        )
     if total is None and (total := _last_of_schedule(config)):
-        config = _derived(config, "train.global_batch_size", total, "the last of --step-batch-size-schedule")
+        config = _derived(
+            config,
+            "train.global_batch_size",
+            total,
+            "the last of --step-batch-size-schedule",
+        )
     if total is None and micro is not None:
         total = micro * ranks * (steps or 1)
-        config = _derived(config, "train.global_batch_size", total, f"micro-batch {micro} × {alike}")
+        config = _derived(
+            config, "train.global_batch_size", total, f"micro-batch {micro} × {alike}"
+        )
     if steps is not None and micro is not None and total == micro * steps * ranks:
-        config = replace(config, train=replace(config.train, gradient_accumulation_steps=None))
+        config = replace(
+            config, train=replace(config.train, gradient_accumulation_steps=None)
+        )
     return config
 
 
@@ -128,7 +172,8 @@ def _derived(config: RunConfig, path: str, value: Any, why: str) -> RunConfig:
 
 def _last_of_schedule(config: RunConfig) -> int | None:
     """The last size of --step-batch-size-schedule, if it can be read."""
-    train, seq_length = config.train, config.model.seq_length
+    train = config.train
+    seq_length = config.model.seq_length
     if not train.step_batch_size_schedule or not seq_length:
         return None
     try:
@@ -137,27 +182,61 @@ def _last_of_schedule(config: RunConfig) -> int | None:
         return None
 
 
-PAI_TOKENIZER = "--patch-tokenizer-type"     # its files are in the folder of --load
+PAI_TOKENIZER = "--patch-tokenizer-type"  # its files are in the folder of --load
 ULYSSES = "--ds-sequence-parallel-size"
-DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
-        "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
+DATA = (
+    "data.data_path",
+    "data.split",
+    "data.train_data_path",
+    "data.valid_data_path",
+    "data.test_data_path",
+    "data.data_args_path",
+    "data.per_split_data_args_path",
+    "data.blend_weights",
+)
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
 QUANTIZED = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients")
-SAVING = ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.save_retain_interval",
-          "checkpoint.no_save_optim", "checkpoint.extra_save_iters")
-OF_LOADING = ("optimizer.use_checkpoint_opt_param_scheduler", "checkpoint.use_checkpoint_args",
-              "checkpoint.no_load_optim", "checkpoint.finetune")
-DISK = ("zero.nvme_block_size", "zero.nvme_queue_depth", "zero.nvme_threads", "zero.offload_nvme_path",
-        "zero.offload_param_nvme_path")
-ZERO_PLUS_PLUS = ("zero.zero_hpz_partition_size", "zero.zero_quantized_weights",
-                  "zero.zero_quantized_gradients")
-TO_TENSORBOARD = ("logging.log_memory_to_tensorboard", "logging.log_world_size_to_tensorboard",
-                  "logging.log_timers_to_tensorboard", "logging.log_optimizer_states_to_tensorboard")
-GPT2_TOKENS = 50_256                  # plus the end-of-document token, which NullTokenizer adds
+SAVING = (
+    "checkpoint.save_interval",
+    "checkpoint.save_total_limit",
+    "checkpoint.save_retain_interval",
+    "checkpoint.no_save_optim",
+    "checkpoint.extra_save_iters",
+)
+OF_LOADING = (
+    "optimizer.use_checkpoint_opt_param_scheduler",
+    "checkpoint.use_checkpoint_args",
+    "checkpoint.no_load_optim",
+    "checkpoint.finetune",
+)
+DISK = (
+    "zero.nvme_block_size",
+    "zero.nvme_queue_depth",
+    "zero.nvme_threads",
+    "zero.offload_nvme_path",
+    "zero.offload_param_nvme_path",
+)
+ZERO_PLUS_PLUS = (
+    "zero.zero_hpz_partition_size",
+    "zero.zero_quantized_weights",
+    "zero.zero_quantized_gradients",
+)
+TO_TENSORBOARD = (
+    "logging.log_memory_to_tensorboard",
+    "logging.log_world_size_to_tensorboard",
+    "logging.log_timers_to_tensorboard",
+    "logging.log_optimizer_states_to_tensorboard",
+)
+GPT2_TOKENS = 50_256  # plus the end-of-document token, which NullTokenizer adds
 
 
-CAPACITY = ("model.moe_expert_capacity_factor", "model.moe_eval_capacity_factor", "model.moe_min_capacity",
-            "model.moe_token_drop_policy", "model.moe_capacity_scope")
+CAPACITY = (
+    "model.moe_expert_capacity_factor",
+    "model.moe_eval_capacity_factor",
+    "model.moe_min_capacity",
+    "model.moe_token_drop_policy",
+    "model.moe_capacity_scope",
+)
 
 
 def without_useless_options(config: RunConfig) -> RunConfig:
@@ -167,45 +246,81 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _with_mock_data(config)
     config = _without_experts(config)
     source = config.sources.get("train.recompute_method")
-    if source is not None and source.name == "--activations-checkpoint-method" and (
-            config.train.recompute_granularity is None):
+    if (
+        source is not None
+        and source.name == "--activations-checkpoint-method"
+        and (config.train.recompute_granularity is None)
+    ):
         config = _derived(config, "train.recompute_granularity", "full", source.name)
     train = config.train
-    if train.recompute_method == "uniform" and train.recompute_num_layers == 1:    # the default
+    if (
+        train.recompute_method == "uniform" and train.recompute_num_layers == 1
+    ):  # the default
         config = replace(config, train=replace(train, recompute_num_layers=None))
-    if train.recompute_granularity is None and train.recompute_num_layers == 1:    # Megatron's default
-        config = _without(config, ("train.recompute_num_layers",), "nothing is recomputed")
+    if (
+        train.recompute_granularity is None and train.recompute_num_layers == 1
+    ):  # Megatron's default
+        config = _without(
+            config, ("train.recompute_num_layers",), "nothing is recomputed"
+        )
     config = _with_kept_inputs(config)
-    hidden, length = config.model.hidden_size, config.model.seq_length
+    hidden = config.model.hidden_size
+    length = config.model.seq_length
     if train.tiled_mlp == 0 and hidden and length and length <= hidden:
-        config = _without(config, ("train.tiled_mlp",),
-                          f"a tile has as many tokens as the hidden size, {hidden:,}, and a sequence has "
-                          f"{length:,}")
+        config = _without(
+            config,
+            ("train.tiled_mlp",),
+            f"a tile has as many tokens as the hidden size, {hidden:,}, and a sequence has "
+            f"{length:,}",
+        )
     parallel = config.parallel
     if config.zero.stage == 3 and config.world_size == (
-            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size):
-        config = _without(config, QUANTIZED, "one data-parallel rank sends neither weights nor gradients, so "
-                                             "nothing is rounded; with several ranks the numbers differ")
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ):
+        config = _without(
+            config,
+            QUANTIZED,
+            "one data-parallel rank sends neither weights nor gradients, so "
+            "nothing is rounded; with several ranks the numbers differ",
+        )
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype != "fp16":
-        config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
-                          f"gradients are summed in {dtype}, which cannot overflow as fp16 does")
+        config = _without(
+            config,
+            ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
+            f"gradients are summed in {dtype}, which cannot overflow as fp16 does",
+        )
     config = _with_layout(config)
     if not config.optimizer.fp16:
-        config = _without(config, ("optimizer.loss_scale",), "only fp16 scales the loss")
+        config = _without(
+            config, ("optimizer.loss_scale",), "only fp16 scales the loss"
+        )
     if not config.zero.disk_folders():
-        config = _without(config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk")
+        config = _without(
+            config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk"
+        )
     if config.zero.offload_optimizer == config.zero.offload_param == "none":
-        config = _without(config, _of_deepspeed(config, ("zero.sub_group_size",)), "nothing is offloaded")
+        config = _without(
+            config,
+            _of_deepspeed(config, ("zero.sub_group_size",)),
+            "nothing is offloaded",
+        )
     if config.world_size == 1:
-        config = _without(config, _of_deepspeed(config, ZERO_PLUS_PLUS), "one rank sends nothing")
+        config = _without(
+            config, _of_deepspeed(config, ZERO_PLUS_PLUS), "one rank sends nothing"
+        )
     if config.parallel.context_parallel_size == 1:
-        config = _without(config, ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
-                          "one rank holds each sequence")
+        config = _without(
+            config,
+            ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
+            "one rank holds each sequence",
+        )
     if config.checkpoint.load is None:
         config = _without(config, OF_LOADING, "there is no --load DIR")
     if config.logging.tensorboard_dir is None and config.logging.wandb_project is None:
-        config = _without(config, TO_TENSORBOARD, "there is no --tensorboard-dir or --wandb-project")
+        config = _without(
+            config, TO_TENSORBOARD, "there is no --tensorboard-dir or --wandb-project"
+        )
     if config.checkpoint.save is None:
         config = _without(config, SAVING, "no checkpoint is written without --save DIR")
     return config
@@ -216,11 +331,17 @@ def _with_kept_inputs(config: RunConfig) -> RunConfig:
     recomputation."""
     paths = ("train.checkpoint_in_cpu", "train.distribute_saved_activations")
     if config.train.recompute_granularity != "full":
-        config = _without(config, _of_deepspeed(config, paths),
-                          "it does not turn recomputation on (--recompute-granularity full does)")
+        config = _without(
+            config,
+            _of_deepspeed(config, paths),
+            "it does not turn recomputation on (--recompute-granularity full does)",
+        )
     if config.parallel.sequence_parallel:
-        return _without(config, paths[1:], "with --sequence-parallel every rank keeps a slice of each "
-                                           "activation")
+        return _without(
+            config,
+            paths[1:],
+            "with --sequence-parallel every rank keeps a slice of each activation",
+        )
     if config.parallel.tensor_model_parallel_size == 1:
         return _without(config, paths[1:], "there is one tensor-parallel rank")
     return config
@@ -230,36 +351,63 @@ def _with_layout(config: RunConfig) -> RunConfig:
     """The layers of each stage, where options other than --pipeline-layout state them."""
     if config.parallel.pipeline_model_parallel_size == 1:
         config = _without(config, ACCOUNTS, "there is one pipeline stage")
-    if config.parallel.pipeline_layout is not None or (layout := uneven_layout(config)) is None:
+    if (
+        config.parallel.pipeline_layout is not None
+        or (layout := uneven_layout(config)) is None
+    ):
         return config
-    return _derived(config, "parallel.pipeline_layout", layout, "the layers of the stages")
+    return _derived(
+        config, "parallel.pipeline_layout", layout, "the layers of the stages"
+    )
 
 
 def _of_deepspeed(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
     """The paths that a DeepSpeed JSON gave: its blocks list keys of features that other keys turn off."""
     sources = {path: config.sources.get(path) for path in paths}
-    return tuple(path for path, source in sources.items() if source and source.kind == "deepspeed")
+    return tuple(
+        path
+        for path, source in sources.items()
+        if source and source.kind == "deepspeed"
+    )
 
 
 def _with_tokenizer(config: RunConfig) -> RunConfig:
     """The tokenizer of Megatron's entry scripts, if files of it are given without its type."""
     data = config.data
     source = config.sources.get("data.tokenizer_type")
-    if source is not None and source.name == PAI_TOKENIZER and data.tokenizer_model is None:
-        return _derived(config, "data.tokenizer_model", config.checkpoint.load, "the folder of --load")
+    if (
+        source is not None
+        and source.name == PAI_TOKENIZER
+        and data.tokenizer_model is None
+    ):
+        return _derived(
+            config,
+            "data.tokenizer_model",
+            config.checkpoint.load,
+            "the folder of --load",
+        )
     if data.tokenizer_type is not None or data.mock_data or not data.vocab_file:
         return config
     if config.model.model == "bert":
-        return _derived(config, "data.tokenizer_type", "BertWordPieceLowerCase", "--vocab-file")
+        return _derived(
+            config, "data.tokenizer_type", "BertWordPieceLowerCase", "--vocab-file"
+        )
     if data.merge_file:
-        return _derived(config, "data.tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file")
+        return _derived(
+            config,
+            "data.tokenizer_type",
+            "GPT2BPETokenizer",
+            "--vocab-file and --merge-file",
+        )
     return config
 
 
 def _without_experts(config: RunConfig) -> RunConfig:
     """Without experts, the number of ranks that would split an expert has no meaning."""
     if config.model.num_experts is None:
-        return _without(config, ("parallel.expert_tensor_parallel_size",), "there are no experts")
+        return _without(
+            config, ("parallel.expert_tensor_parallel_size",), "there are no experts"
+        )
     return config
 
 
@@ -272,32 +420,53 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
     if source is not None and source.kind == "flag":
         config = _without(config, DATA, "--mock-data is used instead")
         size = config.sources.get("model.vocab_size")
-        if config.data.tokenizer_type not in (None, "NullTokenizer") and size and size.kind != "script":
-            config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES),
-                              "mock data needs no tokenizer")
+        if (
+            config.data.tokenizer_type not in (None, "NullTokenizer")
+            and size
+            and size.kind != "script"
+        ):
+            config = _without(
+                config,
+                ("data.tokenizer_type", *TOKENIZER_FILES),
+                "mock data needs no tokenizer",
+            )
     if config.data.tokenizer_type is not None:
         return config
     config = _derived(config, "data.tokenizer_type", "NullTokenizer", "for --mock-data")
     has_files = bool(config.data.vocab_file or config.data.merge_file)
     config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
     if has_files and config.model.vocab_size is None:
-        config = _derived(config, "model.vocab_size", GPT2_TOKENS, "GPT-2's vocabulary, for --mock-data")
+        config = _derived(
+            config,
+            "model.vocab_size",
+            GPT2_TOKENS,
+            "GPT-2's vocabulary, for --mock-data",
+        )
     return config
 
 
 def _with_experts(config: RunConfig) -> RunConfig:
     """One expert is a dense model, as in Megatron-DeepSpeed, whose dense recipes have such options too."""
     model = config.model
-    if model.num_experts is None:                                     # `moe_rules` lists the other options
+    if model.num_experts is None:  # `moe_rules` lists the other options
         return config
     if model.num_experts == (1,):
         return _without(config, MOE_PATHS, "one expert is a dense model")
     if not model.moe_token_dropping:
         config = _without(config, CAPACITY, "no token is dropped")
     if model.moe_router_score_function == "sigmoid":
-        config = _without(config, ("model.moe_router_pre_softmax",), "scores are sigmoids, without a softmax")
-    if model.moe_input_jitter_eps is not None and "model.moe_router_noise" not in config.sources:
-        config = _derived(config, "model.moe_router_noise", "jitter", "--moe-input-jitter-eps")
+        config = _without(
+            config,
+            ("model.moe_router_pre_softmax",),
+            "scores are sigmoids, without a softmax",
+        )
+    if (
+        model.moe_input_jitter_eps is not None
+        and "model.moe_router_noise" not in config.sources
+    ):
+        config = _derived(
+            config, "model.moe_router_noise", "jitter", "--moe-input-jitter-eps"
+        )
     return config
 
 
@@ -309,5 +478,9 @@ def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
     notes = {written(config, path): why for path in given}
     defaults = {path: all_options()[path].default for path in given}
     config = config.with_values(defaults, Source("derived", why))
-    sources = {path: source for path, source in config.sources.items() if path not in given}
-    return replace(config, sources=sources, without_effect={**config.without_effect, **notes})
+    sources = {
+        path: source for path, source in config.sources.items() if path not in given
+    }
+    return replace(
+        config, sources=sources, without_effect={**config.without_effect, **notes}
+    )

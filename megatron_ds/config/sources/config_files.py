@@ -28,7 +28,10 @@ from .reading import Reading, Setting
 from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"
-RECORDS = ("world_size", "sources")      # of a run.json: they describe the run that wrote it
+RECORDS = (
+    "world_size",
+    "sources",
+)  # of a run.json: they describe the run that wrote it
 
 
 def read_yaml(path: str) -> Reading:
@@ -48,21 +51,27 @@ def read_yaml(path: str) -> Reading:
 def _compose(path: str) -> Any:
     """The root node, None for an empty file. Raises ConfigError if the file is not YAML."""
     import yaml
+
     try:
         return yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
         line = f":{mark.line + 1}" if mark else ""
         what = problem or " ".join(str(error).split())
         raise ConfigError(f"{path}{line}: this is not YAML: {what}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
+        raise ConfigError(
+            f"{path}: this is not a configuration: its brackets are nested too deep."
+        ) from None
 
 
 def text_of(path: str, flag: str) -> str:
     """The text of a file that a flag gave. Raises ConfigError."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # with or without a byte-order mark
+        return Path(path).read_text(
+            encoding="utf-8-sig"
+        )  # with or without a byte-order mark
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:
@@ -72,12 +81,18 @@ def text_of(path: str, flag: str) -> str:
 
 def _top(path: str, root: Any, reading: Reading) -> None:
     if root.id != "mapping":
-        reading.refuse(f"{path} should contain `name: value` lines, but its content is a {root.id}.")
+        reading.refuse(
+            f"{path} should contain `name: value` lines, but its content is a {root.id}."
+        )
         reading.is_complete = False
         return
     inner = _by_key(root)
-    if "format_version" in inner and "config" in inner and inner["config"].id == "mapping":
-        root = inner["config"]                                        # a run.json
+    if (
+        "format_version" in inner
+        and "config" in inner
+        and inner["config"].id == "mapping"
+    ):
+        root = inner["config"]  # a run.json
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
         name = RENAMED.get(name, name)
@@ -92,16 +107,21 @@ def _by_key(mapping: Any) -> dict[str, Any]:
     return {str(key.value): value for key, value in mapping.value}
 
 
-def _entries(path: str, mapping: Any, reading: Reading) -> Iterator[tuple[str, Any, int]]:
+def _entries(
+    path: str, mapping: Any, reading: Reading
+) -> Iterator[tuple[str, Any, int]]:
     """(key, value, line number). A key that occurs twice is a problem: YAML would keep the last value."""
     first: dict[str, int] = {}
     for key, value in mapping.value:
-        name, line = str(key.value), key.start_mark.line + 1
+        name = str(key.value)
+        line = key.start_mark.line + 1
         if key.id != "scalar":
             what = "list" if key.id == "sequence" else "block"
             reading.refuse(f"{path}:{line}: a {what} is no key. Write `name: value`.")
         elif name in first:
-            reading.refuse(f"{path}:{line}: {name} occurs here and on line {first[name]}. Remove one.")
+            reading.refuse(
+                f"{path}:{line}: {name} occurs here and on line {first[name]}. Remove one."
+            )
         else:
             first[name] = line
             yield name, value, line
@@ -114,7 +134,9 @@ def _read(entry: Entry, reading: Reading) -> None:
         option = entry.option()
         if entry.value.tag != NULL:
             value = coerce(option, entry.plain(), f"{entry.where}: {entry.name}")
-            reading.settings.append(Setting(option.path, value, Source("yaml", entry.where)))
+            reading.settings.append(
+                Setting(option.path, value, Source("yaml", entry.where))
+            )
     except ConfigError as error:
         reading.refuse(error, option.path if option else None)
         if option is None:
@@ -138,11 +160,15 @@ class Entry:
 
     def plain(self) -> Any:
         """The value as written: a string or a list of strings. Raises ConfigError for a block."""
-        if self.value.id == "sequence" and all(item.id == "scalar" for item in self.value.value):
+        if self.value.id == "sequence" and all(
+            item.id == "scalar" for item in self.value.value
+        ):
             return [item.value for item in self.value.value]
         if self.value.id != "scalar":
-            raise ConfigError(f"{self.where}: {self.name} needs {self.option().noun}, but there is a block "
-                              "under it.")
+            raise ConfigError(
+                f"{self.where}: {self.name} needs {self.option().noun}, but there is a block "
+                "under it."
+            )
         return self.value.value
 
     @property
@@ -152,22 +178,33 @@ class Entry:
 
     def option(self) -> Option:
         """The option of this name. Raises ConfigError with a suggestion."""
-        option, switch = names().get(self._name), self.switch
+        option = names().get(self._name)
+        switch = self.switch
         if option is not None and self.section in (None, option.section):
             return option
         if option is not None:
-            raise ConfigError(f"{self.where}: {self.name} belongs in the section {option.section}, not in "
-                              f"{self.section}.")
+            raise ConfigError(
+                f"{self.where}: {self.name} belongs in the section {option.section}, not in "
+                f"{self.section}."
+            )
         if switch is not None:
-            raise ConfigError(f"{self.where}: {self.name} is a flag without a value; in a file write "
-                              f"{switch.option.name}: {value_text(switch.value)}.")
-        raise ConfigError(f"{self.where}: unknown key "
-                          f"{self.name!r}{self._near() or '. All keys are in docs/reference/flags.md.'}")
+            raise ConfigError(
+                f"{self.where}: {self.name} is a flag without a value; in a file write "
+                f"{switch.option.name}: {value_text(switch.value)}."
+            )
+        raise ConfigError(
+            f"{self.where}: unknown key "
+            f"{self.name!r}{self._near() or '. All keys are in docs/reference/flags.md.'}"
+        )
 
     def probably_meant(self) -> set[str]:
         """Paths of the options that an unknown name probably means."""
         near = self._near()
-        meant = {option.path for name, option in names().items() if repr(name) in near or name == self._name}
+        meant = {
+            option.path
+            for name, option in names().items()
+            if repr(name) in near or name == self._name
+        }
         return meant | ({self.switch.option.path} if self.switch else set())
 
     @property
@@ -175,15 +212,23 @@ class Entry:
         return self.name.replace("-", "_")
 
     def _near(self) -> str:
-        here = {name: name for name, option in names().items() if self.section in (None, option.section)}
-        return near_key(self.name, here) or near_key(self.name, {name: name for name in names()})
+        here = {
+            name: name
+            for name, option in names().items()
+            if self.section in (None, option.section)
+        }
+        return near_key(self.name, here) or near_key(
+            self.name, {name: name for name in names()}
+        )
 
 
 @cache
 def names() -> Mapping[str, Option]:
     """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
     table = {option.name: option for option in all_options().values()}
-    assert len(table) == len(all_options()), "two sections have a field of the same name"
+    assert len(table) == len(all_options()), (
+        "two sections have a field of the same name"
+    )
     for option in all_options().values():
         for flag in (option.flag, *option.flags):
             table.setdefault(flag[2:].replace("-", "_"), option)
@@ -200,7 +245,8 @@ class JsonDocument(Reading):
 
     def __init__(self, path: str, known: Mapping[str, Option]):
         super().__init__()
-        self.path, self.known = path, known
+        self.path = path
+        self.known = known
         self.values: dict[str, Any] = {}
 
     def take(self, key: str, option: Option | None = None) -> Any:
@@ -218,9 +264,13 @@ class JsonDocument(Reading):
     def give(self, path: str, value: Any, key: str) -> None:
         """Set the option `path`, with `key` as its source. None sets nothing."""
         if value is not None:
-            self.settings.append(Setting(path, value, Source("deepspeed", f"{self.path} {key}")))
+            self.settings.append(
+                Setting(path, value, Source("deepspeed", f"{self.path} {key}"))
+            )
 
-    def copy(self, key: str, path: str, meaning: Callable[[Any], Any] = lambda value: value) -> None:
+    def copy(
+        self, key: str, path: str, meaning: Callable[[Any], Any] = lambda value: value
+    ) -> None:
         """Set the option `path` to the value of the key, as `meaning` translates it."""
         value = self.take(key)
         self.give(path, None if value is None else meaning(value), key)
@@ -230,8 +280,10 @@ class JsonDocument(Reading):
         for key in self.values:
             name = key.removeprefix(f"{block}.params.")
             if name != key and name not in allowed:
-                self.refuse(f'{self.path}: "{key}" does not apply to the {block} {kind}, which has '
-                            f"{', '.join(sorted(allowed))}. Remove it.")
+                self.refuse(
+                    f'{self.path}: "{key}" does not apply to the {block} {kind}, which has '
+                    f"{', '.join(sorted(allowed))}. Remove it."
+                )
 
 
 @cache

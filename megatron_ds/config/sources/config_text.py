@@ -14,66 +14,156 @@ from ..run import RENAMED, SECTIONS, RunConfig, Source, all_options, options_in
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
 from .foreign_words import foreign_words
 
-WIDTH, COLUMN = 120, 44
-TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
-          "cycle": "OneCycle and LRRangeTest", "train": "Training", "data": "Data", "bert": "BERT's samples",
-          "curriculum": "Curriculum", "random_ltd": "Random-LTD", "checkpoint": "Checkpoints",
-          "logging": "Logging", "profiler": "Measurements", "plan": "Planning"}
+WIDTH = 120
+COLUMN = 44
+TITLES = {
+    "model": "Model",
+    "parallel": "Parallelism",
+    "zero": "ZeRO",
+    "optimizer": "Optimizer",
+    "cycle": "OneCycle and LRRangeTest",
+    "train": "Training",
+    "data": "Data",
+    "bert": "BERT's samples",
+    "curriculum": "Curriculum",
+    "random_ltd": "Random-LTD",
+    "checkpoint": "Checkpoints",
+    "logging": "Logging",
+    "profiler": "Measurements",
+    "plan": "Planning",
+}
 FILES = (
-    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. "
-     "Flags override files; two files may not give an option different values."),
-    (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take the value from the flags."))
+    (
+        f"{CONFIG_FLAG} FILE …",
+        "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. "
+        "Flags override files; two files may not give an option different values.",
+    ),
+    (
+        f"{DEEPSPEED_FLAG} FILE",
+        'A DeepSpeed JSON. "auto" in it means: take the value from the flags.',
+    ),
+)
 COMMANDS = (
     ("--help, -h", "Print this text and exit."),
     ("--help-short", "Print the flags that most runs set, in one page, and exit."),
     ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
-    ("--print-config", "Print the complete configuration as YAML for --config, with the source of each "
-                       "value, and exit."),
-    ("--strict-flags", "Make it an error to give a flag or key that changes nothing here; otherwise startup "
-                       "lists them."),
-    ("--local-rank N", "Accepted because some launchers append it; the rank follows from the launcher's "
-                       "environment."))
+    (
+        "--print-config",
+        "Print the complete configuration as YAML for --config, with the source of each "
+        "value, and exit.",
+    ),
+    (
+        "--strict-flags",
+        "Make it an error to give a flag or key that changes nothing here; otherwise startup "
+        "lists them.",
+    ),
+    (
+        "--local-rank N",
+        "Accepted because some launchers append it; the rank follows from the launcher's "
+        "environment.",
+    ),
+)
 MOST_USED: Mapping[str, tuple[str, ...]] = {
-    "Model": ("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.num_query_groups",
-              "model.seq_length", "model.position_embedding_type", "model.normalization", "model.activation",
-              "model.vocab_size"),
-    "Batches and length": ("train.micro_batch_size", "train.global_batch_size", "train.train_iters"),
-    "Learning": ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", "optimizer.lr_warmup_iters",
-                 "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.bf16"),
-    "Layout": ("parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
-               "parallel.pipeline_model_parallel_size", "parallel.context_parallel_size", "zero.stage",
-               "train.recompute_granularity"),
-    "Data": ("data.data_path", "data.tokenizer_type", "data.tokenizer_model", "data.mock_data"),
-    "Checkpoints and log": ("checkpoint.save", "checkpoint.load", "checkpoint.save_interval",
-                            "logging.log_interval", "logging.tensorboard_dir"),
-    "Without training": ("plan.dry_run", "plan.world_size", "plan.device_memory")}
-WIDEST = 48                                                 # widest column; longer values are not aligned
+    "Model": (
+        "model.num_layers",
+        "model.hidden_size",
+        "model.num_attention_heads",
+        "model.num_query_groups",
+        "model.seq_length",
+        "model.position_embedding_type",
+        "model.normalization",
+        "model.activation",
+        "model.vocab_size",
+    ),
+    "Batches and length": (
+        "train.micro_batch_size",
+        "train.global_batch_size",
+        "train.train_iters",
+    ),
+    "Learning": (
+        "optimizer.lr",
+        "optimizer.min_lr",
+        "optimizer.lr_decay_style",
+        "optimizer.lr_warmup_iters",
+        "optimizer.weight_decay",
+        "optimizer.clip_grad",
+        "optimizer.bf16",
+    ),
+    "Layout": (
+        "parallel.tensor_model_parallel_size",
+        "parallel.sequence_parallel",
+        "parallel.pipeline_model_parallel_size",
+        "parallel.context_parallel_size",
+        "zero.stage",
+        "train.recompute_granularity",
+    ),
+    "Data": (
+        "data.data_path",
+        "data.tokenizer_type",
+        "data.tokenizer_model",
+        "data.mock_data",
+    ),
+    "Checkpoints and log": (
+        "checkpoint.save",
+        "checkpoint.load",
+        "checkpoint.save_interval",
+        "logging.log_interval",
+        "logging.tensorboard_dir",
+    ),
+    "Without training": ("plan.dry_run", "plan.world_size", "plan.device_memory"),
+}
+WIDEST = 48  # widest column; longer values are not aligned
 
 
 def help_text() -> str:
     """All options by section, with defaults and advice on when not to use them."""
-    required = ", ".join(option.flag for option in all_options().values() if option.required)
-    intro = (f"Required: {required}, "
-             "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
-             "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
-             "--lr=1e-4. The flags that most runs set, in one page: --help-short.")
-    lines = [*textwrap.wrap(intro, WIDTH, break_on_hyphens=False), "", "Files", *_rows(FILES), "",
-             "Information", *_rows(COMMANDS)]
+    required = ", ".join(
+        option.flag for option in all_options().values() if option.required
+    )
+    intro = (
+        f"Required: {required}, "
+        "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
+        "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
+        "--lr=1e-4. The flags that most runs set, in one page: --help-short."
+    )
+    lines = [
+        *textwrap.wrap(intro, WIDTH, break_on_hyphens=False),
+        "",
+        "Files",
+        *_rows(FILES),
+        "",
+        "Information",
+        *_rows(COMMANDS),
+    ]
     for section in SECTIONS:
-        lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in options_in(section))]
+        lines += [
+            "",
+            TITLES[section],
+            *_rows((invocation(o), explanation(o)) for o in options_in(section)),
+        ]
     foreign = foreign_words()
-    names = ((name, f"The name of {foreign.names[name]} in {project}.")
-             for name, project in foreign.projects.items())
+    names = (
+        (name, f"The name of {foreign.names[name]} in {project}.")
+        for name, project in foreign.projects.items()
+    )
     lines += ["", "Names of Megatron's forks", *_rows(names)]
     return "\n".join(lines) + "\n"
 
 
 def short_help_text() -> str:
     """The options of `MOST_USED`, each in a sentence."""
-    lines = ["The flags that most runs set; all flags, their defaults and when not to use them: --help."]
+    lines = [
+        "The flags that most runs set; all flags, their defaults and when not to use them: --help."
+    ]
     for title, names in MOST_USED.items():
         options = [all_options()[name] for name in names]
-        lines += ["", title, *_rows((_first_spelling(option), _first_sentence(option)) for option in options)]
+        lines += [
+            "",
+            title,
+            *_rows(
+                (_first_spelling(option), _first_sentence(option)) for option in options
+            ),
+        ]
     lines += ["", "Files", *_rows(FILES)]
     return "\n".join(lines) + "\n"
 
@@ -89,17 +179,29 @@ def _first_sentence(option: Option) -> str:
 def invocation(option: Option) -> str:
     """All spellings of the option, with a placeholder for the value."""
     if option.kind is bool:
-        main = [option.flag, option.negative] if option.default in (None, True) else [option.flag]
+        main = (
+            [option.flag, option.negative]
+            if option.default in (None, True)
+            else [option.flag]
+        )
         return ", ".join([*main, *(s for s in option.switches if s not in main)])
-    what = f"{{{','.join(map(str, option.choices))}}}" if option.choices else _metavar(option)
+    what = (
+        f"{{{','.join(map(str, option.choices))}}}"
+        if option.choices
+        else _metavar(option)
+    )
     if option.alone is not None:
         what = f"[{what}]"
-    return ", ".join([f"{flag} {what}" for flag in (option.flag, *option.flags)] + list(option.switches))
+    return ", ".join(
+        [f"{flag} {what}" for flag in (option.flag, *option.flags)]
+        + list(option.switches)
+    )
 
 
 def explanation(option: Option) -> str:
     """Help, default, and when not to use it."""
-    text, default = option.help, default_text(option)
+    text = option.help
+    default = default_text(option)
     if default and "Default:" not in text:
         text += f" Default: {default}."
     return f"{text} {option.avoid}".rstrip()
@@ -113,16 +215,34 @@ def default_text(option: Option) -> str:
 
 
 def _metavar(option: Option) -> str:
-    word = (option.unit or {int: "N", float: "X", str: option.name.rsplit("_", 1)[-1]}[option.kind]).upper()
-    return f"{word} …" if option.is_list and not option.count else " ".join([word] * (option.count or 1))
+    word = (
+        option.unit
+        or {int: "N", float: "X", str: option.name.rsplit("_", 1)[-1]}[option.kind]
+    ).upper()
+    return (
+        f"{word} …"
+        if option.is_list and not option.count
+        else " ".join([word] * (option.count or 1))
+    )
 
 
 def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     for left, right in pairs:
-        head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ",
-                             break_on_hyphens=False)
-        body = textwrap.wrap(right, WIDTH, initial_indent=" " * COLUMN, subsequent_indent=" " * COLUMN,
-                             break_long_words=False, break_on_hyphens=False)
+        head = textwrap.wrap(
+            left,
+            WIDTH - 2,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+        body = textwrap.wrap(
+            right,
+            WIDTH,
+            initial_indent=" " * COLUMN,
+            subsequent_indent=" " * COLUMN,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         if len(head) == 1 and len(head[0]) < COLUMN - 1 and body:
             body[0] = head.pop().ljust(COLUMN) + body[0][COLUMN:]
         yield from (*head, *body)
@@ -131,8 +251,8 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 def report_without_effect(config: RunConfig) -> str:
     """A list of accepted flags and keys that change nothing, by reason. Empty if there are none.
 
-        accepted, nothing to do:
-          --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
+    accepted, nothing to do:
+      --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
     """
     if not config.without_effect:
         return ""
@@ -146,12 +266,16 @@ def report_without_effect(config: RunConfig) -> str:
 
 def to_yaml(config: RunConfig) -> str:
     """Every option as YAML for `--config`, with its source as a comment."""
-    lines = ["# The complete configuration. Use it with --config FILE; flags override it."]
+    lines = [
+        "# The complete configuration. Use it with --config FILE; flags override it."
+    ]
     for section in SECTIONS:
         lines.append(f"\n{section}:")
         for option in options_in(section):
             value = f"  {option.name}: {_yaml_value(config.get(option.path))}"
-            lines.append(f"{value.rstrip().ljust(WIDEST)}  # {config.source(option.path)}")
+            lines.append(
+                f"{value.rstrip().ljust(WIDEST)}  # {config.source(option.path)}"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -163,23 +287,40 @@ def _yaml_value(value: Any) -> str:
         return f"[{', '.join(map(_yaml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return (
+        json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    )
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain values for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
-    sections = {section: {name: list(value) if isinstance(value, tuple) else value
-                          for name, value in asdict(getattr(config, section)).items()}
-                for section in SECTIONS}
-    return {**sections, "world_size": config.world_size,
-            "sources": {path: [source.kind, source.name] for path, source in config.sources.items()}}
+    sections = {
+        section: {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(getattr(config, section)).items()
+        }
+        for section in SECTIONS
+    }
+    return {
+        **sections,
+        "world_size": config.world_size,
+        "sources": {
+            path: [source.kind, source.name] for path, source in config.sources.items()
+        },
+    }
 
 
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
     """The config that `to_dict` of this or an older version wrote. Raises ConfigError for unknown fields."""
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
-    sections = {section: cls(**_fields(section, saved.get(section, {}))) for section, cls in SECTIONS.items()}
-    sources = {_renamed(path): Source(*source) for path, source in saved.get("sources", {}).items()}
+    sections = {
+        section: cls(**_fields(section, saved.get(section, {})))
+        for section, cls in SECTIONS.items()
+    }
+    sources = {
+        _renamed(path): Source(*source)
+        for path, source in saved.get("sources", {}).items()
+    }
     return RunConfig(**sections, world_size=saved.get("world_size", 1), sources=sources)
 
 
@@ -192,6 +333,11 @@ def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     names = [option.name for option in options_in(section)]
     for name in saved:
         if name not in names:
-            raise ConfigError(f"the saved configuration has {section}.{name}, which does not exist in this "
-                              f"version{did_you_mean(name, names) or '.'} It was written by another version.")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+            raise ConfigError(
+                f"the saved configuration has {section}.{name}, which does not exist in this "
+                f"version{did_you_mean(name, names) or '.'} It was written by another version."
+            )
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in saved.items()
+    }

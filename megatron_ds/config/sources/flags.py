@@ -17,14 +17,25 @@ from .foreign_words import foreign_words
 from .reading import Reading, Setting
 from .suggest import near_flag
 
-CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
-STRICT_FLAG = "--strict-flags"           # what changes nothing is an error
-LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
+CONFIG_FLAG = "--config"
+DEEPSPEED_FLAG = "--deepspeed-config"
+STRICT_FLAG = "--strict-flags"  # what changes nothing is an error
+LOCAL_RANK_FLAG = (
+    "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
+)
 # Flags that print a text and exit → the text.
-ASKING = {"--help": "help", "-h": "help", "--help-short": "short help",
-          "--version": "version", "--print-config": "config"}
+ASKING = {
+    "--help": "help",
+    "-h": "help",
+    "--help-short": "short help",
+    "--version": "version",
+    "--print-config": "config",
+}
 # Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
-OVERRIDDEN = {"--no-position-embedding": ("rope",), "--use-distributed-optimizer": (2, 3)}
+OVERRIDDEN = {
+    "--no-position-embedding": ("rope",),
+    "--use-distributed-optimizer": (2, 3),
+}
 
 
 @dataclass
@@ -56,7 +67,9 @@ def spellings() -> Mapping[str, Spelling]:
     table: dict[str, Spelling] = {}
 
     def add(flag: str, spelling: Spelling) -> None:
-        assert flag not in table, f"{table[flag].option.path} and {spelling.option.path} both declare {flag}"
+        assert flag not in table, (
+            f"{table[flag].option.path} and {spelling.option.path} both declare {flag}"
+        )
         table[flag] = spelling
 
     for option in all_options().values():
@@ -79,7 +92,8 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
 
     If a flag occurs twice, the later one wins; values of an option that repeats are added up.
     """
-    line, foreign = CommandLine(), foreign_words()
+    line = CommandLine()
+    foreign = foreign_words()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
     for typed, words in flags_with_words(argv, line):
         flag = canonical(typed)
@@ -89,7 +103,9 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
             elif flag in ASKING:
                 line.asks_for = line.asks_for or ASKING[flag]
             elif flag == LOCAL_RANK_FLAG:
-                line.local_rank = coerce(_LOCAL_RANK, _one_word(flag, words, _LOCAL_RANK), flag)
+                line.local_rank = coerce(
+                    _LOCAL_RANK, _one_word(flag, words, _LOCAL_RANK), flag
+                )
             elif flag in files:
                 if not words:
                     raise ConfigError(f"{flag} needs the name of a file after it.")
@@ -104,7 +120,9 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 _without_option(line, typed, words)
         except ConfigError as error:
             known = foreign.readers[flag][0] if flag in foreign.readers else flag
-            line.refuse(error, spellings()[known].option.path if known in spellings() else None)
+            line.refuse(
+                error, spellings()[known].option.path if known in spellings() else None
+            )
     return settled(line)
 
 
@@ -113,13 +131,19 @@ def settled(line: CommandLine) -> CommandLine:
     line.settings = list(_with_lists(line.settings))
     line.settings = _with_padded_vocabulary(line.settings)
     given = {(setting.path, setting.value) for setting in line.settings}
-    line.settings = [setting for setting in line.settings if not any(
-        (setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]
+    line.settings = [
+        setting
+        for setting in line.settings
+        if not any(
+            (setting.path, value) in given
+            for value in OVERRIDDEN.get(setting.source.name, ())
+        )
+    ]
     line.problems += _contradictions(line.settings)
     return line
 
 
-PADDED = "--padded-vocab-size"           # rows of the embedding, at least as many as --vocab-size has tokens
+PADDED = "--padded-vocab-size"  # rows of the embedding, at least as many as --vocab-size has tokens
 
 
 def _with_padded_vocabulary(settings: Sequence[Setting]) -> list[Setting]:
@@ -127,16 +151,25 @@ def _with_padded_vocabulary(settings: Sequence[Setting]) -> list[Setting]:
     document from --vocab-size; for it the two remain a contradiction.
     """
     sizes = [setting for setting in settings if setting.path == "model.vocab_size"]
-    padded = max((size.value for size in sizes if size.source.name in _padded_names()), default=0)
+    padded = max(
+        (size.value for size in sizes if size.source.name in _padded_names()), default=0
+    )
     is_bare = any(setting.value == "NullTokenizer" for setting in settings)
     if not padded or is_bare:
         return list(settings)
-    return [setting for setting in settings if setting not in sizes or setting.value >= padded]
+    return [
+        setting
+        for setting in settings
+        if setting not in sizes or setting.value >= padded
+    ]
 
 
 def _padded_names() -> set[str]:
     """--padded-vocab-size and its names in forks."""
-    return {PADDED, *(name for name, meaning in foreign_words().names.items() if meaning == PADDED)}
+    return {
+        PADDED,
+        *(name for name, meaning in foreign_words().names.items() if meaning == PADDED),
+    }
 
 
 def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:
@@ -146,7 +179,9 @@ def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:
         if not all_options()[setting.path].repeats:
             yield setting
         elif setting.path in lists:
-            lists[setting.path] = replace(setting, value=lists[setting.path].value + setting.value)
+            lists[setting.path] = replace(
+                setting, value=lists[setting.path].value + setting.value
+            )
         else:
             lists[setting.path] = setting
     yield from lists.values()
@@ -160,23 +195,31 @@ def canonical(flag: str) -> str:
 _LOCAL_RANK = Option(None, "", kind=int, flag=LOCAL_RANK_FLAG)
 
 
-def flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, list[str]]]:
+def flags_with_words(
+    argv: Sequence[str], line: CommandLine
+) -> Iterator[tuple[str, list[str]]]:
     """(flag, the words after it): `--lr 1 --bf16 --x=2` → ("--lr", ["1"]), ("--bf16", []), ("--x", ["2"])."""
-    flag, words, is_misspelt = None, [], False
+    flag = None
+    words = []
+    is_misspelt = False
     for word in argv:
         if word.startswith("--") and len(word) > 2 or word == "-h":
             if flag:
                 yield flag, words
             name, equals, value = word.partition("=")
-            flag, words, is_misspelt = name, [value] if equals else [], False
+            flag = name
+            words = [value] if equals else []
+            is_misspelt = False
         elif re.match("[-–—]+[A-Za-z]", word):  # -lr, or dashes of a word processor
             _misspelt(line, word)
             is_misspelt = True
         elif is_misspelt:
-            continue                                                  # its value
+            continue  # its value
         elif flag is None:
-            line.refuse(f"{word!r} is not preceded by a flag. Every setting is a flag and its value, such as "
-                        "--num-layers 12.")
+            line.refuse(
+                f"{word!r} is not preceded by a flag. Every setting is a flag and its value, such as "
+                "--num-layers 12."
+            )
         else:
             words.append(word)
     if flag:
@@ -185,14 +228,20 @@ def flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[s
 
 def _setting(flag: str, words: list[str]) -> Setting:
     spelling = spellings()[flag]
-    option, source = spelling.option, Source("flag", flag)
+    option = spelling.option
+    source = Source("flag", flag)
     if spelling.is_switch:
         if words:
             other = f"{option.flag} takes one"
             if option.kind is bool:
-                other = f"use {option.flag} to enable it" if spelling.value is False else (
-                    f"use {option.negative} to disable it")
-            raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows it; {other}.")
+                other = (
+                    f"use {option.flag} to enable it"
+                    if spelling.value is False
+                    else (f"use {option.negative} to disable it")
+                )
+            raise ConfigError(
+                f"{flag} takes no value, but {' '.join(words)!r} follows it; {other}."
+            )
         return Setting(option.path, spelling.value, source)
     if not words and option.alone is not None:
         return Setting(option.path, option.alone, source)
@@ -202,10 +251,16 @@ def _setting(flag: str, words: list[str]) -> Setting:
 
 def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
     """The settings of a flag of a fork that stands for several flags."""
-    value, known = " ".join(words).strip("'\""), foreign_words().phrases[flag]
+    value = " ".join(words).strip("'\"")
+    known = foreign_words().phrases[flag]
     if value not in known:
-        raise ConfigError(f"{flag} {value} is not available. It may be {', '.join(known)}.")
-    return [replace(_setting(other, []), source=Source("flag", flag)) for other in known[value].split()]
+        raise ConfigError(
+            f"{flag} {value} is not available. It may be {', '.join(known)}."
+        )
+    return [
+        replace(_setting(other, []), source=Source("flag", flag))
+        for other in known[value].split()
+    ]
 
 
 def _of_reader(flag: str, words: list[str]) -> Setting:
@@ -218,47 +273,74 @@ def _one_word(flag: str, words: list[str], option: Option) -> str:
     if not words:
         raise ConfigError(f"{flag} needs {option.noun} after it.")
     if len(words) > 1:
-        raise ConfigError(f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. "
-                          "Put quotes around a value that contains spaces.")
+        raise ConfigError(
+            f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. "
+            "Put quotes around a value that contains spaces."
+        )
     return words[0]
 
 
 def _misspelt(line: CommandLine, word: str) -> None:
     flag = "--" + canonical(word.partition("=")[0]).lstrip("-–—")
-    near = f"; did you mean {flag!r}?" if flag in spellings() else near_flag(flag, spellings())
-    _refuse(line, f"{word!r} is not a flag: flags begin with two plain hyphens{near or '.'}", near)
+    near = (
+        f"; did you mean {flag!r}?"
+        if flag in spellings()
+        else near_flag(flag, spellings())
+    )
+    _refuse(
+        line,
+        f"{word!r} is not a flag: flags begin with two plain hyphens{near or '.'}",
+        near,
+    )
 
 
 def _refuse(line: CommandLine, problem: str, near: str) -> None:
     """Add a problem. The values of the options that its suggestion `near` mentions are unknown."""
     line.refuse(problem)
-    line.unread |= {spelling.option.path for name, spelling in spellings().items() if repr(name) in near}
+    line.unread |= {
+        spelling.option.path
+        for name, spelling in spellings().items()
+        if repr(name) in near
+    }
 
 
 def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     """A flag of Megatron that has no option here, or an unknown one."""
-    flag, value = canonical(typed), " ".join(words)
+    flag = canonical(typed)
+    value = " ".join(words)
     answer = foreign_words().answer_to_flag(flag)
     if answer is None:
-        near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING])
+        near = near_flag(
+            flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING]
+        )
         _refuse(line, f"unknown flag {typed}{near or '.'} All flags: --help.", near)
     elif answer.accepts(value):
         line.without_effect[flag] = answer.note
     else:
-        line.refuse(f"{flag}{' ' * bool(value)}{value}, a flag of Megatron, is not supported: "
-                    f"{answer.refusal}")
+        line.refuse(
+            f"{flag}{' ' if value else ''}{value}, a flag of Megatron, is not supported: "
+            f"{answer.refusal}"
+        )
 
 
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
     """A problem for each two flags that set an option to different values. `--no-x` may follow `--x`."""
-    wrong, last = [], {}
+    wrong = []
+    last = {}
     for setting in settings:
-        option, before = all_options()[setting.path], last.get(setting.path)
+        option = all_options()[setting.path]
+        before = last.get(setting.path)
         pair = {option.flag, option.negative, *option.flags}
-        if before and before.value != setting.value and before.source != setting.source and not (
-                {before.source.name, setting.source.name} <= pair):
-            wrong.append(f"{before.source} and {setting.source} contradict each other: the first sets "
-                         f"{option.name} to {before.value!r}, the second to {setting.value!r}. Give only "
-                         "one.")
+        if (
+            before
+            and before.value != setting.value
+            and before.source != setting.source
+            and not ({before.source.name, setting.source.name} <= pair)
+        ):
+            wrong.append(
+                f"{before.source} and {setting.source} contradict each other: the first sets "
+                f"{option.name} to {before.value!r}, the second to {setting.value!r}. Give only "
+                "one."
+            )
         last[setting.path] = setting
     return wrong

@@ -21,8 +21,10 @@ def _no_answer(flag: str) -> Answer | None:
 
 
 def _no_json(path: str) -> Reading:
-    raise ConfigError(f"{path}: DeepSpeed's JSON is read by megatron_ds.compat, which is not installed. "
-                      "Install the whole package, or write flags.")
+    raise ConfigError(
+        f"{path}: DeepSpeed's JSON is read by megatron_ds.compat, which is not installed. "
+        "Install the whole package, or write flags."
+    )
 
 
 @dataclass(frozen=True)

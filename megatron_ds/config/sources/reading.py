@@ -62,12 +62,18 @@ class ConfigProblems(ConfigError):
     """
 
     def __init__(self, problems: Sequence[str] | str):
-        self.problems = problems = (problems,) if isinstance(problems, str) else tuple(problems)
-        numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
+        self.problems = problems = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
+        numbered = "\n".join(
+            f"  {i}. {problem}" for i, problem in enumerate(problems, 1)
+        )
         several = f"{len(problems)} problems in the configuration:\n{numbered}"
         super().__init__(problems[0] if len(problems) == 1 else several)
 
-    def __reduce__(self):                    # pickled with its problems, not with the message made of them
+    def __reduce__(
+        self,
+    ):  # pickled with its problems, not with the message made of them
         return ConfigProblems, (self.problems,)
 
 

@@ -1,9 +1,9 @@
 """Suggestions for unknown names: from a table of other projects' names, else the most similar known name.
 
-    >>> near_flag("--learning-rate")
-    "; did you mean '--lr'?"
-    >>> near_flag("--frobnicate")
-    ''
+>>> near_flag("--learning-rate")
+"; did you mean '--lr'?"
+>>> near_flag("--frobnicate")
+''
 """
 
 import difflib
@@ -21,16 +21,13 @@ _FLAGS = {
     "--load": "resume resume-from resume-from-checkpoint load-dir restore",
     "--global-batch-size": "train-batch-size total-batch-size batch gbs",
     "--micro-batch-size": "per-device-train-batch-size train-micro-batch-size-per-gpu device-batch-size mbs",
-    "--gradient-accumulation-steps":
-        "accumulate-grad-batches gradient-accumulation grad-accum grad-accum-steps",
+    "--gradient-accumulation-steps": "accumulate-grad-batches gradient-accumulation grad-accum grad-accum-steps",
     "--train-iters": "steps max-steps num-steps total-steps train-steps max-iters num-iters iterations",
     "--train-tokens": "tokens max-tokens num-tokens total-tokens",
     "--tensor-model-parallel-size": "tp tp-size tensor-parallel tensor-parallel-size",
-    "--pipeline-model-parallel-size":
-        "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
+    "--pipeline-model-parallel-size": "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
     "--context-parallel-size": "cp cp-size sequence-parallel-size",
-    "--num-experts":
-        "moe experts n-experts num-moe-experts num-local-experts n-routed-experts num-routed-experts",
+    "--num-experts": "moe experts n-experts num-moe-experts num-local-experts n-routed-experts num-routed-experts",
     "--moe-router-topk": "top-k num-experts-per-tok num-experts-per-token experts-per-token moe-topk moe-k",
     "--moe-ffn-hidden-size": "moe-intermediate-size expert-hidden-size expert-ffn-hidden-size",
     "--moe-shared-expert-intermediate-size": "shared-expert-intermediate-size",
@@ -70,50 +67,61 @@ _FLAGS = {
     "--num-workers": "num-workers-per-gpu dataloader-num-workers workers",
 }
 _SENTENCES = {
-    "--moe-shared-expert-intermediate-size is the width of all shared experts together":
-        "num-shared-experts",
-    "the weights of a token's experts sum to 1 by default; --moe-router-pre-softmax leaves them as they are":
-        "route-norm",
-    "epochs are not counted: the length of training is --train-iters, --train-samples or --train-tokens":
-        "epochs num-epochs max-epochs num-train-epochs",
-    "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)":
-        "dp dp-size data-parallel data-parallel-size",
+    "--moe-shared-expert-intermediate-size is the width of all shared experts together": "num-shared-experts",
+    "the weights of a token's experts sum to 1 by default; --moe-router-pre-softmax leaves them as they are": "route-norm",
+    "epochs are not counted: the length of training is --train-iters, --train-samples or --train-tokens": "epochs num-epochs max-epochs num-train-epochs",
+    "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)": "dp dp-size data-parallel data-parallel-size",
     "the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without a launcher: "
-    "--dry-run --world-size N":
-        "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
-    "there is no profiler yet; --trace DIR records the timeline of the pipeline":
-        "profiler torch-profiler",
+    "--dry-run --world-size N": "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
+    "there is no profiler yet; --trace DIR records the timeline of the pipeline": "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
-    "metrics go to the log, to --tensorboard-dir, to --wandb-project and to --metrics-jsonl":
-        "wandb report-to mlflow",
-    "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files":
-        "tokenizer tokenizer-path tokenizer-name",
+    "metrics go to the log, to --tensorboard-dir, to --wandb-project and to --metrics-jsonl": "wandb report-to mlflow",
+    "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files": "tokenizer tokenizer-path tokenizer-name",
     "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",
     "kernels are chosen by what the device supports": "flash-attn flash-attention",
 }
-SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType({
-    **{name: tuple(flags.split()) for flags, names in _FLAGS.items() for name in names.split()},
-    **{name: sentence for sentence, names in _SENTENCES.items() for name in names.split()}})
+SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType(
+    {
+        **{
+            name: tuple(flags.split())
+            for flags, names in _FLAGS.items()
+            for name in names.split()
+        },
+        **{
+            name: sentence
+            for sentence, names in _SENTENCES.items()
+            for name in names.split()
+        },
+    }
+)
 
 
 def near_flag(typed: str, known: Iterable[str]) -> str:
     """The text to add to `unknown flag --typed`: `; did you mean '--lr'?`, `: a sentence.`, or nothing."""
-    return _near(typed.lstrip("-"), {flag.lstrip("-"): flag for flag in known}, lambda flag: flag)
+    return _near(
+        typed.lstrip("-"), {flag.lstrip("-"): flag for flag in known}, lambda flag: flag
+    )
 
 
 def near_key(name: str, known: Mapping[str, str]) -> str:
     """`near_flag` for the key of a file. known: name with underscores → the name as the file writes it."""
-    return _near(name, known, lambda flag: known.get(flag.removeprefix("--").replace("-", "_")))
+    return _near(
+        name, known, lambda flag: known.get(flag.removeprefix("--").replace("-", "_"))
+    )
 
 
 def most_similar(name: str, known: Sequence[str]) -> str | None:
     """The known name with the highest ratio of difflib, ignoring case; None below the cutoff."""
     folded = {k.lower().replace("_", "-"): k for k in known}
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), folded, n=1, cutoff=CUTOFF)
+    near = difflib.get_close_matches(
+        name.lower().replace("_", "-"), folded, n=1, cutoff=CUTOFF
+    )
     return folded[near[0]] if near else None
 
 
-def _near(name: str, known: Mapping[str, str], written: Callable[[str], str | None]) -> str:
+def _near(
+    name: str, known: Mapping[str, str], written: Callable[[str], str | None]
+) -> str:
     """The end of a message that suggests known names similar to `name`; "" if there are none.
 
     known    each valid name → how it is written here

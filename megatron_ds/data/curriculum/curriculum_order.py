@@ -47,10 +47,10 @@ from .difficulty_analysis import describes, read_description
 from .difficulty_metrics import ListFile
 
 logger = logging.getLogger(__name__)
-MOST_SAMPLES = 1 << 31                                      # products of two such numbers fit 64 bits
-MOST_STAGES = 2048                                          # a table of its square is kept: 32 MiB
+MOST_SAMPLES = 1 << 31  # products of two such numbers fit 64 bits
+MOST_STAGES = 2048  # a table of its square is kept: 32 MiB
 GOLDEN = (5**0.5 - 1) / 2
-ROUNDS = 6                                                  # of the Feistel network; 4 look random already
+ROUNDS = 6  # of the Feistel network; 4 look random already
 
 
 class MetricIndex:
@@ -70,17 +70,23 @@ class MetricIndex:
             values = ListFile(metric.index_to_metric_path)
             is_ascending = bool((values.flat[1:] > values.flat[:-1]).all())
             if not len(values) == len(index) == len(values.flat) or not is_ascending:
-                raise DataError(f"{self} {values.idx_path} does not hold one value, in ascending order, for "
-                                f"each of the {len(index)} rows of {index.idx_path}: the two do not belong "
-                                "together. Name the index_to_metric and the index_to_sample (not the "
-                                "percentile_merged) of one analysis.")
-            self.values, self.bounds = values.flat, index.bounds
+                raise DataError(
+                    f"{self} {values.idx_path} does not hold one value, in ascending order, for "
+                    f"each of the {len(index)} rows of {index.idx_path}: the two do not belong "
+                    "together. Name the index_to_metric and the index_to_sample (not the "
+                    "percentile_merged) of one analysis."
+                )
+            self.values = values.flat
+            self.bounds = index.bounds
 
     def admitted(self, difficulty: int) -> int:
         """The number of samples that this difficulty admits."""
         if self.metric.difficulty_type == "value":
-            return int(self.bounds[np.searchsorted(self.values, difficulty, side="right")])
-        total, most = len(self.easiest_first), self.metric.difficulty.maximum
+            return int(
+                self.bounds[np.searchsorted(self.values, difficulty, side="right")]
+            )
+        total = len(self.easiest_first)
+        most = self.metric.difficulty.maximum
         return total if difficulty == most else total // most * difficulty
 
     def smallest(self) -> str:
@@ -92,31 +98,53 @@ class MetricIndex:
 
     def fingerprint(self) -> str:
         """MD5 of evenly spaced blocks of the sorted samples."""
-        blocks = [self.easiest_first[start:start + 4096] for start in
-                  np.linspace(0, max(0, len(self.easiest_first) - 4096), 64).astype(np.int64).tolist()]
-        return hashlib.md5(np.concatenate(blocks).tobytes(), usedforsecurity=False).hexdigest()
+        blocks = [
+            self.easiest_first[start : start + 4096]
+            for start in np.linspace(0, max(0, len(self.easiest_first) - 4096), 64)
+            .astype(np.int64)
+            .tolist()
+        ]
+        return hashlib.md5(
+            np.concatenate(blocks).tobytes(), usedforsecurity=False
+        ).hexdigest()
 
     def __str__(self) -> str:
         return f"curriculum metric {self.metric.name}:"
 
     def _check(self, total: int, identity: dict | None) -> None:
-        path, found = self.metric.index_to_sample_path, len(self.easiest_first)
+        path = self.metric.index_to_sample_path
+        found = len(self.easiest_first)
         description = read_description(Path(path).parent)
         if description is None:
-            logger.info("%s %s has no analysis.json next to it (DeepSpeed writes none): only its size is "
-                        "checked", self, path)
+            logger.info(
+                "%s %s has no analysis.json next to it (DeepSpeed writes none): only its size is "
+                "checked",
+                self,
+                path,
+            )
         elif identity is not None and (differing := describes(description, identity)):
-            raise DataError(f"{self} {path} was made from other data: {differing}. Give the flags of the "
-                            "analysis, or run megatron-ds analyze again with the flags of the training.")
+            raise DataError(
+                f"{self} {path} was made from other data: {differing}. Give the flags of the "
+                "analysis, or run megatron-ds analyze again with the flags of the training."
+            )
         if found != total:
-            raise DataError(f"{self} {path} sorts {found} samples, and an epoch of the training data has "
-                            f"{total}: it was made from other data. Run megatron-ds analyze with the flags "
-                            "of the training.")
+            raise DataError(
+                f"{self} {path} sorts {found} samples, and an epoch of the training data has "
+                f"{total}: it was made from other data. Run megatron-ds analyze with the flags "
+                "of the training."
+            )
 
 
-def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, steps: int,
-                        batch_at: Callable[[int], int], cache: Path,
-                        identity: dict | None = None) -> CurriculumOrder:
+def order_by_difficulty(
+    metrics: Sequence[Metric],
+    total: int,
+    *,
+    seed: int,
+    steps: int,
+    batch_at: Callable[[int], int],
+    cache: Path,
+    identity: dict | None = None,
+) -> CurriculumOrder:
     """The order of a run over `total` samples.
 
     steps     of the whole training
@@ -129,53 +157,80 @@ def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, ste
     indexes = [MetricIndex(metric, total, identity) for metric in metrics]
     moments = list(_moments(indexes, steps, batch_at))
     starts = [start for start, _ in moments]
-    counts = np.array([count for _, count in moments], np.int64)                            # [k, m]
+    counts = np.array([count for _, count in moments], np.int64)  # [k, m]
     if len(indexes) == 1:
-        easiest_first, admitted = indexes[0].easiest_first, counts[:, 0]
+        easiest_first = indexes[0].easiest_first
+        admitted = counts[:, 0]
     else:
-        key = {"class": "Curriculum", "indexes": [index.fingerprint() for index in indexes],
-               "counts": counts.tolist()}
+        key = {
+            "class": "Curriculum",
+            "indexes": [index.fingerprint() for index in indexes],
+            "counts": counts.tolist(),
+        }
         names = ("easiest_first", "admitted")
-        arrays = cached_arrays(cache, "Curriculum-train", key, names,
-                               lambda: dict(zip(names, intersect(indexes, counts, total))))
+        arrays = cached_arrays(
+            cache,
+            "Curriculum-train",
+            key,
+            names,
+            lambda: dict(zip(names, intersect(indexes, counts, total))),
+        )
         easiest_first, admitted = (arrays[name] for name in names)
     stages: list[Stage] = []
     for start, count in zip(starts, admitted.tolist(), strict=True):
         if not count:
-            raise DataError("the curriculum admits no sample at step 1 "
-                            f"({'; '.join(i.smallest() for i in indexes)}). Raise min_difficulty.")
+            raise DataError(
+                "the curriculum admits no sample at step 1 "
+                f"({'; '.join(i.smallest() for i in indexes)}). Raise min_difficulty."
+            )
         if not stages or count > stages[-1].admitted:
             stages.append(Stage(start, count))
-    logger.info("curriculum over %d samples, which are admitted in %d groups: the run draws from the %d "
-                "easiest samples at first, and from %d after %d consumed samples", total,
-                len(stages), stages[0].admitted, stages[-1].admitted, stages[-1].start)
+    logger.info(
+        "curriculum over %d samples, which are admitted in %d groups: the run draws from the %d "
+        "easiest samples at first, and from %d after %d consumed samples",
+        total,
+        len(stages),
+        stages[0].admitted,
+        stages[-1].admitted,
+        stages[-1].start,
+    )
     return CurriculumOrder(easiest_first, stages, seed)
 
 
-def intersect(indexes: Sequence[MetricIndex], counts: np.ndarray,
-              total: int) -> tuple[np.ndarray, np.ndarray]:
+def intersect(
+    indexes: Sequence[MetricIndex], counts: np.ndarray, total: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(samples by the step at which all metrics admit them, samples admitted by then).  counts: [k, m]."""
-    level = np.zeros(total, np.int32)                 # of each sample: the first row of counts that admits it
+    level = np.zeros(
+        total, np.int32
+    )  # of each sample: the first row of counts that admits it
     for index, by_moment in zip(indexes, counts.T, strict=True):
-        first = np.searchsorted(by_moment, np.arange(total), side="right").astype(np.int32)
+        first = np.searchsorted(by_moment, np.arange(total), side="right").astype(
+            np.int32
+        )
         level[index.easiest_first] = np.maximum(level[index.easiest_first], first)
-    admitted = np.cumsum(np.bincount(level, minlength=len(counts) + 1)[:len(counts)])
+    admitted = np.cumsum(np.bincount(level, minlength=len(counts) + 1)[: len(counts)])
     dtype = np.uint32 if total <= np.iinfo(np.uint32).max else np.int64
-    return np.argsort(level, kind="stable")[:admitted[-1]].astype(dtype), admitted
+    return np.argsort(level, kind="stable")[: admitted[-1]].astype(dtype), admitted
 
 
-def _moments(indexes: Sequence[MetricIndex], steps: int,
-             batch_at: Callable[[int], int]) -> Iterator[tuple[int, list[int]]]:
+def _moments(
+    indexes: Sequence[MetricIndex], steps: int, batch_at: Callable[[int], int]
+) -> Iterator[tuple[int, list[int]]]:
     """(stream position, samples that each metric admits) of each step at which one of them admits more."""
-    position, last = 0, None
+    position = 0
+    last = None
     for step in range(1, max(steps, 1) + 1):
         now = [index.admitted(index.metric.difficulty.at(step)) for index in indexes]
         counts = now if last is None else [max(pair) for pair in zip(now, last)]
         if counts != last:
             yield position, counts
-        if all(count == len(index.easiest_first) for count, index in zip(counts, indexes)):
+        if all(
+            count == len(index.easiest_first) for count, index in zip(counts, indexes)
+        ):
             return
-        position, last = position + batch_at(position), counts
+        position = position + batch_at(position)
+        last = counts
 
 
 @dataclass(frozen=True)
@@ -194,23 +249,34 @@ class CurriculumOrder:
     """
 
     def __init__(self, easiest_first: np.ndarray, stages: Sequence[Stage], seed: int):
-        assert stages and stages[0].start == 0 and stages[0].admitted > 0, f"invalid first stage {stages[:1]}"
+        assert stages and stages[0].start == 0 and stages[0].admitted > 0, (
+            f"invalid first stage {stages[:1]}"
+        )
         pairs = zip(stages, stages[1:])
-        assert all(a.start < b.start and a.admitted < b.admitted for a, b in pairs), "stages must ascend"
+        assert all(a.start < b.start and a.admitted < b.admitted for a, b in pairs), (
+            "stages must ascend"
+        )
         assert stages[-1].admitted <= len(easiest_first)
         if stages[-1].admitted >= MOST_SAMPLES:
-            raise DataError(f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} "
-                            "can be numbered. Use a longer --seq-length, or several runs.")
+            raise DataError(
+                f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} "
+                "can be numbered. Use a longer --seq-length, or several runs."
+            )
         if len(stages) > MOST_STAGES:
-            raise DataError(f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} "
-                            "are possible. Use a larger difficulty_step, or percentiles.")
-        self.easiest_first, self.seed = easiest_first, seed
+            raise DataError(
+                f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} "
+                "are possible. Use a larger difficulty_step, or percentiles."
+            )
+        self.easiest_first = easiest_first
+        self.seed = seed
         self.starts = np.array([stage.start for stage in stages], np.int64)
         # cluster c is bounds[c : c + 2]
         self.bounds = np.array([0, *(stage.admitted for stage in stages)], np.int64)
         self.steps = np.array([_step(stage.admitted) for stage in stages], np.int64)
-        self.offsets = np.array([_mixed(seed, k)[0] % stage.admitted for k, stage in enumerate(stages)],
-                                np.int64)
+        self.offsets = np.array(
+            [_mixed(seed, k)[0] % stage.admitted for k, stage in enumerate(stages)],
+            np.int64,
+        )
         self._before = self._drawn_before_stages()
 
     def __call__(self, positions: np.ndarray, total: int) -> np.ndarray:
@@ -220,20 +286,29 @@ class CurriculumOrder:
         size = self.bounds[stage + 1]
         point = (self.steps[stage] * (j % size) + self.offsets[stage]) % size
         cluster = np.searchsorted(self.bounds, point, side="right") - 1
-        low, high = self.bounds[cluster], self.bounds[cluster + 1]
-        k = self._before[stage, cluster] + self._drawn(j, stage, high) - self._drawn(j, stage, low)
+        low = self.bounds[cluster]
+        high = self.bounds[cluster + 1]
+        k = (
+            self._before[stage, cluster]
+            + self._drawn(j, stage, high)
+            - self._drawn(j, stage, low)
+        )
         width = high - low
         place = shuffled(k % width, width, _mixed(self.seed, cluster, k // width))
         samples = self.easiest_first[low + place].astype(np.int64)
         if len(samples) and samples.max() >= total:
-            raise DataError(f"the index of the curriculum names sample {samples.max()}, and the dataset has "
-                            f"{total}: it was made from other data. Make it again with "
-                            "megatron-ds analyze.")
+            raise DataError(
+                f"the index of the curriculum names sample {samples.max()}, and the dataset has "
+                f"{total}: it was made from other data. Make it again with "
+                "megatron-ds analyze."
+            )
         return samples
 
     def _drawn(self, j: np.ndarray, stage: np.ndarray, bound: np.ndarray) -> np.ndarray:
         """How many of the first j positions of a stage have a point x below `bound`."""
-        size, step, offset = self.bounds[stage + 1], self.steps[stage], self.offsets[stage]
+        size = self.bounds[stage + 1]
+        step = self.steps[stage]
+        offset = self.offsets[stage]
         rounds, rest = np.divmod(j, size)
         # (y mod T < m) is floor(y / T) − floor((y − m) / T); adding T to y − m keeps it positive and the
         # difference one less.
@@ -246,8 +321,13 @@ class CurriculumOrder:
         count = len(self.starts)
         before = np.zeros((count, count), np.int64)
         for stage in range(1, count):
-            length, here = self.starts[stage] - self.starts[stage - 1], np.arange(stage + 1)
-            below = self._drawn(np.full(stage + 1, length), np.full(stage + 1, stage - 1), self.bounds[here])
+            length = self.starts[stage] - self.starts[stage - 1]
+            here = np.arange(stage + 1)
+            below = self._drawn(
+                np.full(stage + 1, length),
+                np.full(stage + 1, stage - 1),
+                self.bounds[here],
+            )
             before[stage] = before[stage - 1]
             before[stage, :stage] += np.diff(below)
         return before
@@ -261,7 +341,9 @@ def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
     function.
     """
     place, size, key = (np.asarray(v).astype(np.uint64) for v in (place, size, key))
-    half = np.ceil(np.log2(np.maximum(size, 2).astype(np.float64)) / 2).astype(np.uint64)
+    half = np.ceil(np.log2(np.maximum(size, 2).astype(np.float64)) / 2).astype(
+        np.uint64
+    )
     outside = np.ones(len(place), bool)
     while outside.any():
         place[outside] = _feistel(place[outside], half[outside], key[outside])
@@ -271,7 +353,8 @@ def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
 
 def _feistel(x: np.ndarray, half: np.ndarray, key: np.ndarray) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = x >> half, x & mask
+    left = x >> half
+    right = x & mask
     for round in range(ROUNDS):
         left, right = right, left ^ (_mix(right ^ _mix(key + np.uint64(round))) & mask)
     return left << half | right
@@ -301,7 +384,9 @@ def _step(size: int) -> int:
     return step
 
 
-def _floor_sum(n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _floor_sum(
+    n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> np.ndarray:
     """The sum of floor((a·i + b) / m) over 0 ≤ i < n, elementwise, in O(log) steps of Euclid's algorithm.
 
     All [k], 0 ≤ n ≤ m < 2^31, 0 ≤ a < m, 0 ≤ b < 2m, as Graham, Knuth and Patashnik reduce it in "Concrete
@@ -311,7 +396,8 @@ def _floor_sum(n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray) -> np
     total = np.zeros(n.shape, np.int64)
     while (n > 0).any():
         total += n * (n - 1) // 2 * (a // m) + n * (b // m)
-        a, b = a % m, b % m
+        a = a % m
+        b = b % m
         top = a * n + b
         n, b, a, m = top // m, top % m, m, np.where(a > 0, a, 1)
     return total

@@ -22,10 +22,17 @@ from ..kind import DataKind, Dataset
 from ..loading.blend import read_sources
 from ..loading.datasets import identify
 from ..text.indexed import replacing
-from .difficulty_metrics import FULL_DISK, ListFile, MetricSpec, write_list_file, write_metric, write_total
+from .difficulty_metrics import (
+    FULL_DISK,
+    ListFile,
+    MetricSpec,
+    write_list_file,
+    write_metric,
+    write_total,
+)
 
 logger = logging.getLogger(__name__)
-BATCH = 256                                            # samples measured together: bounds the memory of a map
+BATCH = 256  # samples measured together: bounds the memory of a map
 Values = dict[str, np.ndarray]
 
 
@@ -33,16 +40,23 @@ def identity(config: RunConfig, kind: DataKind, total: int) -> dict:
     """All that the indices of the samples of an epoch depend on."""
     sources = read_sources(config.data)
     values = (sources.whole or sources.parts[0]).values
-    return {"data": identify(values), "split": config.data.splits if sources.whole else None,
-            "seq_length": config.model.seq_length, "seed": config.train.seed, "samples": total,
-            **kind.identity(config)}
+    return {
+        "data": identify(values),
+        "split": config.data.splits if sources.whole else None,
+        "seq_length": config.model.seq_length,
+        "seed": config.train.seed,
+        "samples": total,
+        **kind.identity(config),
+    }
 
 
 def describes(description: Mapping, wanted: Mapping) -> str:
     """The differences of a description from `wanted`, for messages; "" if there are none."""
     found = description.get("dataset", {})
     differing = [key for key, value in wanted.items() if found.get(key) != value]
-    return ", ".join(f"{key} {found.get(key)!r} instead of {wanted[key]!r}" for key in differing)
+    return ", ".join(
+        f"{key} {found.get(key)!r} instead of {wanted[key]!r}" for key in differing
+    )
 
 
 def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
@@ -52,8 +66,10 @@ def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise DataError(f"{folder / name} cannot be read: {error}. Remove it, and run megatron-ds analyze "
-                        "again.") from None
+        raise DataError(
+            f"{folder / name} cannot be read: {error}. Remove it, and run megatron-ds analyze "
+            "again."
+        ) from None
 
 
 def _write_json(path: Path, description: Mapping) -> None:
@@ -61,54 +77,96 @@ def _write_json(path: Path, description: Mapping) -> None:
         file.write(json.dumps(description, indent=1).encode())
 
 
-def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: Sequence[MetricSpec],
-              dataset_id: Mapping, progress: Callable[[int], None] = lambda done: None) -> list[str]:
+def map_shard(
+    dataset: Dataset,
+    save: Path,
+    shard: int,
+    num_shards: int,
+    specs: Sequence[MetricSpec],
+    dataset_id: Mapping,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[str]:
     """Compute the missing metrics of a shard; returns their names.  progress: called with samples done.
 
     Raises DataError for a metric that fails, naming it and the samples, and for a full disk.
     """
-    bounds = np.linspace(0, dataset_id["samples"], num_shards + 1, dtype=int)             # as in DeepSpeed
-    first, last = bounds[shard:shard + 2].tolist()
-    todo = [spec for spec in specs if not _is_mapped(save, spec, dataset_id, shard, num_shards)]
+    bounds = np.linspace(
+        0, dataset_id["samples"], num_shards + 1, dtype=int
+    )  # as in DeepSpeed
+    first, last = bounds[shard : shard + 2].tolist()
+    todo = [
+        spec
+        for spec in specs
+        if not _is_mapped(save, spec, dataset_id, shard, num_shards)
+    ]
     if not todo:
         return []
-    descriptions = [_description(save, spec, dataset_id, shard, num_shards) for spec in todo]
+    descriptions = [
+        _description(save, spec, dataset_id, shard, num_shards) for spec in todo
+    ]
     columns: dict[str, list[np.ndarray]] = {spec.name: [] for spec in todo}
     functions = {spec.name: spec.function(save) for spec in todo}
     for start, samples in _batches(dataset, first, last):
         for spec in todo:
-            column, values = columns[spec.name], _call(functions[spec.name], spec, samples, start)
-            column[:] = [column[0] + values] if spec.is_total and column else [*column, values]
+            column = columns[spec.name]
+            values = _call(functions[spec.name], spec, samples, start)
+            column[:] = (
+                [column[0] + values] if spec.is_total and column else [*column, values]
+            )
         progress(start + len(next(iter(samples.values()))) - first)
     for spec, description in zip(todo, descriptions):
         folder = shard_folder(save, spec.name, shard)
         (folder / "done.json").unlink(missing_ok=True)
-        values = np.concatenate(columns[spec.name]) if columns[spec.name] else np.empty(0, np.int64)
+        values = (
+            np.concatenate(columns[spec.name])
+            if columns[spec.name]
+            else np.empty(0, np.int64)
+        )
         if spec.is_total:
             write_list_file(folder / f"{spec.name}_metric_value", values, [len(values)])
         else:
-            write_list_file(folder / f"{spec.name}_sample_to_metric", values, np.ones(len(values), np.int64))
+            write_list_file(
+                folder / f"{spec.name}_sample_to_metric",
+                values,
+                np.ones(len(values), np.int64),
+            )
         _write_json(folder / "done.json", description)
     return [spec.name for spec in todo]
 
 
-def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Mapping) -> np.ndarray:
+def reduce_metric(
+    save: Path, spec: MetricSpec, num_shards: int, dataset_id: Mapping
+) -> np.ndarray:
     """Merge the shards of a metric into its index files; returns its values or totals. Raises DataError."""
-    folder, prefix = save / spec.name, save / spec.name / spec.name
+    folder = save / spec.name
+    prefix = save / spec.name / spec.name
     description = _description(save, spec, dataset_id)
-    missing = [shard for shard in range(num_shards)
-               if not _is_mapped(save, spec, dataset_id, shard, num_shards)]
+    missing = [
+        shard
+        for shard in range(num_shards)
+        if not _is_mapped(save, spec, dataset_id, shard, num_shards)
+    ]
     if missing:
-        raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made "
-                        f"from other data: {', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. "
-                        "Run the map again: finished shards are kept.")
+        raise DataError(
+            f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made "
+            f"from other data: {', '.join(map(str, missing[:10]))}{' …' if len(missing) > 10 else ''}. "
+            "Run the map again: finished shards are kept."
+        )
     what = "metric_value" if spec.is_total else "sample_to_metric"
-    parts = [ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat
-             for shard in range(num_shards)]
-    values = np.sum([part for part in parts if len(part)], axis=0) if spec.is_total else np.concatenate(parts)
+    parts = [
+        ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat
+        for shard in range(num_shards)
+    ]
+    values = (
+        np.sum([part for part in parts if len(part)], axis=0)
+        if spec.is_total
+        else np.concatenate(parts)
+    )
     if not spec.is_total and len(values) != dataset_id["samples"]:
-        raise DataError(f"{folder}: the shards hold {len(values)} values for {dataset_id['samples']} "
-                        "samples. Remove the folder, and run the map again.")
+        raise DataError(
+            f"{folder}: the shards hold {len(values)} values for {dataset_id['samples']} "
+            "samples. Remove the folder, and run the map again."
+        )
     (folder / "analysis.json").unlink(missing_ok=True)
     (write_total if spec.is_total else write_metric)(prefix, values)
     _write_json(folder / "analysis.json", description)
@@ -120,15 +178,22 @@ def is_reduced(save: Path, spec: MetricSpec, dataset_id: Mapping) -> bool:
     return read_description(save / spec.name) == _description(save, spec, dataset_id)
 
 
-def _is_mapped(save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int, num_shards: int) -> bool:
+def _is_mapped(
+    save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int, num_shards: int
+) -> bool:
     found = read_description(shard_folder(save, spec.name, shard), "done.json")
     return found == _description(save, spec, dataset_id, shard, num_shards)
 
 
-def _description(save: Path, spec: MetricSpec, dataset_id: Mapping, *shard: int) -> dict:
+def _description(
+    save: Path, spec: MetricSpec, dataset_id: Mapping, *shard: int
+) -> dict:
     """Of the index files, or of a shard: its number, and the number of shards."""
-    return {"metric": spec.definition(save), "dataset": dict(dataset_id),
-            **dict(zip(("shard", "num_shards"), shard))}
+    return {
+        "metric": spec.definition(save),
+        "dataset": dict(dataset_id),
+        **dict(zip(("shard", "num_shards"), shard)),
+    }
 
 
 def shard_folder(save: Path, metric: str, shard: int) -> Path:
@@ -139,27 +204,43 @@ def shard_folder(save: Path, metric: str, shard: int) -> Path:
 def percentiles(values: np.ndarray) -> str:
     """`5 % 12 | 25 % 15 | …`: the value that this share of the samples does not exceed."""
     ordered = np.sort(values)
-    return " | ".join(f"{p} % "
-                      f"{ordered[max(0, -(-len(ordered) * p // 100) - 1)]}" for p in (5, 25, 50, 75, 95, 100))
+    return " | ".join(
+        f"{p} % {ordered[max(0, -(-len(ordered) * p // 100) - 1)]}"
+        for p in (5, 25, 50, 75, 95, 100)
+    )
 
 
 def _batches(dataset: Dataset, first: int, last: int) -> Iterator[tuple[int, Values]]:
     for start in range(first, last, BATCH):
         samples = [dataset[i] for i in range(start, min(last, start + BATCH))]
-        yield start, {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        yield (
+            start,
+            {
+                name: np.stack([sample[name] for sample in samples])
+                for name in samples[0]
+            },
+        )
 
 
-def _call(function: Callable[[Values], np.ndarray], spec: MetricSpec, samples: Values,
-          start: int) -> np.ndarray:
+def _call(
+    function: Callable[[Values], np.ndarray],
+    spec: MetricSpec,
+    samples: Values,
+    start: int,
+) -> np.ndarray:
     """The values of a metric for these samples, int64."""
     count = len(next(iter(samples.values())))
     try:
         values = np.asarray(function(samples))
     except Exception as error:
-        raise DataError(f"metric {spec.name} failed on samples {start} to {start + count - 1}: "
-                        f"{type(error).__name__}: {error}.") from error
+        raise DataError(
+            f"metric {spec.name} failed on samples {start} to {start + count - 1}: "
+            f"{type(error).__name__}: {error}."
+        ) from error
     if values.dtype.kind not in "iu" or not spec.is_total and values.shape != (count,):
-        raise DataError(f"metric {spec.name} gave {values.dtype} {list(values.shape)} for {count} samples: "
-                        f"it must give integers, one for each sample ([{count}]). Round them, as in (1000 * "
-                        "x).astype(numpy.int64).")
+        raise DataError(
+            f"metric {spec.name} gave {values.dtype} {list(values.shape)} for {count} samples: "
+            f"it must give integers, one for each sample ([{count}]). Round them, as in (1000 * "
+            "x).astype(numpy.int64)."
+        )
     return values.astype(np.int64)

@@ -40,13 +40,24 @@ from ...progress.difficulty import import_function
 from ...registry import did_you_mean
 from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths, replacing, write_index
 
-CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint16, 7: np.uint32,
-         8: np.uint64}
+CODES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.uint16,
+    7: np.uint32,
+    8: np.uint64,
+}
 CODE_OF = {np.dtype(t): code for code, t in CODES.items()}
-UNSIGNED, SIGNED = (np.uint8, np.uint16, np.uint32, np.uint64), (np.int8, np.int16, np.int32, np.int64)
+UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)
+SIGNED = (np.int8, np.int16, np.int32, np.int64)
 MOST_PERCENTILES = 100
-FULL_DISK = ("Free some space, or choose another --output, and run the same command again: finished shards "
-             "are kept.")
+FULL_DISK = (
+    "Free some space, or choose another --output, and run the same command again: finished shards "
+    "are kept."
+)
 Values = Mapping[str, np.ndarray]
 FREQUENCY = "total_vocab_freq"
 NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")
@@ -69,55 +80,84 @@ class ListFile:
             index = np.frombuffer(read_regular(self.idx_path, DataError), np.uint8)
             size = self.bin_path.stat().st_size
         except FileNotFoundError as error:
-            raise DataError(f"{error.filename} does not exist. Index files are .bin/.idx pairs, as "
-                            "megatron-ds analyze writes them; give their common name without its "
-                            "ending.") from None
+            raise DataError(
+                f"{error.filename} does not exist. Index files are .bin/.idx pairs, as "
+                "megatron-ds analyze writes them; give their common name without its "
+                "ending."
+            ) from None
         except OSError as error:
-            raise DataError(f"cannot read {error.filename}: {error.strerror}.") from None
+            raise DataError(
+                f"cannot read {error.filename}: {error.strerror}."
+            ) from None
         dtype, rows = self._header(index)
-        self.lengths = index[HEADER.size:HEADER.size + 4 * rows].view("<i4")
+        self.lengths = index[HEADER.size : HEADER.size + 4 * rows].view("<i4")
         total = int(self.lengths.sum(dtype=np.int64))
         if (self.lengths < 0).any() or size != total * dtype.itemsize:
-            raise self._damaged(f"{self.bin_path} has {size} bytes, where its {rows} rows of {total} numbers "
-                                f"take {total * dtype.itemsize}")
-        self.flat = np.asarray(np.memmap(self.bin_path, dtype, "r")) if size else np.empty(0, dtype)
+            raise self._damaged(
+                f"{self.bin_path} has {size} bytes, where its {rows} rows of {total} numbers "
+                f"take {total * dtype.itemsize}"
+            )
+        self.flat = (
+            np.asarray(np.memmap(self.bin_path, dtype, "r"))
+            if size
+            else np.empty(0, dtype)
+        )
         self.bounds = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.flat[self.bounds[row]:self.bounds[row + 1]]
+        return self.flat[self.bounds[row] : self.bounds[row + 1]]
 
     def _header(self, index: np.ndarray) -> tuple[np.dtype, int]:
         if len(index) < HEADER.size:
-            raise self._damaged(f"it has {len(index)} bytes, fewer than its header of {HEADER.size}")
-        magic, version, code, rows, documents = HEADER.unpack(index[:HEADER.size].tobytes())
+            raise self._damaged(
+                f"it has {len(index)} bytes, fewer than its header of {HEADER.size}"
+            )
+        magic, version, code, rows, documents = HEADER.unpack(
+            index[: HEADER.size].tobytes()
+        )
         if magic != MAGIC or version != VERSION or code not in CODES:
-            raise self._damaged(f"it begins with {magic!r}, version {version}, type {code}: not an index of "
-                                "this format")
+            raise self._damaged(
+                f"it begins with {magic!r}, version {version}, type {code}: not an index of "
+                "this format"
+            )
         size = HEADER.size + 12 * rows + 8 * documents
         if len(index) != size:
-            raise self._damaged(f"it has {len(index)} bytes, where {rows} rows take {size}")
+            raise self._damaged(
+                f"it has {len(index)} bytes, where {rows} rows take {size}"
+            )
         return np.dtype(CODES[code]).newbyteorder("<"), rows
 
     def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self.idx_path} is damaged: {what}. Make it again with megatron-ds analyze.")
+        return DataError(
+            f"{self.idx_path} is damaged: {what}. Make it again with megatron-ds analyze."
+        )
 
 
-def write_list_file(prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+def write_list_file(
+    prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequence[int] | np.ndarray
+) -> None:
     """Write rows of these lengths. An old pair is removed first, and the index is written last."""
     lengths = np.asarray(lengths, np.int64)
     assert lengths.sum() == len(flat), f"{len(flat)} numbers in rows of {lengths.sum()}"
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-        raise DataError(f"{prefix}: {lengths.max()} samples have the same value, and the format counts up to "
-                        "2^31 - 1 in a row. Use a metric with more different values.")
+        raise DataError(
+            f"{prefix}: {lengths.max()} samples have the same value, and the format counts up to "
+            "2^31 - 1 in a row. Use a metric with more different values."
+        )
     bin_path, idx_path = corpus_paths(prefix)
     idx_path.unlink(missing_ok=True)
     with replacing(bin_path, FULL_DISK) as file:
         file.write(flat.astype(flat.dtype.newbyteorder("<"), copy=False).data)
     with replacing(idx_path, FULL_DISK) as file:
-        write_index(file, CODE_OF[flat.dtype], flat.dtype.itemsize, [(lengths, np.array([0, len(lengths)]))])
+        write_index(
+            file,
+            CODE_OF[flat.dtype],
+            flat.dtype.itemsize,
+            [(lengths, np.array([0, len(lengths)]))],
+        )
 
 
 def write_metric(prefix: Path, values: np.ndarray) -> None:
@@ -126,12 +166,22 @@ def write_metric(prefix: Path, values: np.ndarray) -> None:
     order = np.argsort(values, kind="stable").astype(fitting_dtype(0, len(values) - 1))
     distinct, counts = np.unique(values, return_counts=True)
     step = max(1, len(distinct) // MOST_PERCENTILES)
-    write_list_file(f"{prefix}_sample_to_metric", values.astype(value_type), np.ones(len(values), np.int64))
-    write_list_file(f"{prefix}_index_to_metric", distinct.astype(value_type),
-                    np.ones(len(distinct), np.int64))
+    write_list_file(
+        f"{prefix}_sample_to_metric",
+        values.astype(value_type),
+        np.ones(len(values), np.int64),
+    )
+    write_list_file(
+        f"{prefix}_index_to_metric",
+        distinct.astype(value_type),
+        np.ones(len(distinct), np.int64),
+    )
     write_list_file(f"{prefix}_index_to_sample", order, counts)
-    write_list_file(f"{prefix}_index_to_sample_percentile_merged", order,
-                    np.add.reduceat(counts, range(0, len(counts), step)))
+    write_list_file(
+        f"{prefix}_index_to_sample_percentile_merged",
+        order,
+        np.add.reduceat(counts, range(0, len(counts), step)),
+    )
 
 
 def write_total(prefix: Path, totals: np.ndarray) -> None:
@@ -162,7 +212,9 @@ class MetricSpec:
     def definition(self, save: Path) -> list:
         """All that the values depend on besides the samples, as JSON values."""
         made_of = [_digest(frequency_path(save))] if self.name in NEED_FREQUENCY else []
-        vocab_size = self.vocab_size if self.name in (*TOTALS, *NEED_FREQUENCY) else None
+        vocab_size = (
+            self.vocab_size if self.name in (*TOTALS, *NEED_FREQUENCY) else None
+        )
         return [self.name, self.source, vocab_size, *made_of]
 
     @property
@@ -180,15 +232,21 @@ def parse_metric(text: str, vocab_size: int, seq_length: int) -> MetricSpec:
     """`vocab_rarity`, or `name=module:function`. Raises ConfigError."""
     name, equals, source = text.partition("=")
     if not equals and name not in KNOWN:
-        raise ConfigError(f"--metrics {text}{did_you_mean(name, [*KNOWN]) or ': unknown.'} Known: "
-                          f"{', '.join(KNOWN)}; or one of your own, name=module:function.")
+        raise ConfigError(
+            f"--metrics {text}{did_you_mean(name, [*KNOWN]) or ': unknown.'} Known: "
+            f"{', '.join(KNOWN)}; or one of your own, name=module:function."
+        )
     if equals:
         if not name or not source or name in KNOWN:
-            raise ConfigError(f"--metrics {text}: give a function as name=module:function, with a name that "
-                              f"is not one of {', '.join(KNOWN)}.")
+            raise ConfigError(
+                f"--metrics {text}: give a function as name=module:function, with a name that "
+                f"is not one of {', '.join(KNOWN)}."
+            )
         if not name.replace("_", "").isalnum():
-            raise ConfigError(f"--metrics {text}: {name!r} names a folder and files; use letters, digits and "
-                              "underscores.")
+            raise ConfigError(
+                f"--metrics {text}: {name!r} names a folder and files; use letters, digits and "
+                "underscores."
+            )
         import_function(source, f"--metrics {text}: the function")
     return MetricSpec(name, source, vocab_size, seq_length)
 
@@ -214,7 +272,9 @@ def _seqlen(spec: MetricSpec, weights: None, samples: Values) -> np.ndarray:
 def _total_vocab_freq(spec: MetricSpec, weights: None, samples: Values) -> np.ndarray:
     ids, real = real_tokens(samples)
     if ids.size and ids.max() >= spec.vocab_size:
-        raise DataError(f"token id {ids.max()} is outside the vocabulary of {spec.vocab_size}")
+        raise DataError(
+            f"token id {ids.max()} is outside the vocabulary of {spec.vocab_size}"
+        )
     return np.bincount(ids[real], minlength=spec.vocab_size)
 
 
@@ -223,7 +283,9 @@ def _vocab_rarity(spec: MetricSpec, weights: np.ndarray, samples: Values) -> np.
     return np.where(real, weights[ids], 0.0).sum(1).astype(np.int64)
 
 
-def _seqlen_vocab_rarity(spec: MetricSpec, weights: np.ndarray, samples: Values) -> np.ndarray:
+def _seqlen_vocab_rarity(
+    spec: MetricSpec, weights: np.ndarray, samples: Values
+) -> np.ndarray:
     most = spec.seq_length * float(weights.max())
     # One token more outweighs any rarity.
     factor = 10 ** (math.ceil(math.log(most, 10)) + 1) if most > 0 else 10
@@ -240,12 +302,18 @@ def rarities(save: Path) -> np.ndarray:
 def _digest(path: Path) -> str | None:
     """MD5 of the table of frequencies; None if there is none yet."""
     try:
-        return hashlib.md5(ListFile(path).flat.tobytes(), usedforsecurity=False).hexdigest()
+        return hashlib.md5(
+            ListFile(path).flat.tobytes(), usedforsecurity=False
+        ).hexdigest()
     except DataError:
         return None
 
 
 # name → function of the spec, the rarities if it needs them, and samples
-METRICS = {"seqlen": _seqlen, "vocab_rarity": _vocab_rarity, "seqlen_vocab_rarity": _seqlen_vocab_rarity}
+METRICS = {
+    "seqlen": _seqlen,
+    "vocab_rarity": _vocab_rarity,
+    "seqlen_vocab_rarity": _seqlen_vocab_rarity,
+}
 TOTALS = {FREQUENCY: _total_vocab_freq}
 KNOWN = {**METRICS, **TOTALS}

@@ -16,14 +16,18 @@ import torch
 from ...batch.batch import Batch
 from ...batch.documents import cut_boundaries
 
-MOST_SAMPLES = 1 << 40          # the later rows of a sample have larger ids, so that their dropout differs
+MOST_SAMPLES = (
+    1 << 40
+)  # the later rows of a sample have larger ids, so that their dropout differs
 
 
 def truncate(batch: Batch, length: int) -> Batch:
     """The first `length` positions of each sample; the batch itself if it is no longer."""
     if length >= batch.seq_length:
         return batch
-    return _cut(batch, length, 1, lambda t: t[:, :length], lambda m: m[..., :length, :length])
+    return _cut(
+        batch, length, 1, lambda t: t[:, :length], lambda m: m[..., :length, :length]
+    )
 
 
 def fold(batch: Batch, length: int) -> Batch:
@@ -33,19 +37,29 @@ def fold(batch: Batch, length: int) -> Batch:
     count = batch.seq_length // length
 
     def rows(t: torch.Tensor) -> torch.Tensor:
-        return t[:, :count * length].reshape(-1, length)
+        return t[:, : count * length].reshape(-1, length)
 
     def diagonal(mask: torch.Tensor) -> torch.Tensor:
-        blocks = [mask[..., i:i + length, i:i + length] for i in range(0, count * length, length)]
+        blocks = [
+            mask[..., i : i + length, i : i + length]
+            for i in range(0, count * length, length)
+        ]
         return torch.stack(blocks, 1).flatten(0, 1)
 
-    ids = tuple(i + piece * MOST_SAMPLES for i in batch.sample_ids for piece in range(count))
-    folded = replace(_cut(batch, length, count, rows, diagonal), sample_ids=ids,
-                     rows_per_sample=batch.rows_per_sample * count)
+    ids = tuple(
+        i + piece * MOST_SAMPLES for i in batch.sample_ids for piece in range(count)
+    )
+    folded = replace(
+        _cut(batch, length, count, rows, diagonal),
+        sample_ids=ids,
+        rows_per_sample=batch.rows_per_sample * count,
+    )
     return replace(folded, position_ids=_from_zero(folded.position_ids))
 
 
-def _cut(batch: Batch, length: int, count: int, rows: Callable, mask: Callable) -> Batch:
+def _cut(
+    batch: Batch, length: int, count: int, rows: Callable, mask: Callable
+) -> Batch:
     """Applies `rows`, which makes `count` rows of each, to the fields [b, s], and `mask` to those
     [b, 1, s, s]."""
     cut = {}
@@ -53,7 +67,9 @@ def _cut(batch: Batch, length: int, count: int, rows: Callable, mask: Callable) 
         cut["boundaries"] = cut_boundaries(batch.boundaries, length, count)
     for name, value in batch.tensors().items():
         if value.dim() == 2:
-            alike = value.stride(0) == 0              # a row that is expanded over all samples stays expanded
+            alike = (
+                value.stride(0) == 0
+            )  # a row that is expanded over all samples stays expanded
             cut[name] = rows(value) if alike else rows(value).contiguous()
         elif value.dim() == 4:
             cut[name] = mask(value).contiguous()
@@ -63,7 +79,9 @@ def _cut(batch: Batch, length: int, count: int, rows: Callable, mask: Callable) 
 def _from_zero(positions: torch.Tensor) -> torch.Tensor:
     """Positions [b, c] of rows cut from longer ones, from the start of the row or document."""
     counted = torch.arange(positions.shape[1], device=positions.device)
-    within = positions - positions[:, :1] == counted     # up to the first document that begins inside the row
+    within = (
+        positions - positions[:, :1] == counted
+    )  # up to the first document that begins inside the row
     within = within.long().cumprod(1).bool()
     started = torch.where(within, counted, positions)
     return counted.expand_as(started) if bool((started == counted).all()) else started

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 PARTS = ("train", "valid", "test")
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
-SEGMENT = 1 << 16                                           # fewest steps that a thread draws at a time
-BYTES_PER_STEP = 2 + 8                                      # of the result
-BYTES_PER_THREAD = 60                                # and dataset, besides the result: see csrc/blend_index.h
-SPARE = 1 / 2000                                            # of the result, for that
+SEGMENT = 1 << 16  # fewest steps that a thread draws at a time
+BYTES_PER_STEP = 2 + 8  # of the result
+BYTES_PER_THREAD = 60  # and dataset, besides the result: see csrc/blend_index.h
+SPARE = 1 / 2000  # of the result, for that
 COUNTED_AT_ONCE = 1 << 22
-MOST_ROWS = 24                                              # of the table of draws
-RANGE = re.compile(r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)")    # of documents, before a prefix
+MOST_ROWS = 24  # of the table of draws
+RANGE = re.compile(
+    r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)"
+)  # of documents, before a prefix
 
 
 class DataPath(NamedTuple):
@@ -60,18 +62,30 @@ class Sources(NamedTuple):
 def read_sources(data: "DataConfig") -> Sources:
     """Reads only the files of --(per-split-)data-args-path and of @FILE. Raises DataError for a wrong one."""
     if data.per_split_data_args_path:
-        flag, path = "--per-split-data-args-path", data.per_split_data_args_path
+        flag = "--per-split-data-args-path"
+        path = data.per_split_data_args_path
         found = _json_values(flag, path)
-        return Sources(None, tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS))
+        return Sources(
+            None,
+            tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS),
+        )
     if data.has_split_paths:
         paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
-        return Sources(None, tuple(_written_out(f"--{part}-data-path", words)
-                                   for part, words in paths.items()))
+        return Sources(
+            None,
+            tuple(
+                _written_out(f"--{part}-data-path", words)
+                for part, words in paths.items()
+            ),
+        )
     if data.data_args_path:
-        flag, path = "--data-args-path", data.data_args_path
+        flag = "--data-args-path"
+        path = data.data_args_path
         values = _text(flag, path).split()
         if not values:
-            raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
+            raise _unfit(
+                flag, path, "it is empty", "weights and prefixes, as for --data-path"
+            )
         return Sources(DataPath(f"{flag} {path}", tuple(values)), ())
     return Sources(_written_out("--data-path", tuple(data.data_path)), ())
 
@@ -85,9 +99,15 @@ def parse_split(text: str) -> tuple[float, ...]:
         numbers = [float(number) for number in re.split(r"[\s,/]+", text.strip(" ,/"))]
     except ValueError:
         numbers = []
-    if not 1 <= len(numbers) <= len(PARTS) or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
-        raise ConfigError(f"--split {text!r} is not a list of up to three proportions, none negative and not "
-                          "all zero: write for example 969,30,1 or 98,2,0.")
+    if (
+        not 1 <= len(numbers) <= len(PARTS)
+        or min(numbers) < 0
+        or not 0 < sum(numbers) < math.inf
+    ):
+        raise ConfigError(
+            f"--split {text!r} is not a list of up to three proportions, none negative and not "
+            "all zero: write for example 969,30,1 or 98,2,0."
+        )
     numbers += [0.0] * (len(PARTS) - len(numbers))
     return tuple(n / sum(numbers) for n in numbers)
 
@@ -105,10 +125,13 @@ def _written_out(flag: str, words: tuple[str, ...]) -> DataPath:
     """The data path, with the words of the file for @FILE."""
     if len(words) != 1 or not words[0].startswith("@"):
         return DataPath(flag, words)
-    path, flag = words[0][1:], f"{flag} {words[0]}"
+    path = words[0][1:]
+    flag = f"{flag} {words[0]}"
     found = words_of_file(_text(flag, path), flag)
     if not found:
-        raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
+        raise _unfit(
+            flag, path, "it is empty", "weights and prefixes, as for --data-path"
+        )
     return DataPath(flag, tuple(found))
 
 
@@ -124,8 +147,12 @@ def _json_values(flag: str, path: str) -> dict[str, tuple[str, ...]]:
         raise _unfit(flag, path, f"it has a part {unknown[0]!r}", form)
     values = {part: found.get(part) or [] for part in PARTS}
     for part, listed in values.items():
-        if not isinstance(listed, list) or not all(isinstance(value, str | int | float) for value in listed):
-            raise _unfit(flag, path, f"{part} is not a list of weights and prefixes", form)
+        if not isinstance(listed, list) or not all(
+            isinstance(value, str | int | float) for value in listed
+        ):
+            raise _unfit(
+                flag, path, f"{part} is not a list of weights and prefixes", form
+            )
     return {part: tuple(map(str, listed)) for part, listed in values.items()}
 
 
@@ -135,7 +162,9 @@ def _text(flag: str, path: str) -> str:
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise _unfit(flag, path, f"it is not text: {error}", "weights and prefixes") from None
+        raise _unfit(
+            flag, path, f"it is not text: {error}", "weights and prefixes"
+        ) from None
 
 
 def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
@@ -158,7 +187,11 @@ class Slice(NamedTuple):
     @property
     def range_text(self) -> str:
         """ " 0:0.6" for a part of the documents, "" for all of them."""
-        return "" if (self.first, self.last) == (0, 1) else f" {self.first:g}:{self.last:g}"
+        return (
+            ""
+            if (self.first, self.last) == (0, 1)
+            else f" {self.first:g}:{self.last:g}"
+        )
 
     @property
     def name(self) -> str:
@@ -172,7 +205,7 @@ class Blend:
 
     slices: tuple[Slice, ...]
     weights: tuple[float, ...] | None
-    left_out: tuple[str, ...] = ()              # of weight 0
+    left_out: tuple[str, ...] = ()  # of weight 0
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -183,12 +216,17 @@ class Blend:
         """The blend without these corpora; the others keep their proportions."""
         kept = [i for i, part in enumerate(self.slices) if part not in slices]
         weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
-        return Blend(tuple(self.slices[i] for i in kept), weights,
-                     (*self.left_out, *(part.prefix for part in slices)))
+        return Blend(
+            tuple(self.slices[i] for i in kept),
+            weights,
+            (*self.left_out, *(part.prefix for part in slices)),
+        )
 
     def times(self, sizes: Sequence[float]) -> "Blend":
         """Each weight times its size: turns epochs of each corpus into samples."""
-        return replace(self, weights=tuple(w * size for w, size in zip(self.weights, sizes)))
+        return replace(
+            self, weights=tuple(w * size for w, size in zip(self.weights, sizes))
+        )
 
     @property
     def shares(self) -> list[float]:
@@ -206,26 +244,40 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
 
     Corpora of weight 0 are left out. Raises ConfigError.
     """
-    given = f"{flag} {' '.join(words[:12])}{' …' * (len(words) > 12)}"
+    given = f"{flag} {' '.join(words[:12])}{' …' if len(words) > 12 else ''}"
     items = list(_with_ranges(words, given))
     weights = [_number(item) for item in items[0::2]]
     if weights[0] is None:
         return Blend(tuple(map(_slice, items)), None)
     prefixes = tuple(map(_slice, items[1::2]))
     if len(items) % 2 or None in weights:
-        raise ConfigError(f"{given}: give either prefixes alone, or a weight before each of them.")
+        raise ConfigError(
+            f"{given}: give either prefixes alone, or a weight before each of them."
+        )
     if wrong := [w for w in weights if not 0 <= w < math.inf]:
-        raise ConfigError(f"{given}: weight {wrong[0]:g} is not allowed. Weights are proportions: numbers of "
-                          "at least 0, in any unit.")
+        raise ConfigError(
+            f"{given}: weight {wrong[0]:g} is not allowed. Weights are proportions: numbers of "
+            "at least 0, in any unit."
+        )
     if not any(weights):
-        raise ConfigError(f"{given}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
-                          "above 0, or leave out the weights to read each corpus once.")
+        raise ConfigError(
+            f"{given}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
+            "above 0, or leave out the weights to read each corpus once."
+        )
     if len(prefixes) > MAX_DATASETS:
-        raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
-                          "Merge some.")
-    kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
-    return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept),
-                 tuple(prefixes[i].prefix for i in left_out))
+        raise ConfigError(
+            f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
+            "Merge some."
+        )
+    kept, left_out = (
+        [i for i, w in enumerate(weights) if bool(w) == wanted]
+        for wanted in (True, False)
+    )
+    return Blend(
+        tuple(prefixes[i] for i in kept),
+        tuple(weights[i] for i in kept),
+        tuple(prefixes[i].prefix for i in left_out),
+    )
 
 
 def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | Slice]:
@@ -239,10 +291,14 @@ def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | Slice]:
         first, last = map(_number, found.groups())
         prefix = next(remaining, None)
         if prefix is None:
-            raise ConfigError(f"{given}: the range of documents {word} has no prefix after it. Add one.")
+            raise ConfigError(
+                f"{given}: the range of documents {word} has no prefix after it. Add one."
+            )
         if first is None or last is None or not 0 <= first < last <= 1:
-            raise ConfigError(f"{given}: {word} is not a range of documents. Write two fractions between 0 "
-                              "and 1, such as 0:0.6 for the first 60 %.")
+            raise ConfigError(
+                f"{given}: {word} is not a range of documents. Write two fractions between 0 "
+                "and 1, such as 0:0.6 for the first 60 %."
+            )
         yield Slice(prefix, first, last)
 
 
@@ -265,7 +321,9 @@ def samples_to_provide(num_samples: int, share: float) -> int:
     return math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS))
 
 
-def build_blend_index(shares: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+def build_blend_index(
+    shares: Sequence[float], size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(int16 [size] the dataset, int64 [size] the sample in it) of each step; shares sum to 1."""
     return _draw(np.asarray(shares, np.float64), size, None)
 
@@ -276,7 +334,9 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     return _draw(sizes / sizes.sum(), int(sizes.sum()), sizes)
 
 
-def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _draw(
+    shares: np.ndarray, size: int, limits: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     if not extension():
         return plain_draw(shares, size, limits)
     threads, segment = plan_threads(len(shares), size, num_threads())
@@ -291,13 +351,19 @@ def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
     """
     affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
     threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
-    return threads, size if threads == 1 else size // (2 * threads)   # two turns each, to balance the threads
+    return threads, size if threads == 1 else size // (
+        2 * threads
+    )  # two turns each, to balance the threads
 
 
-def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def plain_draw(
+    shares: np.ndarray, size: int, limits: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     """All lags at every step, by numpy.  limits: samples of each dataset, None for any number."""
-    which, sample = np.empty(size, np.int16), np.empty(size, np.int64)
-    drawn, lag = np.zeros(len(shares)), np.empty(len(shares))
+    which = np.empty(size, np.int16)
+    sample = np.empty(size, np.int64)
+    drawn = np.zeros(len(shares))
+    lag = np.empty(len(shares))
     for step in range(size):
         np.multiply(shares, max(step, 1), out=lag)
         np.subtract(lag, drawn, out=lag)
@@ -312,8 +378,12 @@ def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tupl
 class BlendedDataset:
     """Samples of several datasets in the order of a blend index."""
 
-    def __init__(self, datasets: Sequence, dataset_index: np.ndarray, sample_index: np.ndarray):
-        self.datasets, self.dataset_index, self.sample_index = datasets, dataset_index, sample_index
+    def __init__(
+        self, datasets: Sequence, dataset_index: np.ndarray, sample_index: np.ndarray
+    ):
+        self.datasets = datasets
+        self.dataset_index = dataset_index
+        self.sample_index = sample_index
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -335,17 +405,21 @@ class Draw:
 def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
     """Samples drawn from each dataset; int64 [num_datasets]."""
     counts = np.zeros(num_datasets, np.int64)
-    for first in range(0, len(dataset_index), COUNTED_AT_ONCE):         # bincount converts its input to int64
-        counts += np.bincount(dataset_index[first:first + COUNTED_AT_ONCE], minlength=num_datasets)
+    for first in range(
+        0, len(dataset_index), COUNTED_AT_ONCE
+    ):  # bincount converts its input to int64
+        counts += np.bincount(
+            dataset_index[first : first + COUNTED_AT_ONCE], minlength=num_datasets
+        )
     return counts
 
 
 def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
     """A table of samples, share and epochs of each corpus, or of those that are read most often.
 
-        train data                           share asked      samples   share drawn     epochs
-          web_text_document                       70.00%          700        70.00%       0.31
-          books_text_document                     30.00%          300        30.00%       4.20
+    train data                           share asked      samples   share drawn     epochs
+      web_text_document                       70.00%          700        70.00%       0.31
+      books_text_document                     30.00%          300        30.00%       4.20
     """
     total = max(1, sum(draw.samples for draw in draws))
     epochs = {draw: draw.samples * seq_length / max(1, draw.tokens) for draw in draws}
@@ -353,13 +427,19 @@ def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
     if len(draws) > MOST_ROWS:
         shown = sorted(draws, key=epochs.__getitem__, reverse=True)[:MOST_ROWS]
     width = max(24, *(len(draw.name) for draw in shown))
-    rows = [f"{part + ' data':<{width + 2}} share asked      samples  share drawn   epochs"]
+    rows = [
+        f"{part + ' data':<{width + 2}} share asked      samples  share drawn   epochs"
+    ]
     for draw in shown:
         asked = "" if draw.share is None else f"{draw.share:.2%}"
-        rows.append(f"  {draw.name:<{width}} {asked:>11} {draw.samples:>12,} {draw.samples / total:>12.2%} "
-                    f"{epochs[draw]:>8.2f}")
+        rows.append(
+            f"  {draw.name:<{width}} {asked:>11} {draw.samples:>12,} {draw.samples / total:>12.2%} "
+            f"{epochs[draw]:>8.2f}"
+        )
     if len(shown) < len(draws):
-        rows.append(f"  … the {len(shown)} of {len(draws)} corpora that are read most often")
+        rows.append(
+            f"  … the {len(shown)} of {len(draws)} corpora that are read most often"
+        )
     return "\n".join(rows)
 
 

@@ -41,13 +41,15 @@ import numpy as np
 from ...errors import DataError
 from ...host.regular_file import open_regular, read_regular
 
-Sums = dict[str, int | list[str]]                           # of a file: its size and checksums, see `sums_of`
+Sums = dict[str, int | list[str]]  # of a file: its size and checksums, see `sums_of`
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
-CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
-THREADS = 8                                                 # zlib releases the interpreter lock
-ALWAYS_BYTES = 1 << 26                                      # a twentieth of a second
-_warned: set[Path] = set()                      # folders that cannot be written, each reported once a process
+CHUNK_BYTES = 1 << 20  # read at a time, by each of THREADS
+THREADS = 8  # zlib releases the interpreter lock
+ALWAYS_BYTES = 1 << 26  # a twentieth of a second
+_warned: set[Path] = (
+    set()
+)  # folders that cannot be written, each reported once a process
 
 
 def default_cache(prefix: str) -> Path:
@@ -55,15 +57,21 @@ def default_cache(prefix: str) -> Path:
     return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 
-def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names: Sequence[str],
-                  build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def cached_arrays(
+    directory: Path,
+    title: str,
+    key: Mapping[str, object],
+    names: Sequence[str],
+    build: Callable[[], Mapping[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
     """The arrays `names` of an entry, from the cache, or made by `build()` and stored.
 
     key: all that the values depend on (plain JSON values).  If the directory cannot be written, each process
     builds the arrays in memory, with a warning.
     """
-    entry, arrays = Entry(directory, title, key, names), None
-    with contextlib.suppress(DamagedEntry):                 # reported below, where it is built again
+    entry = Entry(directory, title, key, names)
+    arrays = None
+    with contextlib.suppress(DamagedEntry):  # reported below, where it is built again
         if (found := entry.load(verify_large=False)) is not None:
             return found
     try:
@@ -78,8 +86,13 @@ def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names:
             entry.store(arrays, is_alone)
     except OSError as e:
         return _in_memory(entry, arrays, e, build)
-    logger.info("built the indices of %s: %.1f s, and %.1f s to write %.1f MiB", title, built - start,
-                time.monotonic() - built, _mib(arrays))
+    logger.info(
+        "built the indices of %s: %.1f s, and %.1f s to write %.1f MiB",
+        title,
+        built - start,
+        time.monotonic() - built,
+        _mib(arrays),
+    )
     return _load(entry) or arrays
 
 
@@ -88,25 +101,36 @@ def _load(entry: Entry) -> dict[str, np.ndarray] | None:
     try:
         return entry.load(verify_large=True)
     except DamagedEntry as e:
-        logger.warning("the cached indices %s/%s-* cannot be used (%s): building them "
-                       "again", entry.directory, entry.stem, e)
+        logger.warning(
+            "the cached indices %s/%s-* cannot be used (%s): building them again",
+            entry.directory,
+            entry.stem,
+            e,
+        )
         return None
 
 
-def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError,
-               build: Callable) -> dict[str, np.ndarray]:
+def _in_memory(
+    entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError, build: Callable
+) -> dict[str, np.ndarray]:
     """Arrays that the cache cannot store, as on a full disk. Partial files have temporary names."""
     why = error.strerror or str(error)
     if arrays is not None:
         why += f"; they take {_mib(arrays):.1f} MiB"
         with contextlib.suppress(OSError):
             why += f", and {shutil.disk_usage(entry.directory).free / 2**20:.1f} MiB are free"
-    elif (found := _load(entry)) is not None:   # no lock: the folder may be readable, and the entry complete
+    elif (
+        found := _load(entry)
+    ) is not None:  # no lock: the folder may be readable, and the entry complete
         return found
     if entry.directory not in _warned:
         _warned.add(entry.directory)
-        logger.warning("cannot store indices in %s (%s): each process builds them in memory. Free some "
-                       "space, or name a writable folder with --data-cache-path.", entry.directory, why)
+        logger.warning(
+            "cannot store indices in %s (%s): each process builds them in memory. Free some "
+            "space, or name a writable folder with --data-cache-path.",
+            entry.directory,
+            why,
+        )
     return dict(build()) if arrays is None else arrays
 
 
@@ -120,18 +144,26 @@ def _locked(directory: Path, title: str) -> Iterator[bool]:
 
     On a file system without locks, two processes may build the same entry, which is harmless.
     """
-    with open(directory / ".lock", "a") as file:                # closing the file releases the lock
+    with open(directory / ".lock", "a") as file:  # closing the file releases the lock
         is_held = True
         try:
             import fcntl
+
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.info("waiting for another process to build the indices of %s in %s", title, directory)
+                logger.info(
+                    "waiting for another process to build the indices of %s in %s",
+                    title,
+                    directory,
+                )
                 fcntl.flock(file, fcntl.LOCK_EX)
         except (ImportError, OSError) as e:
-            logger.warning("no file lock in %s (%s): several processes may build the same "
-                           "indices", directory, e)
+            logger.warning(
+                "no file lock in %s (%s): several processes may build the same indices",
+                directory,
+                e,
+            )
             is_held = False
         yield is_held
 
@@ -143,10 +175,17 @@ class DamagedEntry(Exception):
 class Entry:
     """The arrays `names` that depend on `key`, in a directory.  stem: begins the names of its files."""
 
-    def __init__(self, directory: Path, title: str, key: Mapping[str, object], names: Sequence[str]):
+    def __init__(
+        self,
+        directory: Path,
+        title: str,
+        key: Mapping[str, object],
+        names: Sequence[str],
+    ):
         self._description = json.dumps(key, indent=4, sort_keys=True)
         self.stem = f"{hashlib.md5(self._description.encode(), usedforsecurity=False).hexdigest()}-{title}"
-        self.directory, self._names = directory, names
+        self.directory = directory
+        self._names = names
         self._done = directory / f"{self.stem}-description.txt"
         self._stamp = directory / f".{self.stem}-verified"
 
@@ -162,12 +201,15 @@ class Entry:
             if sums is None or not self._is_verified(sums, verify_large):
                 return None
             # `np.asarray` drops the memmap class, whose indexing takes microseconds; the pages stay mapped.
-            return {name: np.asarray(np.load(self._path(name), mmap_mode="r")) for name in self._names}
+            return {
+                name: np.asarray(np.load(self._path(name), mmap_mode="r"))
+                for name in self._names
+            }
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedEntry:
             raise
-        except Exception as e:                             # np.load raises any exception for a damaged header
+        except Exception as e:  # np.load raises any exception for a damaged header
             raise DamagedEntry(str(e) or type(e).__name__) from None
 
     def store(self, arrays: Mapping[str, np.ndarray], is_alone: bool) -> None:
@@ -176,8 +218,10 @@ class Entry:
             for left_behind in self.directory.glob(f".{self.stem}-*"):
                 left_behind.unlink(missing_ok=True)
         self._done.unlink(missing_ok=True)
-        sums = {name: _write(self._path(name), lambda f, value=value: np.save(f, value))
-                for name, value in arrays.items()}
+        sums = {
+            name: _write(self._path(name), lambda f, value=value: np.save(f, value))
+            for name, value in arrays.items()
+        }
         if _is_large(sums):
             self._write_stamp(sums)
         text = f"{self._description}\n{json.dumps({'checksums': sums})}\n"
@@ -188,7 +232,7 @@ class Entry:
 
     def _read_sums(self) -> dict[str, Sums]:
         text = read_regular(self._done, DataError).decode()
-        if text == self._description:                       # written by an earlier version
+        if text == self._description:  # written by an earlier version
             raise DamagedEntry("they were written without checksums")
         if not text.startswith(self._description + "\n"):
             raise DamagedEntry(f"{self._done.name} describes others")
@@ -199,14 +243,18 @@ class Entry:
         is_large = _is_large(sums)
         if is_large:
             with contextlib.suppress(OSError, ValueError, DataError):
-                if json.loads(read_regular(self._stamp, DataError)) == self._states(sums):
+                if json.loads(read_regular(self._stamp, DataError)) == self._states(
+                    sums
+                ):
                     return True
             if not verify_large:
                 return False
         for name, recorded in sums.items():
             _check(self._path(name), recorded)
         if is_large:
-            with contextlib.suppress(OSError):              # in a read-only folder each process verifies
+            with contextlib.suppress(
+                OSError
+            ):  # in a read-only folder each process verifies
                 self._write_stamp(sums)
         return True
 
@@ -216,8 +264,16 @@ class Entry:
     def _states(self, sums: Mapping[str, Sums]) -> dict[str, list]:
         """For each array, the properties of its file that change when it is written, replaced or copied."""
         found = {name: self._path(name).stat() for name in self._names}
-        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, *sums[name].values()]
-                for name, s in found.items()}
+        return {
+            name: [
+                s.st_size,
+                s.st_mtime_ns,
+                s.st_ctime_ns,
+                s.st_ino,
+                *sums[name].values(),
+            ]
+            for name, s in found.items()
+        }
 
 
 def sums_of(path: Path) -> Sums:
@@ -226,26 +282,34 @@ def sums_of(path: Path) -> Sums:
     if size <= BLOCK_BYTES:
         return {"bytes": size, "crc32": [_crc32(path, 0)]}
     with ThreadPoolExecutor(THREADS) as pool:
-        blocks = pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))
+        blocks = pool.map(
+            lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES)
+        )
         return {"bytes": size, "crc32": list(blocks)}
 
 
 def _check(path: Path, recorded: Sums) -> None:
     found = sums_of(path)
     if found["bytes"] != recorded["bytes"]:
-        raise DamagedEntry(f"{path.name} has {found['bytes']} bytes, and {recorded['bytes']} were written")
+        raise DamagedEntry(
+            f"{path.name} has {found['bytes']} bytes, and {recorded['bytes']} were written"
+        )
     if found != recorded:
         block = len(os.path.commonprefix([found["crc32"], recorded["crc32"]]))
-        raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were "
-                           "written")
+        raise DamagedEntry(
+            f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were "
+            "written"
+        )
 
 
 def _crc32(path: Path, start: int) -> str:
-    crc, left = 0, BLOCK_BYTES
-    with open_regular(path, DataError) as f:                 # a pipe would block
+    crc = 0
+    left = BLOCK_BYTES
+    with open_regular(path, DataError) as f:  # a pipe would block
         f.seek(start)
         while left and (chunk := f.read(min(left, CHUNK_BYTES))):
-            crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+            crc = zlib.crc32(chunk, crc)
+            left = left - len(chunk)
     return f"{crc:08x}"
 
 

@@ -38,7 +38,9 @@ from .cache import cached_arrays, default_cache
 
 logger = logging.getLogger(__name__)
 SETS = {"train": "training", "valid": "validation", "test": "test"}
-CHECKED_SAMPLES = 8         # of each part, whose ids are compared with the vocabulary at the start
+CHECKED_SAMPLES = (
+    8  # of each part, whose ids are compared with the vocabulary at the start
+)
 
 
 class Datasets(NamedTuple):
@@ -49,8 +51,14 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(config: RunConfig, samples: Sequence[int], tokenizer: Tokenizer,
-                   kind: DataKind = GPT_DATA, *, one_epoch: bool = False) -> Datasets:
+def build_datasets(
+    config: RunConfig,
+    samples: Sequence[int],
+    tokenizer: Tokenizer,
+    kind: DataKind = GPT_DATA,
+    *,
+    one_epoch: bool = False,
+) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
     samples: (training, validation, test) wanted.
@@ -60,19 +68,35 @@ def build_datasets(config: RunConfig, samples: Sequence[int], tokenizer: Tokeniz
     """
     data = config.data
     if data.mock_data:
-        return Datasets(*(kind.mock(n, config, tokenizer, config.train.seed + 1000 * i) if n else None
-                          for i, n in enumerate(samples)))
-    builder, sources = _Builder(config, tokenizer, kind, one_epoch), read_sources(data)
+        return Datasets(
+            *(
+                kind.mock(n, config, tokenizer, config.train.seed + 1000 * i)
+                if n
+                else None
+                for i, n in enumerate(samples)
+            )
+        )
+    builder = _Builder(config, tokenizer, kind, one_epoch)
+    sources = read_sources(data)
     if sources.whole:
-        named, shares = [sources.whole] * len(PARTS), [parse_split(data.splits)] * len(PARTS)
+        named = [sources.whole] * len(PARTS)
+        shares = [parse_split(data.splits)] * len(PARTS)
     else:
-        named, shares = sources.parts, [tuple(float(other == part) for other in PARTS) for part in PARTS]
-    return Datasets(*(
-        builder.dataset(_Part(name, flag, share), n, parse_blend(words, flag) if words else None)
-        for name, n, (flag, words), share in zip(PARTS, samples, named, shares)))
+        named = sources.parts
+        shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
+    return Datasets(
+        *(
+            builder.dataset(
+                _Part(name, flag, share), n, parse_blend(words, flag) if words else None
+            )
+            for name, n, (flag, words), share in zip(PARTS, samples, named, shares)
+        )
+    )
 
 
-def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind = GPT_DATA) -> RunConfig:
+def fit_default_split(
+    config: RunConfig, samples: Sequence[int], kind: DataKind = GPT_DATA
+) -> RunConfig:
     """The config with a split for a small corpus, if the default split leaves wanted validation without text.
 
     Then the last document of the largest corpus is for validation and the others for training. A --split that
@@ -85,29 +109,44 @@ def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind 
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
     flag, words = read_sources(data).whole
-    slices, builder = parse_blend(words, flag).slices, _Builder(config, None, kind, one_epoch=False)
+    slices = parse_blend(words, flag).slices
+    builder = _Builder(config, None, kind, one_epoch=False)
     most = max(len(builder.documents(flag, piece)) for piece in slices)
     split = f"{most - 1},1,0"
 
     def has_text(name: str, split: str) -> bool:
         return builder.has_text(_Part(name, flag, parse_split(split)), slices)
 
-    if has_text("valid", data.splits) or most < 2 or not (has_text("train", split)
-                                                          and has_text("valid", split)):
+    if (
+        has_text("valid", data.splits)
+        or most < 2
+        or not (has_text("train", split) and has_text("valid", split))
+    ):
         return config
-    logger.info("the default --split %s leaves no text for validation: --split %s is used, which keeps 1 of "
-                "%d documents for it and has no test set. Give --split to choose "
-                "otherwise", data.splits, split, most)
-    return config.with_values({"data.split": split}, Source("derived", f"for {most} documents"))
+    logger.info(
+        "the default --split %s leaves no text for validation: --split %s is used, which keeps 1 of "
+        "%d documents for it and has no test set. Give --split to choose "
+        "otherwise",
+        data.splits,
+        split,
+        most,
+    )
+    return config.with_values(
+        {"data.split": split}, Source("derived", f"for {most} documents")
+    )
 
 
 def identify(values: Sequence[str]) -> list[str]:
     """The values of a data path, each corpus as its name and a hash of its lengths, without its folder."""
     blend = parse_blend(values, "the data path") if values else Blend((), None)
-    names = [f"{Path(piece.prefix).name} ({IndexedDataset(piece.prefix).fingerprint()[:8]}){piece.range_text}"
-             for piece in blend.slices]
+    names = [
+        f"{Path(piece.prefix).name} ({IndexedDataset(piece.prefix).fingerprint()[:8]}){piece.range_text}"
+        for piece in blend.slices
+    ]
     pairs = zip(map(str, blend.weights or ()), names)
-    return names if blend.weights is None else [value for pair in pairs for value in pair]
+    return (
+        names if blend.weights is None else [value for pair in pairs for value in pair]
+    )
 
 
 class _Part(NamedTuple):
@@ -124,11 +163,22 @@ class _Builder:
     one_epoch: training reads each sample once.  is_divided: the parts are ranges of the same corpora.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, kind: DataKind, one_epoch: bool):
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer | None,
+        kind: DataKind,
+        one_epoch: bool,
+    ):
         data = config.data
-        self.config, self.tokenizer, self.kind, self.one_epoch = config, tokenizer, kind, one_epoch
+        self.config = config
+        self.tokenizer = tokenizer
+        self.kind = kind
+        self.one_epoch = one_epoch
         self.is_divided = data.is_divided_by_split
-        self.split = f"--split {data.splits}{' (default)' * (data.split is None)}"
+        self.split = (
+            f"--split {data.splits}{' (default)' if data.split is None else ''}"
+        )
         self.is_default = self.is_divided and data.split is None
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -139,13 +189,26 @@ class _Builder:
         is_training = part.name == "train"
         if blend is None or not part.shares[PARTS.index(part.name)]:
             if is_training:
-                raise DataError("there are no training data: name a corpus with --data-path and give a "
-                                "--split whose first number is above 0, or name one with --train-data-path.")
-            logger.info("no %s set: no data are given for it, or --split assigns it 0 %%", SETS[part.name])
+                raise DataError(
+                    "there are no training data: name a corpus with --data-path and give a "
+                    "--split whose first number is above 0, or name one with --train-data-path."
+                )
+            logger.info(
+                "no %s set: no data are given for it, or --split assigns it 0 %%",
+                SETS[part.name],
+            )
             return None
-        if self.is_default and not is_training and not self.has_text(part, blend.slices):
-            logger.info("no %s set: %s leaves it no text, as the corpus is small. Give --split, such as "
-                        "80,10,10, to have one", SETS[part.name], self.split)
+        if (
+            self.is_default
+            and not is_training
+            and not self.has_text(part, blend.slices)
+        ):
+            logger.info(
+                "no %s set: %s leaves it no text, as the corpus is small. Give --split, such as "
+                "80,10,10, to have one",
+                SETS[part.name],
+                self.split,
+            )
             return None
         blend = self._with_text(part, blend)
         opened = [partial(self._open, part, piece) for piece in blend.slices]
@@ -154,28 +217,40 @@ class _Builder:
         if len(opened) == 1 and (blend.weights is None or epoch or not self.is_divided):
             dataset = opened[0](None if epoch else wanted)
         elif blend.weights is None:
-            dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened],
-                                       blend.prefixes[0])
+            dataset = self._unweighted(
+                part,
+                None if epoch else wanted,
+                [one(None) for one in opened],
+                blend.prefixes[0],
+            )
         elif epoch:
-            raise DataError(f"{part.flag}: a curriculum numbers the samples of one epoch, and a blend with "
-                            "weights has no epoch. Name the corpora without weights.")
+            raise DataError(
+                f"{part.flag}: a curriculum numbers the samples of one epoch, and a blend with "
+                "weights has no epoch. Name the corpora without weights."
+            )
         else:
             dataset = self._weighted(part, wanted, opened, blend)
         if self.kind.fills and not epoch and logger.isEnabledFor(logging.INFO):
             draws = self._draws(part, wanted, dataset, blend)
-            logger.info("%s", draws_text(part.name, draws, self.config.model.seq_length))
+            logger.info(
+                "%s", draws_text(part.name, draws, self.config.model.seq_length)
+            )
         return dataset
 
     def corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """A corpus, opened when it is first asked for."""
         try:
-            return self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
+            return self._corpora.get(prefix) or self._corpora.setdefault(
+                prefix, IndexedDataset(prefix)
+            )
         except DataError as error:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
     def documents(self, flag: str, piece: Slice) -> range:
         """The documents of a slice."""
-        return piece.documents(len(self.kind.documents(self.corpus(flag, piece.prefix))) - 1)
+        return piece.documents(
+            len(self.kind.documents(self.corpus(flag, piece.prefix))) - 1
+        )
 
     def has_text(self, part: _Part, slices: Sequence[Slice]) -> bool:
         """Whether the part has a token in any of the slices."""
@@ -187,26 +262,44 @@ class _Builder:
         Missing training data, and a part without any text, raise an error later, when they are opened.
         """
         if blend.left_out:
-            logger.info("%s: %s of weight 0 is left out", part.flag, ", ".join(blend.left_out))
+            logger.info(
+                "%s: %s of weight 0 is left out", part.flag, ", ".join(blend.left_out)
+            )
         count = len(blend.slices)
         if count > 1 and part.name != "train":
-            empty = [piece for piece in blend.slices if not self.has_text(part, [piece])]
+            empty = [
+                piece for piece in blend.slices if not self.has_text(part, [piece])
+            ]
             if 0 < len(empty) < count:
                 names = ", ".join(piece.prefix + piece.range_text for piece in empty)
-                logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their "
-                            "weights in proportion", part.name, names, count - len(empty), count)
+                logger.info(
+                    "the %s part has no text of %s: it uses the other %d of %d corpora, with their "
+                    "weights in proportion",
+                    part.name,
+                    names,
+                    count - len(empty),
+                    count,
+                )
                 blend = blend.without(empty)
         if self.config.data.blend_weights == "epochs" and blend.weights is not None:
             tokens = [self._num_tokens(part, piece) for piece in blend.slices]
             blend = blend.times(tokens) if any(tokens) else blend
         return blend
 
-    def _draws(self, part: _Part, wanted: int, dataset: Dataset, blend: Blend) -> list[Draw]:
+    def _draws(
+        self, part: _Part, wanted: int, dataset: Dataset, blend: Blend
+    ) -> list[Draw]:
         is_blend = isinstance(dataset, BlendedDataset)
-        counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if is_blend else [wanted]
+        counts = (
+            count_draws(dataset.dataset_index, len(blend.prefixes))
+            if is_blend
+            else [wanted]
+        )
         asked = [None] * len(counts) if blend.weights is None else blend.shares
-        return [Draw(piece.name, share, int(count), self._num_tokens(part, piece))
-                for piece, share, count in zip(blend.slices, asked, counts)]
+        return [
+            Draw(piece.name, share, int(count), self._num_tokens(part, piece))
+            for piece, share, count in zip(blend.slices, asked, counts)
+        ]
 
     def _num_tokens(self, part: _Part, piece: Slice) -> int:
         return int(self._lengths(part, piece).sum(dtype=np.int64))
@@ -214,54 +307,87 @@ class _Builder:
     def _lengths(self, part: _Part, piece: Slice) -> np.ndarray:
         """Tokens of each sequence of the part."""
         corpus = self.corpus(part.flag, piece.prefix)
-        bounds, documents = self.kind.documents(corpus), self._documents(part, piece)
-        return corpus.lengths[bounds[documents.start]:bounds[documents.stop]]
+        bounds = self.kind.documents(corpus)
+        documents = self._documents(part, piece)
+        return corpus.lengths[bounds[documents.start] : bounds[documents.stop]]
 
     def _documents(self, part: _Part, piece: Slice) -> range:
         """The documents of the part: --split divides those of the slice."""
         chosen = self.documents(part.flag, piece)
         cut_here = cut(len(chosen), part.shares)[PARTS.index(part.name)]
-        return chosen[cut_here.start:cut_here.stop]
+        return chosen[cut_here.start : cut_here.stop]
 
-    def _weighted(self, part: _Part, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
+    def _weighted(
+        self, part: _Part, wanted: int, opened: Sequence[partial], blend: Blend
+    ) -> BlendedDataset:
         shares = blend.order_shares
-        index = self._index(part, blend.prefixes[0], {"shares": shares, "size": wanted},
-                            partial(build_blend_index, shares, wanted))
-        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
+        index = self._index(
+            part,
+            blend.prefixes[0],
+            {"shares": shares, "size": wanted},
+            partial(build_blend_index, shares, wanted),
+        )
+        datasets = [
+            one(samples_to_provide(wanted, share))
+            for one, share in zip(opened, blend.shares)
+        ]
         return BlendedDataset(datasets, *index)
 
-    def _unweighted(self, part: _Part, wanted: int | None, datasets: Sequence[Dataset],
-                    first_prefix: str) -> BlendedDataset:
+    def _unweighted(
+        self,
+        part: _Part,
+        wanted: int | None,
+        datasets: Sequence[Dataset],
+        first_prefix: str,
+    ) -> BlendedDataset:
         """Each sample at most once, in proportion to the sizes."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
         wanted = total if wanted is None else wanted
         if wanted > total and self.config.data.dataloader_type != "cyclic":
-            raise DataError(f"the {part.name} part of the {len(sizes)} corpora has {total} samples, and "
-                            f"the run needs {wanted}. Corpora without weights are read once: put a weight "
-                            "before each to repeat them, ask for fewer samples, or use --dataloader-type "
-                            "cyclic.")
+            raise DataError(
+                f"the {part.name} part of the {len(sizes)} corpora has {total} samples, and "
+                f"the run needs {wanted}. Corpora without weights are read once: put a weight "
+                "before each to repeat them, ask for fewer samples, or use --dataloader-type "
+                "cyclic."
+            )
         if wanted < total:
-            build = partial(build_blend_index, (np.array(sizes) / total).tolist(), wanted)
+            build = partial(
+                build_blend_index, (np.array(sizes) / total).tolist(), wanted
+            )
         else:
             build = partial(build_exhaustive_index, sizes)
         key = {"sizes": sizes, "size": min(wanted, total)}
         return BlendedDataset(datasets, *self._index(part, first_prefix, key, build))
 
-    def _index(self, part: _Part, first_prefix: str, key: dict, build: partial) -> list[np.ndarray]:
+    def _index(
+        self, part: _Part, first_prefix: str, key: dict, build: partial
+    ) -> list[np.ndarray]:
         names = ("dataset_index", "dataset_sample_index")
-        directory = Path(self.config.data.data_cache_path or default_cache(first_prefix))
-        arrays = cached_arrays(directory, f"BlendedDataset-{part.name}", {"class": "BlendedDataset", **key},
-                               names, lambda: dict(zip(names, build())))
+        directory = Path(
+            self.config.data.data_cache_path or default_cache(first_prefix)
+        )
+        arrays = cached_arrays(
+            directory,
+            f"BlendedDataset-{part.name}",
+            {"class": "BlendedDataset", **key},
+            names,
+            lambda: dict(zip(names, build())),
+        )
         return [arrays[name] for name in names]
 
     def _open(self, part: _Part, piece: Slice, num_samples: int | None) -> Dataset:
         corpus = self.corpus(part.flag, piece.prefix)
         try:
             self._check_text(corpus, part, piece)
-            dataset = self.kind.open(corpus, self._documents(part, piece),
-                                     title=f"{self.kind.title}-{part.name}",
-                                     num_samples=num_samples, config=self.config, tokenizer=self.tokenizer)
+            dataset = self.kind.open(
+                corpus,
+                self._documents(part, piece),
+                title=f"{self.kind.title}-{part.name}",
+                num_samples=num_samples,
+                config=self.config,
+                tokenizer=self.tokenizer,
+            )
             self._check_vocabulary(dataset)
         except DataError as error:
             raise DataError(f"{part.flag} {piece.prefix}: {error}") from None
@@ -270,26 +396,42 @@ class _Builder:
     def _check_text(self, corpus: IndexedDataset, part: _Part, piece: Slice) -> None:
         """Raises DataError if the part has no text."""
         if not corpus.num_tokens:
-            raise DataError("the corpus is empty. Make it again from some text with "
-                            "megatron-ds preprocess.")
+            raise DataError(
+                "the corpus is empty. Make it again from some text with "
+                "megatron-ds preprocess."
+            )
         if self.has_text(part, [piece]):
             return
         count = len(self.documents(part.flag, piece))
         if piece.range_text and not self.is_divided:
-            raise DataError(f"the range{piece.range_text} is {count} of its "
-                            f"{len(self.kind.documents(corpus)) - 1} documents, which have no text. Choose a "
-                            "wider range.")
-        parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, cut(count, part.shares)))
-        raise DataError(f"the {part.name} part is empty: {self.split} divides the {count} documents into "
-                        f"{parts}. Choose a --split that leaves each part some text (90,10,0 has no test "
-                        "part), use a larger corpus, or turn evaluation off with --eval-iters 0.")
+            raise DataError(
+                f"the range{piece.range_text} is {count} of its "
+                f"{len(self.kind.documents(corpus)) - 1} documents, which have no text. Choose a "
+                "wider range."
+            )
+        parts = ", ".join(
+            f"{name} {len(r)}" for name, r in zip(PARTS, cut(count, part.shares))
+        )
+        raise DataError(
+            f"the {part.name} part is empty: {self.split} divides the {count} documents into "
+            f"{parts}. Choose a --split that leaves each part some text (90,10,0 has no test "
+            "part), use a larger corpus, or turn evaluation off with --eval-iters 0."
+        )
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """Check the first samples, so that a wrong tokenizer is an error before training starts."""
-        highest = max((int(dataset[i][self.kind.tokens].max())
-                       for i in range(min(len(dataset), CHECKED_SAMPLES))), default=-1)
-        kind, size = type(self.tokenizer).__name__, self.tokenizer.vocab_size
+        highest = max(
+            (
+                int(dataset[i][self.kind.tokens].max())
+                for i in range(min(len(dataset), CHECKED_SAMPLES))
+            ),
+            default=-1,
+        )
+        kind = type(self.tokenizer).__name__
+        size = self.tokenizer.vocab_size
         if highest >= size:
-            raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: "
-                            "the corpus was made with another tokenizer. Give the tokenizer flags that "
-                            "megatron-ds preprocess had, or preprocess the text again.")
+            raise DataError(
+                f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: "
+                "the corpus was made with another tokenizer. Give the tokenizer flags that "
+                "megatron-ds preprocess had, or preprocess the text again."
+            )

@@ -29,7 +29,7 @@ from ...host import load_compiled
 
 logger = logging.getLogger(__name__)
 INT32 = np.iinfo(np.int32).max
-MOST_THREADS = 16                                           # random reads are limited by memory, not by cores
+MOST_THREADS = 16  # random reads are limited by memory, not by cores
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 
@@ -41,24 +41,43 @@ class IndexMaps(NamedTuple):
     shuffle_index: np.ndarray
 
 
-def build_index_maps(lengths: np.ndarray, documents: np.ndarray, seq_length: int, num_samples: int | None,
-                     seed: int) -> IndexMaps:
+def build_index_maps(
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+) -> IndexMaps:
     """The three arrays for at least `num_samples` samples of `documents`; one epoch for `num_samples` None.
 
     lengths: tokens of every sequence of the corpus.  Raises DataError when the documents hold no sample.
     """
     tokens_per_epoch = sum_of(lengths, documents)
-    if tokens_per_epoch == 0 or num_samples is None and num_samples_in(tokens_per_epoch, seq_length) == 0:
-        raise DataError(f"{len(documents)} documents hold {tokens_per_epoch} tokens: not one sample of "
-                        f"{seq_length} + 1. Use more text or a shorter --seq-length.")
+    if (
+        tokens_per_epoch == 0
+        or num_samples is None
+        and num_samples_in(tokens_per_epoch, seq_length) == 0
+    ):
+        raise DataError(
+            f"{len(documents)} documents hold {tokens_per_epoch} tokens: not one sample of "
+            f"{seq_length} + 1. Use more text or a shorter --seq-length."
+        )
     epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
     separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, epochs, separate, random)
-    sample_index = build_sample_index(lengths, document_index, seq_length, epochs * tokens_per_epoch)
+    sample_index = build_sample_index(
+        lengths, document_index, seq_length, epochs * tokens_per_epoch
+    )
     total = len(sample_index) - 1
-    first = num_samples_in((epochs - 1) * tokens_per_epoch, seq_length) if separate else total
-    return IndexMaps(document_index, sample_index, build_shuffle_index(first, total, random))
+    first = (
+        num_samples_in((epochs - 1) * tokens_per_epoch, seq_length)
+        if separate
+        else total
+    )
+    return IndexMaps(
+        document_index, sample_index, build_shuffle_index(first, total, random)
+    )
 
 
 def num_samples_in(num_tokens: int, seq_length: int) -> int:
@@ -66,15 +85,18 @@ def num_samples_in(num_tokens: int, seq_length: int) -> int:
     return (num_tokens - 1) // seq_length
 
 
-def epochs_needed(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
+def epochs_needed(
+    tokens_per_epoch: int, seq_length: int, num_samples: int | None
+) -> int:
     """The smallest E with E · tokens_per_epoch >= num_samples · s + 1."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def last_epoch_is_separate(tokens_per_epoch: int, seq_length: int, num_samples: int | None,
-                           epochs: int) -> bool:
+def last_epoch_is_separate(
+    tokens_per_epoch: int, seq_length: int, num_samples: int | None, epochs: int
+) -> bool:
     """Whether so little of the last epoch is used that it is shuffled separately.
 
     Shuffled with the others, a partly used last epoch would leave parts of the corpus read once less than the
@@ -82,18 +104,25 @@ def last_epoch_is_separate(tokens_per_epoch: int, seq_length: int, num_samples: 
     """
     if epochs == 1:
         return False
-    from_last = num_samples - num_samples_in((epochs - 1) * tokens_per_epoch, seq_length)
-    return from_last < int(SEPARATE_LAST_EPOCH_BELOW * num_samples_in(tokens_per_epoch, seq_length))
+    from_last = num_samples - num_samples_in(
+        (epochs - 1) * tokens_per_epoch, seq_length
+    )
+    return from_last < int(
+        SEPARATE_LAST_EPOCH_BELOW * num_samples_in(tokens_per_epoch, seq_length)
+    )
 
 
-def build_document_index(documents: np.ndarray, epochs: int, separate: bool,
-                         random: np.random.RandomState) -> np.ndarray:
+def build_document_index(
+    documents: np.ndarray, epochs: int, separate: bool, random: np.random.RandomState
+) -> np.ndarray:
     """`epochs` copies of `documents` shuffled together; if `separate`, the last copy is shuffled alone.
 
     int32, or int64 if a document number needs it.
     """
     largest = int(max(documents[0], documents[-1])) if len(documents) else 0
-    index = np.tile(np.asarray(documents, np.int32 if largest <= INT32 else np.int64), epochs)
+    index = np.tile(
+        np.asarray(documents, np.int32 if largest <= INT32 else np.int64), epochs
+    )
     last = len(index) - len(documents) if separate else 0
     if last:
         shuffle(index[:last], random)
@@ -104,30 +133,53 @@ def build_document_index(documents: np.ndarray, epochs: int, separate: bool,
 def sum_of(lengths: np.ndarray, documents: np.ndarray) -> int:
     """Tokens of the documents. Without a copy if they are a range of the corpus, the usual case."""
     first, last = (int(documents[0]), int(documents[-1])) if len(documents) else (0, -1)
-    is_range = last - first + 1 == len(documents) and bool((documents[1:] > documents[:-1]).all())
-    return int((lengths[first:last + 1] if is_range else lengths[documents]).sum(dtype=np.int64))
+    is_range = last - first + 1 == len(documents) and bool(
+        (documents[1:] > documents[:-1]).all()
+    )
+    return int(
+        (lengths[first : last + 1] if is_range else lengths[documents]).sum(
+            dtype=np.int64
+        )
+    )
 
 
-def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_length: int,
-                       num_tokens: int | None = None) -> np.ndarray:
+def build_sample_index(
+    lengths: np.ndarray,
+    document_index: np.ndarray,
+    seq_length: int,
+    num_tokens: int | None = None,
+) -> np.ndarray:
     """[M + 1, 2]: where the samples begin, and where the last one ends. int32, or int64 if a number needs it.
 
     Row i names the document that holds token i·s of the stream, so never an empty document, except that row 0
     is always the beginning.  num_tokens: of all documents of the index, if known.
     """
-    if not extension() or lengths.dtype != np.int32 or document_index.dtype not in (np.int32, np.int64):
+    if (
+        not extension()
+        or lengths.dtype != np.int32
+        or document_index.dtype not in (np.int32, np.int64)
+    ):
         return plain_sample_index(lengths, document_index, seq_length)
     if num_tokens is None:
         num_tokens = int(lengths[document_index].sum(dtype=np.int64))
-    build = extension().sample_index_int32 if len(document_index) <= INT32 else extension().sample_index_int64
+    build = (
+        extension().sample_index_int32
+        if len(document_index) <= INT32
+        else extension().sample_index_int64
+    )
     return build(lengths, document_index, seq_length, num_tokens, num_threads())
 
 
-def plain_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_length: int) -> np.ndarray:
+def plain_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, seq_length: int
+) -> np.ndarray:
     """As `build_sample_index`, with numpy: by bisection in the ends of the documents."""
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
-    starts = np.arange(num_samples_in(int(ends[-1]), seq_length) + 1, dtype=np.int64) * seq_length
+    starts = (
+        np.arange(num_samples_in(int(ends[-1]), seq_length) + 1, dtype=np.int64)
+        * seq_length
+    )
     position = np.searchsorted(ends, starts, side="right")
     position[0] = 0
     largest = max(len(document_index), int(sizes.max()))
@@ -138,7 +190,9 @@ def plain_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_leng
     return index
 
 
-def build_shuffle_index(first: int, total: int, random: np.random.RandomState) -> np.ndarray:
+def build_shuffle_index(
+    first: int, total: int, random: np.random.RandomState
+) -> np.ndarray:
     """[0, first) shuffled, then [first, total) shuffled. uint32, or int64 where needed."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(total, dtype=dtype)
@@ -151,19 +205,31 @@ def build_shuffle_index(first: int, total: int, random: np.random.RandomState) -
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled module; None, logged once, where the package was installed without a compiler."""
-    return load_compiled("_index_builder", "the index builder", "numpy builds index maps instead, "
-                         "slowly where there are millions of samples", logger)
+    return load_compiled(
+        "_index_builder",
+        "the index builder",
+        "numpy builds index maps instead, slowly where there are millions of samples",
+        logger,
+    )
 
 
 def num_threads() -> int:
     """Threads to build with: the processors that this process may run on, at most MOST_THREADS."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     return min(allowed, MOST_THREADS)
 
 
 def shuffle(array: np.ndarray, random: np.random.RandomState) -> None:
     """`random.shuffle(array)`, in place: the same order, and the same state of `random` afterwards."""
-    is_supported = 1 < len(array) <= 2**32 and array.itemsize in (4, 8) and array.flags.c_contiguous
+    is_supported = (
+        1 < len(array) <= 2**32
+        and array.itemsize in (4, 8)
+        and array.flags.c_contiguous
+    )
     if not is_supported or not extension():
         return random.shuffle(array)
     state = random.get_state(legacy=False)

@@ -23,7 +23,9 @@ from ...batch.batch import Batch
 from ...errors import ConfigError, DataError
 from ..kind import Collator, Dataset
 
-Order = Callable[[np.ndarray, int], np.ndarray]     # (stream positions, size of the dataset) → sample indices
+Order = Callable[
+    [np.ndarray, int], np.ndarray
+]  # (stream positions, size of the dataset) → sample indices
 
 
 class Loader:
@@ -37,17 +39,35 @@ class Loader:
     pin              put batches into page-locked memory, for a GPU
     """
 
-    def __init__(self, dataset: Dataset, collate: Collator, *, micro_batch_size: int,
-                 dataloader_type: str = "single",
-                 order: Order | None = None, num_workers: int = 0, pin: bool = False):
-        self.dataset, self.collate, self.micro_batch_size = dataset, collate, micro_batch_size
-        self._order, self._pin = order or ORDERS[dataloader_type], pin
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Collator,
+        *,
+        micro_batch_size: int,
+        dataloader_type: str = "single",
+        order: Order | None = None,
+        num_workers: int = 0,
+        pin: bool = False,
+    ):
+        self.dataset = dataset
+        self.collate = collate
+        self.micro_batch_size = micro_batch_size
+        self._order = order or ORDERS[dataloader_type]
+        self._pin = pin
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
         self._ahead: dict[tuple, Future[Batch]] = {}
         self._depth = num_workers
 
-    def batch(self, consumed: int, global_batch: int, dp_rank: int = 0, dp_size: int = 1, *,
-              training: bool = True) -> Batch:
+    def batch(
+        self,
+        consumed: int,
+        global_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        *,
+        training: bool = True,
+    ) -> Batch:
         """This rank's [G / dp, s] of the global batch after `consumed` samples; see `Batch.split`.
 
         Rows are ordered by micro-batch; `sample_ids` are positions in the stream, the same under every
@@ -55,9 +75,14 @@ class Loader:
         """
         if self._pool is None:
             return self._make(consumed, global_batch, dp_rank, dp_size, training)
-        wanted = [(consumed + i * global_batch, global_batch, dp_rank, dp_size, training)
-                  for i in range(self._depth + 1)]
-        futures = {key: self._ahead.pop(key, None) or self._pool.submit(self._make, *key) for key in wanted}
+        wanted = [
+            (consumed + i * global_batch, global_batch, dp_rank, dp_size, training)
+            for i in range(self._depth + 1)
+        ]
+        futures = {
+            key: self._ahead.pop(key, None) or self._pool.submit(self._make, *key)
+            for key in wanted
+        }
         for dropped in self._ahead.values():
             dropped.cancel()
         self._ahead = futures
@@ -68,33 +93,53 @@ class Loader:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _make(self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, training: bool) -> Batch:
-        positions = local_positions(consumed, global_batch, self.micro_batch_size, dp_rank, dp_size)
+    def _make(
+        self,
+        consumed: int,
+        global_batch: int,
+        dp_rank: int,
+        dp_size: int,
+        training: bool,
+    ) -> Batch:
+        positions = local_positions(
+            consumed, global_batch, self.micro_batch_size, dp_rank, dp_size
+        )
         indices = self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
-        batch = self.collate([self.dataset[i] for i in indices], indices, tuple(positions), training)
+        batch = self.collate(
+            [self.dataset[i] for i in indices], indices, tuple(positions), training
+        )
         return batch.pin() if self._pin else batch
 
 
-def local_positions(consumed: int, global_batch: int, micro_batch: int, dp_rank: int,
-                    dp_size: int) -> list[int]:
+def local_positions(
+    consumed: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
+) -> list[int]:
     """The G / dp stream positions of one rank after `consumed` samples, ordered by micro-batch."""
     chunk = micro_batch * dp_size
     if global_batch % chunk:
-        raise ConfigError(f"a global batch of {global_batch} samples is not divisible into micro-batches of "
-                          f"{micro_batch} on {dp_size} data-parallel ranks: use a multiple of {chunk}.")
+        raise ConfigError(
+            f"a global batch of {global_batch} samples is not divisible into micro-batches of "
+            f"{micro_batch} on {dp_size} data-parallel ranks: use a multiple of {chunk}."
+        )
     firsts = range(consumed + dp_rank * micro_batch, consumed + global_batch, chunk)
-    return [position for first in firsts for position in range(first, first + micro_batch)]
+    return [
+        position for first in firsts for position in range(first, first + micro_batch)
+    ]
 
 
 def single(positions: np.ndarray, total: int) -> np.ndarray:
     """The dataset once, in its own order. Raises DataError after its end."""
     if len(positions) and positions[-1] >= total:
-        raise DataError(f"the data ends: the run needs sample {positions[-1]}, and the dataset has {total}. "
-                        "Train on fewer samples, or repeat the data with --dataloader-type cyclic.")
+        raise DataError(
+            f"the data ends: the run needs sample {positions[-1]}, and the dataset has {total}. "
+            "Train on fewer samples, or repeat the data with --dataloader-type cyclic."
+        )
     return positions
 
 
-def cyclic(positions: np.ndarray, total: int, *, micro_batch: int = 1, shards: int = 1) -> np.ndarray:
+def cyclic(
+    positions: np.ndarray, total: int, *, micro_batch: int = 1, shards: int = 1
+) -> np.ndarray:
     """The dataset repeatedly, in a new random order for each epoch, drawn from the epoch's number.
 
     By default the order does not depend on the layout, and every sample is read once an epoch. Megatron's
@@ -103,9 +148,11 @@ def cyclic(positions: np.ndarray, total: int, *, micro_batch: int = 1, shards: i
     changes with the number of ranks.
     """
     chunk = micro_batch * shards
-    bucket = total // chunk * micro_batch                   # samples of a shard
+    bucket = total // chunk * micro_batch  # samples of a shard
     if not bucket:
-        raise DataError(f"a dataset of {total} samples does not fill one round of {chunk}. Use more data.")
+        raise DataError(
+            f"a dataset of {total} samples does not fill one round of {chunk}. Use more data."
+        )
     epochs, offsets = np.divmod(positions, bucket * shards)
     inside = offsets // chunk * micro_batch + offsets % micro_batch
     drawn = np.empty_like(positions)
@@ -115,9 +162,9 @@ def cyclic(positions: np.ndarray, total: int, *, micro_batch: int = 1, shards: i
     return offsets % chunk // micro_batch * bucket + drawn
 
 
-ORDERS: dict[str, Order] = {"single": single, "cyclic": cyclic}         # by --dataloader-type
+ORDERS: dict[str, Order] = {"single": single, "cyclic": cyclic}  # by --dataloader-type
 
 
-@lru_cache(maxsize=4)                              # training and evaluation, each at the border of two epochs
+@lru_cache(maxsize=4)  # training and evaluation, each at the border of two epochs
 def _permutation(size: int, epoch: int) -> np.ndarray:
     return torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).numpy()

@@ -18,14 +18,18 @@ def words_of_groups(groups: Sequence[str], flag: str) -> list[str]:
     """The words of the only group. Raises ConfigError for several groups, and for another form."""
     if len(groups) > 1:
         names = ", ".join(group.partition(":")[0] for group in groups)
-        raise ConfigError(f"{flag} has {len(groups)} groups ({names}), but a part of the data is one blend. "
-                          "Give one group; evaluate each of the others in a run of its own, with "
-                          "--skip-train, --load and this flag.")
+        raise ConfigError(
+            f"{flag} has {len(groups)} groups ({names}), but a part of the data is one blend. "
+            "Give one group; evaluate each of the others in a run of its own, with "
+            "--skip-train, --load and this flag."
+        )
     name, colon, corpora = "".join(groups).partition(":")
     each = [corpus.split() for corpus in corpora.split(",")]
     if not colon or len(name.split()) != 1 or any(len(words) != 3 for words in each):
-        raise ConfigError(f"{flag} {' '.join(groups)[:200]!r} does not have the form {FORM}. Put quotes "
-                          "around the group, and a comma after each prefix but the last.")
+        raise ConfigError(
+            f"{flag} {' '.join(groups)[:200]!r} does not have the form {FORM}. Put quotes "
+            "around the group, and a comma after each prefix but the last."
+        )
     return [word for words in each for word in words]
 
 

@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ..kind import PAD, Dataset
 from ..tokenizers import Tokenizer
 
-LOST = "\ufffd"                                             # decoded from half a character
+LOST = "\ufffd"  # decoded from half a character
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ class FillInMiddle:
         parts = []
         for document, end in _cut(tokens[tokens != PAD], self.tokenizer.eod):
             parts += [*self._document(document, random), end]
-        row = np.concatenate(parts)[:len(tokens)]
+        row = np.concatenate(parts)[: len(tokens)]
         return np.concatenate((row, np.full(len(tokens) - len(row), PAD, row.dtype)))
 
-    def _document(self, tokens: np.ndarray, random: np.random.Generator) -> Iterator[np.ndarray]:
+    def _document(
+        self, tokens: np.ndarray, random: np.random.Generator
+    ) -> Iterator[np.ndarray]:
         if not len(tokens) or random.random() >= self.rate:
             yield tokens
             return
@@ -64,13 +66,21 @@ class FillInMiddle:
             chosen = len(piece) and random.random() < self.fragment_rate
             yield from (self._rearranged(piece, random) if chosen else piece, end)
 
-    def _rearranged(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _rearranged(
+        self, tokens: np.ndarray, random: np.random.Generator
+    ) -> np.ndarray:
         text = self.tokenizer.decode(tokens.tolist())
         first, second = np.sort(random.integers(0, len(text) + 1, 2)).tolist()
         is_spm = random.random() < self.spm_rate
-        if LOST in text or self.no_prefix is not None and text.startswith(self.no_prefix):
+        if (
+            LOST in text
+            or self.no_prefix is not None
+            and text.startswith(self.no_prefix)
+        ):
             return tokens
-        prefix, middle, suffix = map(self.tokenizer.encode, (text[:first], text[first:second], text[second:]))
+        prefix, middle, suffix = map(
+            self.tokenizer.encode, (text[:first], text[first:second], text[second:])
+        )
         if is_spm:
             ids = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
         else:
@@ -82,32 +92,53 @@ class FIMDataset:
     """A dataset with its samples rearranged; a pure function of (seed, i)."""
 
     def __init__(self, dataset: Dataset, fim: FillInMiddle, seed: int):
-        self.dataset, self.fim, self.seed = dataset, fim, seed
+        self.dataset = dataset
+        self.fim = fim
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return {"tokens": self.fim(self.dataset[i]["tokens"], np.random.default_rng((self.seed, i)))}
+        return {
+            "tokens": self.fim(
+                self.dataset[i]["tokens"], np.random.default_rng((self.seed, i))
+            )
+        }
 
 
 def make_fim(data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
     """Make it from the --fim flags. Raises ConfigError for a sentinel that is not one token."""
-    marks = {name: _id_of(tokenizer, f"--fim-{name}-token", getattr(data, f"fim_{name}_token"))
-             for name in ("prefix", "middle", "suffix")}
+    marks = {
+        name: _id_of(
+            tokenizer, f"--fim-{name}-token", getattr(data, f"fim_{name}_token")
+        )
+        for name in ("prefix", "middle", "suffix")
+    }
     separator = data.fim_split_sample
-    split = None if separator is None else _id_of(tokenizer, "--fim-split-sample", separator)
+    split = (
+        None
+        if separator is None
+        else _id_of(tokenizer, "--fim-split-sample", separator)
+    )
     return FillInMiddle(
-        tokenizer, **marks, rate=data.fim_rate, spm_rate=data.fim_spm_rate, split=split,
+        tokenizer,
+        **marks,
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        split=split,
         no_prefix=data.fim_no_prefix,
-        fragment_rate=data.fim_rate if data.fim_fragment_rate is None else data.fim_fragment_rate)
+        fragment_rate=data.fim_rate
+        if data.fim_fragment_rate is None
+        else data.fim_fragment_rate,
+    )
 
 
 def _cut(tokens: np.ndarray, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(piece, the token after it or none) between the tokens `at`."""
     start = 0
     for end in np.flatnonzero(tokens == at).tolist():
-        yield tokens[start:end], tokens[end:end + 1]
+        yield tokens[start:end], tokens[end : end + 1]
         start = end + 1
     yield tokens[start:], tokens[:0]
 
@@ -116,7 +147,9 @@ def _id_of(tokenizer: Tokenizer, flag: str, name: str) -> int:
     """The id of a token by its text, or the id itself in decimal."""
     ids = [int(name)] if name.isdecimal() else tokenizer.encode(name)
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
-        raise ConfigError(f"{flag} {name}: not one token of {type(tokenizer).__name__}, which encodes it as "
-                          f"{len(ids)} and has {tokenizer.vocab_size}. Name a special token of the "
-                          "vocabulary, or give its id.")
+        raise ConfigError(
+            f"{flag} {name}: not one token of {type(tokenizer).__name__}, which encodes it as "
+            f"{len(ids)} and has {tokenizer.vocab_size}. Name a special token of the "
+            "vocabulary, or give its id."
+        )
     return ids[0]

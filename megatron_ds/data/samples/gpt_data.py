@@ -30,42 +30,65 @@ class GPTDataset:
     """Samples of a corpus in the order of its index maps."""
 
     def __init__(self, corpus: IndexedDataset, maps: IndexMaps, seq_length: int):
-        self.corpus, self.maps, self.seq_length = corpus, maps, seq_length
+        self.corpus = corpus
+        self.maps = maps
+        self.seq_length = seq_length
 
     def __len__(self) -> int:
         return len(self.maps.shuffle_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         cut = int(self.maps.shuffle_index[i])
-        (first, start), (last, end) = self.maps.sample_index[cut:cut + 2].tolist()
-        documents = self.maps.document_index[first:last + 1].tolist()
+        (first, start), (last, end) = self.maps.sample_index[cut : cut + 2].tolist()
+        documents = self.maps.document_index[first : last + 1].tolist()
         tokens = np.empty(self.seq_length + 1, np.int64)
         if first == last:
             tokens[:] = self.corpus.get(documents[0], start, end + 1 - start)
         else:
-            parts = [self.corpus.get(documents[0], start), *map(self.corpus.get, documents[1:-1]),
-                     self.corpus.get(documents[-1], 0, end + 1)]
+            parts = [
+                self.corpus.get(documents[0], start),
+                *map(self.corpus.get, documents[1:-1]),
+                self.corpus.get(documents[-1], 0, end + 1),
+            ]
             np.concatenate(parts, out=tokens)
         self.corpus.refuse_negative(tokens, f"sample {i}")
         return {"tokens": tokens}
 
 
-def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int,
-                     num_samples: int | None, seed: int, cache: str | Path | None = None) -> GPTDataset:
+def open_gpt_dataset(
+    corpus: IndexedDataset,
+    documents: range,
+    *,
+    title: str,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    cache: str | Path | None = None,
+) -> GPTDataset:
     """The dataset of a range of documents. Its index maps are read from the cache, or built and stored there.
 
     title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` next
     to the corpus.
     """
     directory = Path(cache) if cache else default_cache(corpus.prefix)
-    key = {"class": "GPTDataset", **corpus.key(documents), "num_samples": num_samples,
-           "sequence_length": seq_length, "random_seed": seed}
+    key = {
+        "class": "GPTDataset",
+        **corpus.key(documents),
+        "num_samples": num_samples,
+        "sequence_length": seq_length,
+        "random_seed": seed,
+    }
 
     def build() -> dict[str, np.ndarray]:
-        corpus.check()                                   # only the process that builds reads every row anyway
-        numbers = np.arange(documents.start, documents.stop,
-                            dtype=np.int32 if documents.stop <= INT32 else np.int64)
-        return build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed)._asdict()
+        corpus.check()  # only the process that builds reads every row anyway
+        numbers = np.arange(
+            documents.start,
+            documents.stop,
+            dtype=np.int32 if documents.stop <= INT32 else np.int64,
+        )
+        return build_index_maps(
+            corpus.lengths, numbers, seq_length, num_samples, seed
+        )._asdict()
 
     arrays = cached_arrays(directory, title, key, IndexMaps._fields, build)
     return GPTDataset(corpus, IndexMaps(**arrays), seq_length)
@@ -78,9 +101,14 @@ class MockDataset:
     function of (seed, i). Ids are in [0, vocab_size).
     """
 
-    def __init__(self, num_samples: int, *, seq_length: int, vocab_size: int, eod: int, seed: int):
-        self.num_samples, self.seq_length, self.vocab_size = num_samples, seq_length, vocab_size
-        self.eod, self.seed = eod, seed
+    def __init__(
+        self, num_samples: int, *, seq_length: int, vocab_size: int, eod: int, seed: int
+    ):
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.num_samples
@@ -88,9 +116,14 @@ class MockDataset:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng((self.seed, i))
         end = int(random.integers(1, self.seq_length + 1))
-        starts, steps = random.integers(0, self.vocab_size, 2), random.integers(1, 5, 2)
+        starts = random.integers(0, self.vocab_size, 2)
+        steps = random.integers(1, 5, 2)
         places = np.arange(self.seq_length + 1, dtype=np.int64)
-        tokens = np.where(places < end, starts[0] + steps[0] * places, starts[1] + steps[1] * (places - end))
+        tokens = np.where(
+            places < end,
+            starts[0] + steps[0] * places,
+            starts[1] + steps[1] * (places - end),
+        )
         tokens %= self.vocab_size
         tokens[end] = self.eod
         return {"tokens": tokens}
@@ -119,21 +152,36 @@ class GPTCollator:
     reset_attention_mask: bool = False
 
     def __post_init__(self):
-        needs_eod = self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
-        assert not needs_eod or self.eod is not None, "these options need the id of the end-of-document token"
+        needs_eod = (
+            self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
+        )
+        assert not needs_eod or self.eod is not None, (
+            "these options need the id of the end-of-document token"
+        )
 
-    def __call__(self, samples: Sequence[Sample], indices: Sequence[int], sample_ids: tuple[int, ...],
-                 training: bool) -> Batch:
-        rows = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))         # [b, s + 1]
+    def __call__(
+        self,
+        samples: Sequence[Sample],
+        indices: Sequence[int],
+        sample_ids: tuple[int, ...],
+        training: bool,
+    ) -> Batch:
+        rows = torch.from_numpy(
+            np.stack([sample["tokens"] for sample in samples])
+        )  # [b, s + 1]
         self._check(rows, indices)
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()                # each [b, s]
+        # each [b, s]
+        tokens = rows[:, :-1].contiguous()
+        labels = rows[:, 1:].contiguous()
         loss_mask = (labels != PAD).float()
         ends = None if self.eod is None else tokens == self.eod
         if self.eod_mask_loss:
             loss_mask[ends] = 0.0
         packed = "document_ids" in samples[0]
         if packed:
-            ids = torch.from_numpy(np.stack([sample["document_ids"] for sample in samples]))
+            ids = torch.from_numpy(
+                np.stack([sample["document_ids"] for sample in samples])
+            )
             loss_mask[ids[:, 1:] != ids[:, :-1]] = 0.0
             document_ids = ids[:, :-1].contiguous()
         elif self.reset_position_ids or self.reset_attention_mask:
@@ -142,52 +190,100 @@ class GPTCollator:
         if packed or self.reset_position_ids:
             position_ids = document_positions(document_ids)
         return Batch(
-            tokens=tokens.clamp_(min=0), labels=labels.clamp_(min=0), loss_mask=loss_mask,
+            tokens=tokens.clamp_(min=0),
+            labels=labels.clamp_(min=0),
+            loss_mask=loss_mask,
             position_ids=position_ids,
             document_ids=document_ids if packed or self.reset_attention_mask else None,
-            sample_ids=sample_ids, training=training)
+            sample_ids=sample_ids,
+            training=training,
+        )
 
     def _check(self, rows: torch.Tensor, indices: Sequence[int]) -> None:
         if rows.shape[1] != self.seq_length + 1:
-            raise DataError(f"the dataset has samples of {rows.shape[1]} tokens, and a sequence length of "
-                            f"{self.seq_length} takes {self.seq_length + 1}, the last one as a label only. "
-                            f"Make the dataset for a sequence length of {self.seq_length}.")
+            raise DataError(
+                f"the dataset has samples of {rows.shape[1]} tokens, and a sequence length of "
+                f"{self.seq_length} takes {self.seq_length + 1}, the last one as a label only. "
+                f"Make the dataset for a sequence length of {self.seq_length}."
+            )
         low, high = torch.aminmax(rows)
         if PAD <= low and (self.vocab_size is None or high < self.vocab_size):
             return
         outside = rows < PAD if low < PAD else rows >= self.vocab_size
         row, column = outside.nonzero()[0].tolist()
-        raise DataError(f"sample {indices[row]} holds token id {rows[row, column]}, outside the vocabulary "
-                        f"of {self.vocab_size}: the corpus was made with another tokenizer. Give the flags "
-                        "that megatron-ds preprocess had, or preprocess the text again.")
+        raise DataError(
+            f"sample {indices[row]} holds token id {rows[row, column]}, outside the vocabulary "
+            f"of {self.vocab_size}: the corpus was made with another tokenizer. Give the flags "
+            "that megatron-ds preprocess had, or preprocess the text again."
+        )
 
 
-def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,
-          config: "RunConfig", tokenizer: Tokenizer) -> Dataset:
-    open_dataset = open_packed_dataset if config.data.pack_documents else open_gpt_dataset
-    return open_dataset(corpus, documents, title=title, seq_length=config.model.seq_length,
-                        num_samples=num_samples, seed=config.train.seed, cache=config.data.data_cache_path)
+def _open(
+    corpus: IndexedDataset,
+    documents: range,
+    *,
+    title: str,
+    num_samples: int | None,
+    config: "RunConfig",
+    tokenizer: Tokenizer,
+) -> Dataset:
+    open_dataset = (
+        open_packed_dataset if config.data.pack_documents else open_gpt_dataset
+    )
+    return open_dataset(
+        corpus,
+        documents,
+        title=title,
+        seq_length=config.model.seq_length,
+        num_samples=num_samples,
+        seed=config.train.seed,
+        cache=config.data.data_cache_path,
+    )
 
 
-def blank_batch(samples: int, positions: int, device: torch.device | str = "cpu") -> Batch:
+def blank_batch(
+    samples: int, positions: int, device: torch.device | str = "cpu"
+) -> Batch:
     """A batch of token 0 in which all positions count in the loss."""
     tokens = torch.zeros(samples, positions, dtype=torch.int64, device=device)
     position_ids = torch.arange(positions, device=device).expand(samples, -1)
-    return Batch(tokens, tokens, torch.ones(samples, positions, device=device), position_ids,
-                 tuple(range(samples)))
+    return Batch(
+        tokens,
+        tokens,
+        torch.ones(samples, positions, device=device),
+        position_ids,
+        tuple(range(samples)),
+    )
 
 
 def _collator(config: "RunConfig", tokenizer: Tokenizer) -> GPTCollator:
     data = config.data
     return GPTCollator(
-        config.model.seq_length, tokenizer.vocab_size, tokenizer.eod, eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
+        config.model.seq_length,
+        tokenizer.vocab_size,
+        tokenizer.eod,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+    )
 
 
 GPT_DATA = DataKind(
-    title="GPTDataset", tokens="tokens", documents=lambda corpus: range(len(corpus) + 1),
+    title="GPTDataset",
+    tokens="tokens",
+    documents=lambda corpus: range(len(corpus) + 1),
     mock=lambda count, config, tokenizer, seed: MockDataset(
-        count, seq_length=config.model.seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
-        seed=seed),
-    open=_open, collator=_collator, blank=blank_batch, fills=True,
-    identity=lambda config: {"pack_documents": True} if config.data.pack_documents else {})
+        count,
+        seq_length=config.model.seq_length,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        seed=seed,
+    ),
+    open=_open,
+    collator=_collator,
+    blank=blank_batch,
+    fills=True,
+    identity=lambda config: (
+        {"pack_documents": True} if config.data.pack_documents else {}
+    ),
+)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from ..tokenizers import Tokenizer
 
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
-CONTINUES = "##"                     # marks a piece that is not the first of its word
-MASKED, REPLACED = 0.8, 0.5         # share that becomes [MASK]; of the rest, share that becomes another token
+CONTINUES = "##"  # marks a piece that is not the first of its word
+# share that becomes [MASK]; of the rest, share that becomes another token
+MASKED = 0.8
+REPLACED = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +71,21 @@ class Masking:
         return min(self.probability * target, max(1, round(length * self.probability)))
 
 
-def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Masking,
-                random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+def mask_tokens(
+    tokens: np.ndarray,
+    target: int,
+    pieces: WordPieces,
+    masking: Masking,
+    random: np.random.RandomState,
+) -> tuple[np.ndarray, np.ndarray]:
     """(tokens with some of them hidden, sorted positions of all chosen ones).  tokens: int64 [length]."""
     places, starts = candidates(tokens, pieces, masking.whole_words)
     bounds = [*starts.tolist(), len(places)]
-    places, most, last = places.tolist(), masking.most(len(tokens), target), len(starts)
-    hidden, chosen = tokens.copy(), set()
+    places = places.tolist()
+    most = masking.most(len(tokens), target)
+    last = len(starts)
+    hidden = tokens.copy()
+    chosen = set()
     for first in random.permutation(last).tolist():
         if len(chosen) >= most:
             break
@@ -83,7 +93,7 @@ def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Ma
         end = min(first + n, last)
         while end > first and len(chosen) + bounds[end] - bounds[first] > most:
             end -= 1
-        positions = places[bounds[first]:bounds[end]]
+        positions = places[bounds[first] : bounds[end]]
         if not positions or not chosen.isdisjoint(positions):
             continue
         for at in positions:
@@ -95,13 +105,17 @@ def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Ma
     return hidden, np.array(sorted(chosen), np.int64)
 
 
-def candidates(tokens: np.ndarray, pieces: WordPieces, whole_words: bool) -> tuple[np.ndarray, np.ndarray]:
+def candidates(
+    tokens: np.ndarray, pieces: WordPieces, whole_words: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """(positions that may be chosen, index in them of the start of each word). Special tokens are not chosen.
 
     A piece that continues a word whose beginning was cut off belongs to the word before it, as in Megatron.
     """
     places = np.flatnonzero((tokens != pieces.cls) & (tokens != pieces.sep))
-    begins = ~pieces.continues[tokens[places]] if whole_words else np.ones(len(places), bool)
+    begins = (
+        ~pieces.continues[tokens[places]] if whole_words else np.ones(len(places), bool)
+    )
     begins[:1] = True
     return places, np.flatnonzero(begins)
 
@@ -114,7 +128,8 @@ def pieces_of(tokenizer: "Tokenizer") -> WordPieces:
         raise ConfigError(
             f"{type(tokenizer).__name__} has no {' and no '.join(missing)} token, and a BERT sample is [CLS] "
             "A [SEP] B [SEP] with some tokens replaced by [MASK], padded with [PAD]. Use a tokenizer with "
-            "BERT's tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
+            "BERT's tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt."
+        )
     continues = np.zeros(tokenizer.vocab_size, bool)
     continues[[i for token, i in vocab.items() if token.startswith(CONTINUES)]] = True
     return WordPieces(*(vocab[token] for token in SPECIAL), continues)

@@ -49,8 +49,8 @@ class Packs(NamedTuple):
 
 def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
     """Patterns that pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
-    open_samples: dict[int, list[Pattern]] = {}             # by free tokens
-    rooms: list[int] = []                                   # its keys, ascending
+    open_samples: dict[int, list[Pattern]] = {}  # by free tokens
+    rooms: list[int] = []  # its keys, ascending
 
     def put(pattern: Pattern, room: int) -> None:
         if room not in open_samples:
@@ -62,7 +62,9 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
         left = histogram[length]
         while left:
             at = bisect.bisect_left(rooms, length)
-            if at == len(rooms):               # no room: new samples, each with as many of this length as fit
+            if at == len(
+                rooms
+            ):  # no room: new samples, each with as many of this length as fit
                 each = min(capacity // length, left)
                 samples = left // each
                 put(Pattern((length,) * each, samples), capacity - each * length)
@@ -80,27 +82,46 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
     return [pattern for room in rooms for pattern in open_samples[room]]
 
 
-def build_packs(lengths: np.ndarray, documents: range, seq_length: int, seed: int) -> Packs:
+def build_packs(
+    lengths: np.ndarray, documents: range, seq_length: int, seed: int
+) -> Packs:
     """The samples of one epoch over these sequences of a corpus. `seed` assigns the pieces to samples."""
-    tokens = lengths[documents.start:documents.stop].astype(np.int64)
-    pieces = np.maximum(0, -(-(tokens - 1) // seq_length))          # a sequence of one token predicts nothing
+    tokens = lengths[documents.start : documents.stop].astype(np.int64)
+    pieces = np.maximum(
+        0, -(-(tokens - 1) // seq_length)
+    )  # a sequence of one token predicts nothing
     document = np.repeat(np.arange(documents.start, documents.stop), pieces)
-    start = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_length
+    start = (
+        np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    ) * seq_length
     length = np.minimum(seq_length + 1, np.repeat(tokens, pieces) - start)
 
     drawn = np.random.RandomState(seed).permutation(len(document))
-    by_length = drawn[np.argsort(length[drawn], kind="stable")]      # pieces of equal length, in random order
-    found, first, counts = np.unique(length[by_length], return_index=True, return_counts=True)
+    by_length = drawn[
+        np.argsort(length[drawn], kind="stable")
+    ]  # pieces of equal length, in random order
+    found, first, counts = np.unique(
+        length[by_length], return_index=True, return_counts=True
+    )
     next_piece = dict(zip(found.tolist(), first.tolist()))
-    members, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
-    for lengths_of, count in pack_lengths(dict(zip(found.tolist(), counts.tolist())), seq_length + 1):
+    members = [np.zeros(0, np.int64)]
+    sizes = [np.zeros(1, np.int64)]
+    for lengths_of, count in pack_lengths(
+        dict(zip(found.tolist(), counts.tolist())), seq_length + 1
+    ):
         columns = []
         for n in lengths_of:
-            columns.append(by_length[next_piece[n]:next_piece[n] + count])
+            columns.append(by_length[next_piece[n] : next_piece[n] + count])
             next_piece[n] += count
         members.append(np.stack(columns, axis=1).ravel())
         sizes.append(np.full(count, len(lengths_of)))
-    return Packs(document, start, length, np.concatenate(members), np.cumsum(np.concatenate(sizes)))
+    return Packs(
+        document,
+        start,
+        length,
+        np.concatenate(members),
+        np.cumsum(np.concatenate(sizes)),
+    )
 
 
 class PackedDataset:
@@ -109,9 +130,18 @@ class PackedDataset:
     Each epoch has the same packs in another order. `num_samples` in all; None for one epoch.
     """
 
-    def __init__(self, corpus: IndexedDataset, packs: Packs, seq_length: int, num_samples: int | None,
-                 seed: int):
-        self.corpus, self.packs, self.seq_length, self.seed = corpus, packs, seq_length, seed
+    def __init__(
+        self,
+        corpus: IndexedDataset,
+        packs: Packs,
+        seq_length: int,
+        num_samples: int | None,
+        seed: int,
+    ):
+        self.corpus = corpus
+        self.packs = packs
+        self.seq_length = seq_length
+        self.seed = seed
         self.per_epoch = len(packs.bounds) - 1
         self.num_samples = num_samples or self.per_epoch
 
@@ -125,35 +155,62 @@ class PackedDataset:
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
         document_ids = np.empty(self.seq_length + 1, np.int64)
         at = 0
-        for number, piece in enumerate(packs.members[packs.bounds[pack]:packs.bounds[pack + 1]].tolist()):
+        for number, piece in enumerate(
+            packs.members[packs.bounds[pack] : packs.bounds[pack + 1]].tolist()
+        ):
             end = at + int(packs.length[piece])
-            tokens[at:end] = self.corpus.get(int(packs.document[piece]), int(packs.start[piece]), end - at)
+            tokens[at:end] = self.corpus.get(
+                int(packs.document[piece]), int(packs.start[piece]), end - at
+            )
             document_ids[at:end] = number
             at = end
         self.corpus.refuse_negative(tokens[:at], f"sample {i}")
-        document_ids[at:] = number + 1                      # padding is a document of its own
+        document_ids[at:] = number + 1  # padding is a document of its own
         return {"tokens": tokens, "document_ids": document_ids}
 
 
-@lru_cache(maxsize=16)                                     # several corpora, each at the border of two epochs
+@lru_cache(maxsize=16)  # several corpora, each at the border of two epochs
 def _order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(samples)
 
 
-def open_packed_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int,
-                        num_samples: int | None, seed: int, cache: str | Path | None = None) -> PackedDataset:
+def open_packed_dataset(
+    corpus: IndexedDataset,
+    documents: range,
+    *,
+    title: str,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    cache: str | Path | None = None,
+) -> PackedDataset:
     """As `open_gpt_dataset`, with packed documents."""
-    key = {"class": "PackedDataset", **corpus.key(documents), "sequence_length": seq_length,
-           "random_seed": seed}
+    key = {
+        "class": "PackedDataset",
+        **corpus.key(documents),
+        "sequence_length": seq_length,
+        "random_seed": seed,
+    }
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()
         packs = build_packs(corpus.lengths, documents, seq_length, seed)
         room = (len(packs.bounds) - 1) * (seq_length + 1)
-        logger.info("%s: %d documents packed into %d samples, %.2f%% full", corpus.prefix, len(documents),
-                    len(packs.bounds) - 1, 100 * packs.length.sum() / max(room, 1))
+        logger.info(
+            "%s: %d documents packed into %d samples, %.2f%% full",
+            corpus.prefix,
+            len(documents),
+            len(packs.bounds) - 1,
+            100 * packs.length.sum() / max(room, 1),
+        )
         return packs._asdict()
 
     directory = Path(cache) if cache else default_cache(corpus.prefix)
-    arrays = cached_arrays(directory, title.replace("GPTDataset", "PackedDataset"), key, Packs._fields, build)
+    arrays = cached_arrays(
+        directory,
+        title.replace("GPTDataset", "PackedDataset"),
+        key,
+        Packs._fields,
+        build,
+    )
     return PackedDataset(corpus, Packs(**arrays), seq_length, num_samples, seed)

@@ -35,14 +35,16 @@ class PieceSums:
 
     def __init__(self):
         self._pieces: list[FilePiece] = []
-        self._digest, self._bytes = hashlib.sha256(), 0
+        self._digest = hashlib.sha256()
+        self._bytes = 0
 
     def update(self, data: memoryview) -> None:
         """Add the next bytes; `data` has items of one byte."""
         while len(data):
-            now = data[:PIECE_BYTES - self._bytes]
+            now = data[: PIECE_BYTES - self._bytes]
             self._digest.update(now)
-            self._bytes, data = self._bytes + len(now), data[len(now):]
+            self._bytes = self._bytes + len(now)
+            data = data[len(now) :]
             if self._bytes == PIECE_BYTES:
                 self._end_piece()
 
@@ -54,7 +56,8 @@ class PieceSums:
 
     def _end_piece(self) -> None:
         self._pieces.append(FilePiece(self._bytes, self._digest.hexdigest()))
-        self._digest, self._bytes = hashlib.sha256(), 0
+        self._digest = hashlib.sha256()
+        self._bytes = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ class CorpusRecord:
 
     def write(self, prefix: str) -> None:
         """Replace the record there. Raises DataError when the disk is full."""
-        with replacing(record_path(prefix), "Free some space and run the command again.") as file:
+        with replacing(
+            record_path(prefix), "Free some space and run the command again."
+        ) as file:
             file.write(json.dumps(asdict(self), indent=1).encode())
 
 
@@ -88,12 +93,16 @@ def read_record(prefix: str | os.PathLike) -> CorpusRecord | None:
     path = record_path(prefix)
     try:
         values = json.loads(read_regular(path, DataError))
-        return CorpusRecord(**{**values, "pieces": [FilePiece(**piece) for piece in values["pieces"]]})
+        return CorpusRecord(
+            **{**values, "pieces": [FilePiece(**piece) for piece in values["pieces"]]}
+        )
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise DataError(f"{path} is not the record of a corpus: {e}. Remove it; the corpus then has no "
-                        "checksums.") from None
+        raise DataError(
+            f"{path} is not the record of a corpus: {e}. Remove it; the corpus then has no "
+            "checksums."
+        ) from None
 
 
 def remove_record(prefix: str | os.PathLike) -> None:
@@ -110,17 +119,32 @@ def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
         corpus = IndexedDataset(prefix)
     except DataError:
         return None
-    return record if (corpus.num_documents, corpus.num_tokens) == (record.documents, record.tokens) else None
+    return (
+        record
+        if (corpus.num_documents, corpus.num_tokens)
+        == (record.documents, record.tokens)
+        else None
+    )
 
 
-def record_of(prefix: str | os.PathLike, run: Callable[..., Iterable] = map) -> CorpusRecord:
+def record_of(
+    prefix: str | os.PathLike, run: Callable[..., Iterable] = map
+) -> CorpusRecord:
     """A record of the files as they are, for a corpus without one.  run: `map`, or that of a thread pool."""
     corpus = IndexedDataset(prefix)
     size = corpus.bin_path.stat().st_size
-    spans = [(start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES)]
+    spans = [
+        (start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES)
+    ]
     digests = run(lambda span: _digest(corpus.bin_path, *span), spans)
     pieces = [FilePiece(count, digest) for (_, count), digest in zip(spans, digests)]
-    return CorpusRecord(corpus.num_documents, corpus.num_tokens, None, pieces, sha256_of(corpus.idx_path))
+    return CorpusRecord(
+        corpus.num_documents,
+        corpus.num_tokens,
+        None,
+        pieces,
+        sha256_of(corpus.idx_path),
+    )
 
 
 def sha256_of(path: Path) -> str:
@@ -128,22 +152,33 @@ def sha256_of(path: Path) -> str:
     return _digest(path, 0, path.stat().st_size)
 
 
-def check_sums(prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..., Iterable] = map) -> None:
+def check_sums(
+    prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..., Iterable] = map
+) -> None:
     """Raises DataError for the first piece whose checksum differs.  run: `map`, or that of a thread pool."""
     bin_path, idx_path = corpus_paths(prefix)
-    size, recorded = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
+    size = bin_path.stat().st_size
+    recorded = sum(piece.bytes for piece in record.pieces)
     if size != recorded:
-        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} describes {recorded}: the "
-                        "two do not belong together. Copy both again.")
+        raise DataError(
+            f"{bin_path} has {size} bytes, and {record_path(prefix)} describes {recorded}: the "
+            "two do not belong together. Copy both again."
+        )
     starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
     spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]
-    for piece, start, found in zip(record.pieces, starts, run(lambda span: _digest(bin_path, *span), spans)):
+    for piece, start, found in zip(
+        record.pieces, starts, run(lambda span: _digest(bin_path, *span), spans)
+    ):
         if found != piece.sha256:
-            raise DataError(f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: "
-                            "their SHA-256 is not the recorded one. Copy the file again, or make it again "
-                            "with megatron-ds preprocess.")
+            raise DataError(
+                f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: "
+                "their SHA-256 is not the recorded one. Copy the file again, or make it again "
+                "with megatron-ds preprocess."
+            )
     if sha256_of(idx_path) != record.idx_sha256:
-        raise DataError(f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again.")
+        raise DataError(
+            f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again."
+        )
 
 
 def _digest(path: Path, start: int, count: int) -> str:

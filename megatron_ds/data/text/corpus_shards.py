@@ -22,30 +22,46 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from ...host.regular_file import create_again
-from .corpus_record import CorpusRecord, read_record, record_path, remove_record, sha256_of
+from .corpus_record import (
+    CorpusRecord,
+    read_record,
+    record_path,
+    remove_record,
+    sha256_of,
+)
 from .indexed import CODES, IndexedDataset, corpus_paths, write_index
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
 from .text_records import missing_package
 
-COPY_BYTES = 1 << 26                                        # copied by one task
-Task = Callable[..., Written]                               # task(shard=(i, n)); is pickled
-Run = Callable[[Task, int], Iterator[Written]]              # runs the task for each of n shards, in any order
+COPY_BYTES = 1 << 26  # copied by one task
+Task = Callable[..., Written]  # task(shard=(i, n)); is pickled
+Run = Callable[
+    [Task, int], Iterator[Written]
+]  # runs the task for each of n shards, in any order
 
 
 def run_here(task: Task, count: int) -> Iterator[Written]:
     """All shards at once, each in a process of its own."""
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),))
+    pool = ProcessPoolExecutor(
+        count, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),)
+    )
     try:
-        for future in as_completed([pool.submit(task, shard=(i, count)) for i in range(count)]):
+        for future in as_completed(
+            [pool.submit(task, shard=(i, count)) for i in range(count)]
+        ):
             yield future.result()
     except BrokenProcessPool:
-        raise DataError("a process was killed, perhaps because memory ran out. Finished shards are kept: the "
-                        "same command continues from there. Use fewer --partitions.") from None
+        raise DataError(
+            "a process was killed, perhaps because memory ran out. Finished shards are kept: the "
+            "same command continues from there. Use fewer --partitions."
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def run_on_ray(task: Task, count: int, address: str | None = None, cores: int = 1) -> Iterator[Written]:
+def run_on_ray(
+    task: Task, count: int, address: str | None = None, cores: int = 1
+) -> Iterator[Written]:
     """Each shard as a Ray task of so many cores. Files must have the same names on all machines."""
     try:
         import ray
@@ -54,7 +70,9 @@ def run_on_ray(task: Task, count: int, address: str | None = None, cores: int = 
     try:
         ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
     except (ConnectionError, ValueError) as e:
-        raise ConfigError(f"--ray {address}: {e}. Give the address of a running cluster, or local.") from None
+        raise ConfigError(
+            f"--ray {address}: {e}. Give the address of a running cluster, or local."
+        ) from None
     remote = ray.remote(num_cpus=cores, max_retries=3)(_returning_errors)
     waiting = [remote.remote(task, (i, count)) for i in range(count)]
     while waiting:
@@ -73,9 +91,17 @@ def _returning_errors(task: Task, shard: Shard) -> Written | str:
         return str(error)
 
 
-def preprocess_in_shards(task: Task, count: int, prefix: str, keys: Sequence[str], *, run: Run = run_here,
-                         sentences: bool = False, workers: int = 1,
-                         done: Callable[[Written], None] = lambda written: None) -> Written:
+def preprocess_in_shards(
+    task: Task,
+    count: int,
+    prefix: str,
+    keys: Sequence[str],
+    *,
+    run: Run = run_here,
+    sentences: bool = False,
+    workers: int = 1,
+    done: Callable[[Written], None] = lambda written: None,
+) -> Written:
     """Make all shards, merge them into `{prefix}_{key}_document` for each key, and remove them.
 
     done: called with the counts of each finished shard.  Raises DataError for the first shard that fails;
@@ -87,9 +113,12 @@ def preprocess_in_shards(task: Task, count: int, prefix: str, keys: Sequence[str
         total.documents += written.documents
         total.tokens += written.tokens
         total.num_bad += written.num_bad
-        total.bad += written.bad[:10 - len(total.bad)]
+        total.bad += written.bad[: 10 - len(total.bad)]
     prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]
-    shards = {key: [output_prefix(shard, key, sentences) for shard in prefixes] for key in keys}
+    shards = {
+        key: [output_prefix(shard, key, sentences) for shard in prefixes]
+        for key in keys
+    }
     if total.documents:
         for key, names in shards.items():
             merge(names, output_prefix(prefix, key, sentences), workers=workers)
@@ -102,7 +131,9 @@ def preprocess_in_shards(task: Task, count: int, prefix: str, keys: Sequence[str
     return total
 
 
-def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRecord | None:
+def merge(
+    prefixes: Sequence[str], output: str, *, workers: int = 4
+) -> CorpusRecord | None:
     """Write `output.bin/.idx` with the documents of all corpora in order; a record if each has one.
 
     workers: threads that copy.  Raises DataError for a damaged corpus, for corpora of different token types
@@ -118,17 +149,25 @@ def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRe
         _write_tokens(corpora, partial[0], workers)
         with create_again(partial[1]) as f:
             dtype = corpora[0].dtype.newbyteorder("=")
-            write_index(f, CODES[dtype], dtype.itemsize,
-                        [(corpus.lengths, corpus.document_indices) for corpus in corpora])
+            write_index(
+                f,
+                CODES[dtype],
+                dtype.itemsize,
+                [(corpus.lengths, corpus.document_indices) for corpus in corpora],
+            )
             f.flush()
             os.fsync(f.fileno())
         remove_record(output)
-        idx_path.unlink(missing_ok=True)                    # an old index must never be next to new tokens
+        idx_path.unlink(
+            missing_ok=True
+        )  # an old index must never be next to new tokens
         partial[0].replace(bin_path)
         partial[1].replace(idx_path)
     except OSError as e:
-        raise DataError(f"cannot write {output}: {e.strerror or e}. Nothing was kept; free some space, or "
-                        "choose another --output-prefix.") from None
+        raise DataError(
+            f"cannot write {output}: {e.strerror or e}. Nothing was kept; free some space, or "
+            "choose another --output-prefix."
+        ) from None
     finally:
         for path in partial:
             with contextlib.suppress(OSError):
@@ -136,31 +175,51 @@ def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRe
     if not all(records):
         return None
     record = CorpusRecord(
-        sum(corpus.num_documents for corpus in corpora), sum(corpus.num_tokens for corpus in corpora),
-        records[0].tokenizer, [piece for record in records for piece in record.pieces], sha256_of(idx_path),
-        sum(record.skipped for record in records))
+        sum(corpus.num_documents for corpus in corpora),
+        sum(corpus.num_tokens for corpus in corpora),
+        records[0].tokenizer,
+        [piece for record in records for piece in record.pieces],
+        sha256_of(idx_path),
+        sum(record.skipped for record in records),
+    )
     record.write(output)
     return record
 
 
-def _check(prefixes: Sequence[str], corpora: Sequence[IndexedDataset], records: Sequence[CorpusRecord | None],
-           output: str) -> None:
+def _check(
+    prefixes: Sequence[str],
+    corpora: Sequence[IndexedDataset],
+    records: Sequence[CorpusRecord | None],
+    output: str,
+) -> None:
     if not corpora:
         raise DataError("no corpora to merge.")
-    if corpus_paths(output)[0].resolve() in (corpus_paths(prefix)[0].resolve() for prefix in prefixes):
-        raise DataError(f"--output-prefix {output} is one of the corpora to merge. Choose another name.")
+    if corpus_paths(output)[0].resolve() in (
+        corpus_paths(prefix)[0].resolve() for prefix in prefixes
+    ):
+        raise DataError(
+            f"--output-prefix {output} is one of the corpora to merge. Choose another name."
+        )
     for prefix, corpus in zip(prefixes, corpora):
         if corpus.dtype != corpora[0].dtype:
-            raise DataError(f"{prefix} has tokens of type {corpus.dtype} and {prefixes[0]} of "
-                            f"{corpora[0].dtype}: they were made with vocabularies of different sizes. Make "
-                            "one of them again.")
+            raise DataError(
+                f"{prefix} has tokens of type {corpus.dtype} and {prefixes[0]} of "
+                f"{corpora[0].dtype}: they were made with vocabularies of different sizes. Make "
+                "one of them again."
+            )
         corpus.check()
-    known = [(prefix, record) for prefix, record in zip(prefixes, records) if record and record.tokenizer]
+    known = [
+        (prefix, record)
+        for prefix, record in zip(prefixes, records)
+        if record and record.tokenizer
+    ]
     for prefix, record in known:
         if record.tokenizer != known[0][1].tokenizer:
-            raise DataError(f"{prefix} was made with the tokenizer {record.tokenizer} and {known[0][0]} with "
-                            f"{known[0][1].tokenizer}: the same id means different text in them. Make one of "
-                            "them again.")
+            raise DataError(
+                f"{prefix} was made with the tokenizer {record.tokenizer} and {known[0][0]} with "
+                f"{known[0][1].tokenizer}: the same id means different text in them. Make one of "
+                "them again."
+            )
 
 
 def _write_tokens(corpora: Sequence[IndexedDataset], path: Path, workers: int) -> None:
@@ -168,8 +227,11 @@ def _write_tokens(corpora: Sequence[IndexedDataset], path: Path, workers: int) -
     starts = np.cumsum([0, *sizes]).tolist()
     with create_again(path) as f:
         f.truncate(starts[-1])
-        jobs = [(corpus.bin_path, at, start + at, min(COPY_BYTES, size - at))
-                for corpus, start, size in zip(corpora, starts, sizes) for at in range(0, size, COPY_BYTES)]
+        jobs = [
+            (corpus.bin_path, at, start + at, min(COPY_BYTES, size - at))
+            for corpus, start, size in zip(corpora, starts, sizes)
+            for at in range(0, size, COPY_BYTES)
+        ]
         with ThreadPoolExecutor(max(1, workers)) as pool:
             for _ in pool.map(lambda job: _copy(f.fileno(), *job), jobs):
                 pass
@@ -181,10 +243,14 @@ def _copy(output: int, path: Path, source: int, target: int, count: int) -> None
         while count:
             data = os.pread(f.fileno(), min(count, 1 << 22), source)
             if not data:
-                raise DataError(f"{path} became shorter while it was copied: another process writes to it. "
-                                "Run the command again when it has ended.")
+                raise DataError(
+                    f"{path} became shorter while it was copied: another process writes to it. "
+                    "Run the command again when it has ended."
+                )
             view = memoryview(data)
             while view:
                 written = os.pwrite(output, view, target)
-                view, target = view[written:], target + written
-            source, count = source + len(data), count - len(data)
+                view = view[written:]
+                target = target + written
+            source = source + len(data)
+            count = count - len(data)

@@ -30,16 +30,20 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-REAL_TYPES = {6: "float64", 7: "float32"}                   # of the format, and no token ids
+REAL_TYPES = {6: "float64", 7: "float32"}  # of the format, and no token ids
 CODES = {np.dtype(t): code for code, t in DTYPES.items()}
-CHECK_ROWS = 1 << 22                        # rows or tokens checked together: bounds the memory of `check`
-ROWS = 1 << 20                                              # of an index that is written, in memory together
-FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK = 256, 1 << 14        # at most 256 blocks of 16384 lengths are hashed
+CHECK_ROWS = 1 << 22  # rows or tokens checked together: bounds the memory of `check`
+ROWS = 1 << 20  # of an index that is written, in memory together
+# at most 256 blocks of 16384 lengths are hashed
+FINGERPRINT_BLOCKS = 256
+FINGERPRINT_BLOCK = 1 << 14
 
 
 def dtype_for(vocab_size: int | None) -> np.dtype:
     """uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
-    return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
+    return np.dtype(
+        np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32
+    )
 
 
 class IndexedDataset:
@@ -92,15 +96,17 @@ class IndexedDataset:
         such as "sample 7"
         """
         if self.dtype.kind == "i" and ids.size and (low := int(ids.min())) < 0:
-            raise DataError(f"{self.bin_path}: {place} has token id {low}, and ids begin at 0. Labels to "
-                            "ignore, or ids too large for their type, become negative numbers. Make the "
-                            "corpus again with megatron-ds preprocess.")
+            raise DataError(
+                f"{self.bin_path}: {place} has token id {low}, and ids begin at 0. Labels to "
+                "ignore, or ids too large for their type, become negative numbers. Make the "
+                "corpus again with megatron-ds preprocess."
+            )
 
     def check_tokens(self) -> None:
         """Read all tokens. Raises DataError for the first block with a negative id; `check` does not."""
         tokens = np.frombuffer(self._tokens, self.dtype)
         for first in range(0, len(tokens) if self.dtype.kind == "i" else 0, CHECK_ROWS):
-            block = tokens[first:first + CHECK_ROWS]
+            block = tokens[first : first + CHECK_ROWS]
             if block.min() < 0:
                 at = (first + int(np.argmax(block < 0))) * self.dtype.itemsize
                 sequence = int(np.searchsorted(self.offsets, at, side="right")) - 1
@@ -115,45 +121,64 @@ class IndexedDataset:
         count = len(self)
         starts = range(0, count, FINGERPRINT_BLOCK)
         if len(starts) > FINGERPRINT_BLOCKS:
-            starts = np.linspace(0, count - FINGERPRINT_BLOCK, FINGERPRINT_BLOCKS).astype(np.int64).tolist()
-        digest = hashlib.md5(f"{count} {self.num_tokens} {self.dtype}".encode(), usedforsecurity=False)
+            starts = (
+                np.linspace(0, count - FINGERPRINT_BLOCK, FINGERPRINT_BLOCKS)
+                .astype(np.int64)
+                .tolist()
+            )
+        digest = hashlib.md5(
+            f"{count} {self.num_tokens} {self.dtype}".encode(), usedforsecurity=False
+        )
         for start in starts:
-            digest.update(self.lengths[start:start + FINGERPRINT_BLOCK].tobytes())
+            digest.update(self.lengths[start : start + FINGERPRINT_BLOCK].tobytes())
         return digest.hexdigest()
 
     def key(self, documents: range) -> dict:
         """What identifies a range of documents in a cache: path, fingerprint and bounds, as JSON values."""
-        return {"dataset_path": str(self.bin_path.resolve())[:-4], "corpus": self.fingerprint(),
-                "documents": [documents.start, documents.stop]}
+        return {
+            "dataset_path": str(self.bin_path.resolve())[:-4],
+            "corpus": self.fingerprint(),
+            "documents": [documents.start, documents.stop],
+        }
 
     def check(self) -> None:
         """Check every row of the index. Raises DataError for the first one that points outside the tokens."""
         end = 0
         for first in range(0, len(self), CHECK_ROWS):
-            lengths = self.lengths[first:first + CHECK_ROWS].astype(np.int64)
-            offsets = self.offsets[first:first + CHECK_ROWS]
+            lengths = self.lengths[first : first + CHECK_ROWS].astype(np.int64)
+            offsets = self.offsets[first : first + CHECK_ROWS]
             ends = end + np.cumsum(lengths * self.dtype.itemsize)
             bad = (lengths < 0) | (offsets != ends - lengths * self.dtype.itemsize)
             if bad.any():
                 i = int(np.argmax(bad))
-                raise _damaged(self.idx_path, f"sequence {first + i} has length {lengths[i]} and byte offset "
-                                              f"{offsets[i]}, which does not continue the sequence before it")
+                raise _damaged(
+                    self.idx_path,
+                    f"sequence {first + i} has length {lengths[i]} and byte offset "
+                    f"{offsets[i]}, which does not continue the sequence before it",
+                )
             end = int(ends[-1])
         for first in range(0, len(self.document_indices), CHECK_ROWS):
-            bounds = self.document_indices[first:first + CHECK_ROWS + 1]
+            bounds = self.document_indices[first : first + CHECK_ROWS + 1]
             if (bounds[1:] < bounds[:-1]).any():
                 raise _damaged(self.idx_path, "the document boundaries go backwards")
 
     def _check_ends(self) -> None:
-        size, item = len(self._tokens), self.dtype.itemsize
+        size = len(self._tokens)
+        item = self.dtype.itemsize
         end = int(self.offsets[-1]) + int(self.lengths[-1]) * item if len(self) else 0
         if size != end:
             kind = "truncated" if size < end else "too long"
-            raise _damaged(self.bin_path, f"it is {kind}: {size} bytes where {self.idx_path} describes {end}")
+            raise _damaged(
+                self.bin_path,
+                f"it is {kind}: {size} bytes where {self.idx_path} describes {end}",
+            )
         bounds = self.document_indices
         if len(bounds) and (bounds[0] != 0 or bounds[-1] != len(self)):
-            raise _damaged(self.idx_path, f"the documents cover sequences {bounds[0]} to {bounds[-1]} of "
-                                          f"{len(self)}")
+            raise _damaged(
+                self.idx_path,
+                f"the documents cover sequences {bounds[0]} to {bounds[-1]} of "
+                f"{len(self)}",
+            )
 
 
 class IndexedWriter:
@@ -168,39 +193,59 @@ class IndexedWriter:
         assert self.dtype in CODES, f"{self.dtype} has no code in the format"
         self.bin_path, self.idx_path = corpus_paths(prefix)
         self._partial = [Path(f"{p}.partial") for p in (self.bin_path, self.idx_path)]
-        self._lengths, self._documents = array("i"), array("q", [0])
+        self._lengths = array("i")
+        self._documents = array("q", [0])
         self._low, self._high = _limits(self.dtype)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
             self._bin = _open_alone(self._partial[0])
         except OSError as e:
-            raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Choose another output "
-                            "prefix.") from None
+            raise DataError(
+                f"cannot write {self.bin_path}: {e.strerror}. Choose another output "
+                "prefix."
+            ) from None
 
-    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None) -> None:
+    def add_document(
+        self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None
+    ) -> None:
         """Add a document of one sequence, or of sequences of these lengths. Without both, no sequence."""
         ids = np.ascontiguousarray(tokens)
         lengths = ([len(ids)] if len(ids) else []) if lengths is None else list(lengths)
         assert sum(lengths) == len(ids), f"{len(ids)} tokens in sequences of {lengths}"
         if len(ids) and (ids.min() < self._low or ids.max() > self._high):
-            raise DataError(f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in "
-                            f"{self.bin_path}: the vocabulary is larger than that of the file.")
+            raise DataError(
+                f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in "
+                f"{self.bin_path}: the vocabulary is larger than that of the file."
+            )
         sequences = np.array([len(lengths)])
-        self.add_documents(ids.astype(self.dtype, copy=False), np.array(lengths, np.int64), sequences)
+        self.add_documents(
+            ids.astype(self.dtype, copy=False), np.array(lengths, np.int64), sequences
+        )
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
+    def add_documents(
+        self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray
+    ) -> None:
         """Add documents: all tokens, of this dtype; tokens of each sequence; sequences of each document."""
-        assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
+        assert (
+            tokens.dtype == self.dtype
+            and len(tokens) == lengths.sum()
+            and len(lengths) == sequences.sum()
+        )
         self._bin.write(tokens.data)
         first = len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-        self._documents.frombytes((first + np.cumsum(sequences, dtype=np.int64)).tobytes())
+        self._documents.frombytes(
+            (first + np.cumsum(sequences, dtype=np.int64)).tobytes()
+        )
 
     def finish(self) -> None:
         """Flush both files to disk, then rename them, `.idx` last."""
         _sync(self._bin)
         with create_again(self._partial[1]) as f:
-            parts = np.frombuffer(self._lengths, np.int32), np.frombuffer(self._documents, np.int64)
+            parts = (
+                np.frombuffer(self._lengths, np.int32),
+                np.frombuffer(self._documents, np.int64),
+            )
             write_index(f, CODES[self.dtype], self.dtype.itemsize, [parts])
             _sync(f)
         # The index of an older corpus must never be next to the new tokens.
@@ -224,17 +269,24 @@ class IndexedWriter:
             self.finish()
         except OSError as e:
             self.discard()
-            raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Nothing was kept.") from None
+            raise DataError(
+                f"cannot write {self.bin_path}: {e.strerror}. Nothing was kept."
+            ) from None
 
 
-def write_index(file: BinaryIO, code: int, item: int,
-                parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def write_index(
+    file: BinaryIO, code: int, item: int, parts: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> None:
     """Write an index.  code, item: of the token type, and its bytes.
 
     parts: corpora in order, each as its (lengths, document indices).
     """
+
     def blocks(column: np.ndarray) -> Iterator[np.ndarray]:
-        return (column[first:first + ROWS].astype(np.int64) for first in range(0, len(column), ROWS))
+        return (
+            column[first : first + ROWS].astype(np.int64)
+            for first in range(0, len(column), ROWS)
+        )
 
     num_sequences = sum(len(lengths) for lengths, _ in parts)
     num_documents = sum(len(documents) - 1 for _, documents in parts)
@@ -281,11 +333,13 @@ def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
 def _map(path: Path) -> memoryview:
     try:
         if path.stat().st_size == 0:
-            return memoryview(b"")                          # an empty file cannot be mapped
+            return memoryview(b"")  # an empty file cannot be mapped
         return memoryview(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "
-                        f"megatron-ds preprocess writes them. {_corpora_near(path)}") from None
+        raise DataError(
+            f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "
+            f"megatron-ds preprocess writes them. {_corpora_near(path)}"
+        ) from None
     except OSError as e:
         raise DataError(f"cannot read {path}: {e.strerror}.") from None
 
@@ -295,38 +349,62 @@ def _corpora_near(path: Path) -> str:
     folder = path.with_suffix("") if path.with_suffix("").is_dir() else path.parent
     if not folder.is_dir():
         return f"There is no folder {folder}."
-    pairs = sorted(p.stem for p in folder.glob("*.idx") if p.with_suffix(".bin").exists())
+    pairs = sorted(
+        p.stem for p in folder.glob("*.idx") if p.with_suffix(".bin").exists()
+    )
     if not pairs:
         return f"In {folder.resolve()} there is no such pair."
-    near = difflib.get_close_matches(path.stem, pairs, n=1) if path.stem != ".idx" else []
+    near = (
+        difflib.get_close_matches(path.stem, pairs, n=1) if path.stem != ".idx" else []
+    )
     near = near or pairs[:8]
     return f"In {folder.resolve()} there {'is' if len(near) == 1 else 'are'} {', '.join(near)}."
 
 
 def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
     if len(index) < HEADER.size:
-        raise _damaged(path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}")
-    magic, version, code, num_sequences, num_bounds = HEADER.unpack(index[:HEADER.size])
+        raise _damaged(
+            path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}"
+        )
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(
+        index[: HEADER.size]
+    )
     if magic != MAGIC:
         is_fairseq = magic[:6] == b"TNTIDX"
-        kind = "an index of the older fairseq format" if is_fairseq else "not an index of this format"
+        kind = (
+            "an index of the older fairseq format"
+            if is_fairseq
+            else "not an index of this format"
+        )
         raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: {kind}")
     if version != VERSION:
-        raise _damaged(path, f"its version is {version}; only version {VERSION} is supported")
+        raise _damaged(
+            path, f"its version is {version}; only version {VERSION} is supported"
+        )
     if code in REAL_TYPES:
-        raise DataError(f"{path}: its tokens are {REAL_TYPES[code]} numbers, and token ids are integers. "
-                        "Write the corpus again as uint16 or int32.")
+        raise DataError(
+            f"{path}: its tokens are {REAL_TYPES[code]} numbers, and token ids are integers. "
+            "Write the corpus again as uint16 or int32."
+        )
     if code not in DTYPES:
-        raise _damaged(path, f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}")
+        raise _damaged(
+            path,
+            f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}",
+        )
     size = HEADER.size + 12 * num_sequences + 8 * num_bounds
-    if len(index) not in (size, size + num_sequences):      # the longer one has modes
+    if len(index) not in (size, size + num_sequences):  # the longer one has modes
         kind = "truncated" if len(index) < size else "too long"
-        raise _damaged(path, f"it is {kind}: {len(index)} bytes where {num_sequences} sequences and "
-                             f"{num_bounds} document boundaries take {size}")
+        raise _damaged(
+            path,
+            f"it is {kind}: {len(index)} bytes where {num_sequences} sequences and "
+            f"{num_bounds} document boundaries take {size}",
+        )
     return np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
 
 
-def _column(index: memoryview, dtype: str, count: int, at: int) -> tuple[np.ndarray, int]:
+def _column(
+    index: memoryview, dtype: str, count: int, at: int
+) -> tuple[np.ndarray, int]:
     """`count` numbers at byte `at`, and the byte after them."""
     return np.frombuffer(index, dtype, count, at), at + count * np.dtype(dtype).itemsize
 
@@ -344,17 +422,20 @@ def _open_alone(path: Path) -> BinaryIO:
         file = open_to_append(path, DataError)
         try:
             import fcntl
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise DataError(f"{path} is being written by another process. Wait for it or end it, or choose "
-                            "another output prefix.") from None
+            raise DataError(
+                f"{path} is being written by another process. Wait for it or end it, or choose "
+                "another output prefix."
+            ) from None
         except (ImportError, OSError):
-            pass                                            # an operating system or file system without locks
+            pass  # an operating system or file system without locks
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.truncate(0)
             return file
-        file.close()                                    # the other process finished and renamed it in between
+        file.close()  # the other process finished and renamed it in between
 
 
 def _sync(file) -> None:
@@ -364,5 +445,7 @@ def _sync(file) -> None:
 
 
 def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path} is damaged: {what}. Copy it again, or make it again with "
-                     "megatron-ds preprocess.")
+    return DataError(
+        f"{path} is damaged: {what}. Copy it again, or make it again with "
+        "megatron-ds preprocess."
+    )

@@ -24,7 +24,7 @@ from ...errors import DataError
 from .text_records import BadLine, Block, Texts
 
 WHERE = ("file", "paragraph", "line")
-LONGEST_BYTES = 1 << 27                        # of a document: the library takes 150 bytes of memory for each
+LONGEST_BYTES = 1 << 27  # of a document: the library takes 150 bytes of memory for each
 OTHER_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
@@ -52,8 +52,9 @@ class TextCut:
         return self.where == "line" or self.where == "paragraph" and not line.strip()
 
 
-def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
-                  cut: TextCut) -> Iterator[tuple[int, bytes]]:
+def cut_documents(
+    file: BinaryIO, path: str, at: int, stop: int | None, cut: TextCut
+) -> Iterator[tuple[int, bytes]]:
     """(first line, text) of each document of a slice.
 
     at: position of the file, the start of a line; 0 for the first slice.
@@ -65,9 +66,16 @@ def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
             raise DataError(_too_long(path, 1))
         yield 1, text
         return
-    is_inside, first, size, lines = at == 0, 1, 0, []
-    for number, line in enumerate(iter(partial(file.readline, LONGEST_BYTES + 1), b""), 1):
-        begin, at, is_end = at, at + len(line), cut.ends(line)
+    is_inside = at == 0
+    first = 1
+    size = 0
+    lines = []
+    for number, line in enumerate(
+        iter(partial(file.readline, LONGEST_BYTES + 1), b""), 1
+    ):
+        begin = at
+        at = at + len(line)
+        is_end = cut.ends(line)
         if is_inside and (cut.keeps_end or not is_end):
             lines.append(line.removeprefix(codecs.BOM_UTF8) if begin == 0 else line)
             size += len(line)
@@ -79,22 +87,32 @@ def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
             yield first, b"".join(lines)
         if stop is not None and begin >= stop:
             return
-        is_inside, first, size, lines = True, number + 1, 0, []
+        is_inside = True
+        first = number + 1
+        size = 0
+        lines = []
     if lines:
         yield first, b"".join(lines)
 
 
-def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: int, start: int,
-              position: Callable[[], int]) -> Iterator[Block]:
+def blocks_of(
+    documents: Iterable[tuple[int, bytes]],
+    path: str,
+    block_bytes: int,
+    start: int,
+    position: Callable[[], int],
+) -> Iterator[Block]:
     """Documents that are not blank, in blocks of at least `block_bytes`.  position: that of the reader."""
-    block, size = [], 0
+    block = []
+    size = 0
     for first, text in documents:
         if text and not text.isspace():
             block.append((first, text))
             size += len(text)
         if size >= block_bytes:
             yield Block(path, *zip(*block), position(), start)
-            block, size = [], 0
+            block = []
+            size = 0
     if block:
         yield Block(path, *zip(*block), position(), start)
 
@@ -103,33 +121,46 @@ def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
     """Raises DataError for a file whose first line is UTF-16, or JSON lines with one of the keys."""
     for mark, name in OTHER_MARKS.items():
         if first.startswith(mark):
-            raise DataError(f"{path} is text in {name}, and only UTF-8 is read. Convert it: "
-                            f"iconv -f {name} -t UTF-8 {path}")
+            raise DataError(
+                f"{path} is text in {name}, and only UTF-8 is read. Convert it: "
+                f"iconv -f {name} -t UTF-8 {path}"
+            )
     if first.lstrip(codecs.BOM_UTF8 + b" ").startswith(b'{"'):
         try:
             record = json.loads(first.decode("utf-8-sig"))
         except (ValueError, RecursionError):
             return
         if found := [key for key in keys if isinstance(record, dict) and key in record]:
-            raise DataError(f"{path} holds JSON lines: its first line is a JSON object with the key "
-                            f"{found[0]!r}. Its name makes it plain text, so the JSON itself would become "
-                            "tokens. Rename it to .jsonl.")
+            raise DataError(
+                f"{path} holds JSON lines: its first line is a JSON object with the key "
+                f"{found[0]!r}. Its name makes it plain text, so the JSON itself would become "
+                "tokens. Rename it to .jsonl."
+            )
 
 
 def texts_of_documents(block: Block) -> Texts:
     """The documents, as texts of one key. One that is not UTF-8 is reported by its bad line."""
-    texts, bad = [], []
+    texts = []
+    bad = []
     for first, data in zip(block.numbers, block.contents):
         try:
             texts.append(data.decode("utf-8").replace("\r\n", "\n").rstrip("\n"))
         except UnicodeDecodeError as e:
             line_start = data.rfind(b"\n", 0, e.start) + 1
-            bad.append(BadLine(block.path, first + data.count(b"\n", 0, e.start),
-                               f"not UTF-8 at byte {e.start - line_start}", block.start))
+            bad.append(
+                BadLine(
+                    block.path,
+                    first + data.count(b"\n", 0, e.start),
+                    f"not UTF-8 at byte {e.start - line_start}",
+                    block.start,
+                )
+            )
     return [texts], bad
 
 
 def _too_long(path: str, line: int) -> str:
-    return (f"{path}: the document that begins in line {line} is longer than {LONGEST_BYTES >> 20} MiB, and "
-            "a document is tokenized in memory as a whole. Cut the file into documents with --text-documents "
-            "paragraph or line, or with --text-separator.")
+    return (
+        f"{path}: the document that begins in line {line} is longer than {LONGEST_BYTES >> 20} MiB, and "
+        "a document is tokenized in memory as a whole. Cut the file into documents with --text-documents "
+        "paragraph or line, or with --text-separator."
+    )

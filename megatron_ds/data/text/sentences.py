@@ -17,13 +17,15 @@ from .text_records import missing_package
 
 # Without the last full stop, in lower case, as Punkt stores them.
 ABBREVIATIONS = {
-    "english": ("mr mrs ms dr prof rev hon gen col capt lt sgt gov sen rep pres st jr sr messrs nos vs etc "
-                "e.g i.e cf al viz approx ca fig figs eq eqs secs chap vol vols pp ed eds op cit dept univ "
-                "inc ltd co corp bros jan feb apr jun jul aug sep sept oct nov dec tue tues thu thurs fri "
-                "a.m p.m u.s u.k u.n d.c ph.d m.d b.a m.a b.c a.d").split(),
+    "english": (
+        "mr mrs ms dr prof rev hon gen col capt lt sgt gov sen rep pres st jr sr messrs nos vs etc "
+        "e.g i.e cf al viz approx ca fig figs eq eqs secs chap vol vols pp ed eds op cit dept univ "
+        "inc ltd co corp bros jan feb apr jun jul aug sep sept oct nov dec tue tues thu thurs fri "
+        "a.m p.m u.s u.k u.n d.c ph.d m.d b.a m.a b.c a.d"
+    ).split(),
     "none": (),
 }
-TRAINING_BYTES = 1 << 23                              # of text from the start of the input: takes two seconds
+TRAINING_BYTES = 1 << 23  # of text from the start of the input: takes two seconds
 
 
 class Splitter:
@@ -34,7 +36,8 @@ class Splitter:
     """
 
     def __init__(self, state: dict, keep_newlines: bool = False):
-        self._state, self._keep_newlines = state, keep_newlines
+        self._state = state
+        self._keep_newlines = keep_newlines
         description = json.dumps([state, keep_newlines], sort_keys=True)
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()[:16]
 
@@ -44,7 +47,9 @@ class Splitter:
             return self._punkt.tokenize(text)
         starts = [start for start, _ in self._punkt.span_tokenize(text)]
         starts = [0, *starts[1:]] if starts else []
-        return [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)])]
+        return [
+            text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)])
+        ]
 
     @cached_property
     def _punkt(self):
@@ -57,15 +62,22 @@ class Splitter:
         return nltk.PunktSentenceTokenizer(parameters)
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_punkt"}
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_punkt"
+        }
 
 
-def learn_splitter(texts: Iterable[str], language: str = "english", keep_newlines: bool = False) -> Splitter:
+def learn_splitter(
+    texts: Iterable[str], language: str = "english", keep_newlines: bool = False
+) -> Splitter:
     """A splitter trained on the first TRAINING_BYTES.  language: its common abbreviations are added."""
     if language not in ABBREVIATIONS:
-        raise ConfigError(f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use "
-                          "none: abbreviations are also learned from the text.")
-    nltk, left = _nltk(), TRAINING_BYTES
+        raise ConfigError(
+            f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use "
+            "none: abbreviations are also learned from the text."
+        )
+    nltk = _nltk()
+    left = TRAINING_BYTES
     trainer = nltk.PunktTrainer()
     for text in texts:
         if left <= 0:
@@ -74,10 +86,17 @@ def learn_splitter(texts: Iterable[str], language: str = "english", keep_newline
         left -= len(text)
     trainer.finalize_training()
     learned = trainer.get_params()
-    return Splitter({
-        "abbreviations": sorted(learned.abbrev_types | set(ABBREVIATIONS[language])),
-        "collocations": sorted(learned.collocations), "starters": sorted(learned.sent_starters),
-        "contexts": dict(sorted(learned.ortho_context.items()))}, keep_newlines)
+    return Splitter(
+        {
+            "abbreviations": sorted(
+                learned.abbrev_types | set(ABBREVIATIONS[language])
+            ),
+            "collocations": sorted(learned.collocations),
+            "starters": sorted(learned.sent_starters),
+            "contexts": dict(sorted(learned.ortho_context.items())),
+        },
+        keep_newlines,
+    )
 
 
 def _nltk():

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from ...errors import ConfigError, DataError
 
-Text = str | list[str]                                      # a document, or its sentences
-ROWS = 1024                                                 # of a block, whose texts are in memory together
+Text = str | list[str]  # a document, or its sentences
+ROWS = 1024  # of a block, whose texts are in memory together
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Block:
     @property
     def last(self) -> int:
         """Number of the last row, or of the last line that is not blank."""
-        lines = 0 if self.unit == "row" else self.contents[-1].rstrip(b"\r\n").count(b"\n")
+        lines = (
+            0 if self.unit == "row" else self.contents[-1].rstrip(b"\r\n").count(b"\n")
+        )
         return self.numbers[-1] + lines
 
 
@@ -57,7 +59,9 @@ class BadLine:
         return f"{self.path}, {self.unit} {self.line + lines_before(self.path, self.start)}: {self.reason}"
 
 
-Texts = tuple[list[list[Text]], list[BadLine]]           # the texts of each key, and the lines that have none
+Texts = tuple[
+    list[list[Text]], list[BadLine]
+]  # the texts of each key, and the lines that have none
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +69,9 @@ def lines_before(path: str, start: int) -> int:
     """Number of lines that begin before byte `start` of an uncompressed file."""
     if not start:
         return 0
-    count, left = 1, start - 1                           # the line of byte start - 1, and all lines before it
+    # the line of byte start - 1, and all lines before it
+    count = 1
+    left = start - 1
     with open(path, "rb") as file:
         while left > 0 and (piece := file.read(min(left, 1 << 20))):
             count += piece.count(b"\n")
@@ -91,7 +97,9 @@ def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Text
             continue
         try:
             values = contents if block.unit == "row" else _values(contents, keys)
-            found = [_checked_text(value, key, sentences) for key, value in zip(keys, values)]
+            found = [
+                _checked_text(value, key, sentences) for key, value in zip(keys, values)
+            ]
         except ValueError as e:
             bad.append(BadLine(block.path, number, str(e), block.start, block.unit))
             continue
@@ -111,9 +119,13 @@ def _values(line: bytes, keys: Sequence[str]) -> list[object]:
     except RecursionError:
         raise ValueError("not readable JSON: nested too deep") from None
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}")
+        raise ValueError(
+            f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"
+        )
     if missing := [key for key in keys if key not in record]:
-        raise ValueError(f"no key {missing[0]!r}; it has {', '.join(map(repr, record)) or 'none'}")
+        raise ValueError(
+            f"no key {missing[0]!r}; it has {', '.join(map(repr, record)) or 'none'}"
+        )
     return [record[key] for key in keys]
 
 
@@ -125,7 +137,7 @@ def _checked_text(value: object, key: str, sentences: bool) -> Text:
 
 
 def _checked(value: object, what: str) -> str:
-    if isinstance(value, bytes):                            # HDF5 stores texts as bytes
+    if isinstance(value, bytes):  # HDF5 stores texts as bytes
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as e:
@@ -135,19 +147,28 @@ def _checked(value: object, what: str) -> str:
     if not value.isascii():
         try:
             value.encode("utf-8")
-        except UnicodeEncodeError as e:                   # "\\ud83d" alone is legal JSON, but not a character
-            raise ValueError(f"{what} holds half a surrogate pair at character {e.start}") from None
+        except (
+            UnicodeEncodeError
+        ) as e:  # "\\ud83d" alone is legal JSON, but not a character
+            raise ValueError(
+                f"{what} holds half a surrogate pair at character {e.start}"
+            ) from None
     return value
 
 
-def missing_package(extra: str, package: str, what: str, error: ImportError) -> ConfigError:
+def missing_package(
+    extra: str, package: str, what: str, error: ImportError
+) -> ConfigError:
     """The error for a package of an extra that is not installed."""
-    return ConfigError(f"{what} needs {package} ({error}). Install it with: pip install "
-                       f"'megatron_ds[{extra}]'")
+    return ConfigError(
+        f"{what} needs {package} ({error}). Install it with: pip install "
+        f"'megatron_ds[{extra}]'"
+    )
 
 
-def read_rows(path: str, keys: Sequence[str], size: int, start: int = 0,
-              stop: int | None = None) -> Iterator[Block]:
+def read_rows(
+    path: str, keys: Sequence[str], size: int, start: int = 0, stop: int | None = None
+) -> Iterator[Block]:
     """Rows start … stop − 1.  size: bytes of the file.  Raises DataError, as `open_table`."""
     table = open_table(path, keys)
     for rows in table.read(start, table.num_rows if stop is None else stop):
@@ -169,7 +190,8 @@ class _Parquet:
             import pyarrow.parquet
         except ImportError as e:
             raise missing_package("data", "pyarrow", path, e) from None
-        self._path, self._keys = path, list(keys)
+        self._path = path
+        self._keys = list(keys)
         self._errors = (pyarrow.ArrowException, OSError)
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
@@ -187,11 +209,16 @@ class _Parquet:
                 at += rows
                 continue
             try:
-                for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self._keys):
-                    low, high = max(start - at, 0), min(stop - at, batch.num_rows)
+                for batch in self._file.iter_batches(
+                    ROWS, row_groups=[group], columns=self._keys
+                ):
+                    low = max(start - at, 0)
+                    high = min(stop - at, batch.num_rows)
                     if low < high:
                         part = batch.slice(low, high - low)
-                        yield list(zip(*(part.column(key).to_pylist() for key in self._keys)))
+                        yield list(
+                            zip(*(part.column(key).to_pylist() for key in self._keys))
+                        )
                     at += batch.num_rows
             except self._errors as e:
                 raise _damaged(self._path, "Parquet", e) from None
@@ -207,13 +234,22 @@ class _HDF5:
             self._file = h5py.File(path, "r")
         except OSError as e:
             raise _damaged(path, "HDF5", e) from None
-        self._path, self._keys = path, list(keys)
-        arrays = [name for name, value in self._file.items() if isinstance(value, h5py.Dataset)]
+        self._path = path
+        self._keys = list(keys)
+        arrays = [
+            name
+            for name, value in self._file.items()
+            if isinstance(value, h5py.Dataset)
+        ]
         _check_keys(path, keys, arrays)
         counts = {key: self._file[key].shape for key in keys}
-        if len(set(counts.values())) > 1 or any(len(shape) != 1 for shape in counts.values()):
-            raise DataError(f"{path}: the arrays have shapes {counts}; texts need arrays of one dimension "
-                            "and of equal length.")
+        if len(set(counts.values())) > 1 or any(
+            len(shape) != 1 for shape in counts.values()
+        ):
+            raise DataError(
+                f"{path}: the arrays have shapes {counts}; texts need arrays of one dimension "
+                "and of equal length."
+            )
         self.num_rows = counts[keys[0]][0]
 
     def read(self, start: int, stop: int) -> Iterator[list[tuple]]:
@@ -228,10 +264,14 @@ class _HDF5:
 
 def _check_keys(path: str, keys: Sequence[str], found: Sequence[str]) -> None:
     if missing := [key for key in keys if key not in found]:
-        raise DataError(f"{path} has no column {', '.join(map(repr, missing))}; it has "
-                        f"{', '.join(map(repr, found)) or 'none'}. Name existing columns with --json-keys.")
+        raise DataError(
+            f"{path} has no column {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, found)) or 'none'}. Name existing columns with --json-keys."
+        )
 
 
 def _damaged(path: str, kind: str, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}. Copy it again, or "
-                     "rename it if it is a file of another kind.")
+    return DataError(
+        f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}. Copy it again, or "
+        "rename it if it is a file of another kind."
+    )

@@ -13,23 +13,43 @@ from .base import TOKENIZERS, NullTokenizer, Tokenizer, TokenizerOptions, arrays
 if TYPE_CHECKING:
     from ...config import DataConfig, ModelConfig
 
-__all__ = ["TOKENIZERS", "NullTokenizer", "Tokenizer", "TokenizerOptions", "arrays_of", "build_tokenizer",
-           "make_tokenizer"]
+__all__ = [
+    "TOKENIZERS",
+    "NullTokenizer",
+    "Tokenizer",
+    "TokenizerOptions",
+    "arrays_of",
+    "build_tokenizer",
+    "make_tokenizer",
+]
 
 
 def build_tokenizer(data: "DataConfig", model: "ModelConfig") -> Tokenizer:
     """The tokenizer of a run. Raises as `make_tokenizer`, and ConfigError without --tokenizer-type."""
     if data.tokenizer_type is None:
-        raise ConfigError("no tokenizer is given: add --tokenizer-type, one of "
-                          f"{', '.join(TOKENIZERS.names())}, with which the corpus was made. For mock data, "
-                          "NullTokenizer with --vocab-size is enough.")
-    return make_tokenizer(data.tokenizer_type, vocab_file=data.vocab_file, merge_file=data.merge_file,
-                          tokenizer_model=data.tokenizer_model, vocab_size=model.vocab_size)
+        raise ConfigError(
+            "no tokenizer is given: add --tokenizer-type, one of "
+            f"{', '.join(TOKENIZERS.names())}, with which the corpus was made. For mock data, "
+            "NullTokenizer with --vocab-size is enough."
+        )
+    return make_tokenizer(
+        data.tokenizer_type,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        tokenizer_model=data.tokenizer_model,
+        vocab_size=model.vocab_size,
+    )
 
 
-def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None,
-                   tokenizer_model: str | None = None, vocab_size: int | None = None,
-                   backend: str = "auto") -> Tokenizer:
+def make_tokenizer(
+    tokenizer_type: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    backend: str = "auto",
+) -> Tokenizer:
     """A tokenizer by its type.
 
     vocab_size: read by `NullTokenizer` only.  backend: the encoder (backend.py); the ids do not depend on it.
@@ -38,6 +58,10 @@ def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_
     """
     kind = TOKENIZERS[tokenizer_type]
     if backend != "auto" and not getattr(kind, "has_backends", False):
-        raise ConfigError(f"--tokenizer-backend {backend}: {tokenizer_type} has only one encoder. Remove the "
-                          "flag.")
-    return kind.from_options(TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend))
+        raise ConfigError(
+            f"--tokenizer-backend {backend}: {tokenizer_type} has only one encoder. Remove the "
+            "flag."
+        )
+    return kind.from_options(
+        TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend)
+    )

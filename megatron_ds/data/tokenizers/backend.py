@@ -32,17 +32,19 @@ from .base import Arrays, Tokenizer, flat
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
 
-Describe = Callable[[], str]                                # the text of a tokenizer.json
+Describe = Callable[[], str]  # the text of a tokenizer.json
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
 EncodeArrays = Callable[[Sequence[str]], Arrays]
 logger = logging.getLogger(__name__)
-CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice, in 50 ms
+CHECKED_BYTES = 1 << 16  # of the first texts are encoded twice, in 50 ms
 ENCODING = "a text cannot be encoded"
 OTHER, LETTER, NUMBER, SPACE = range(4)
-LAST_ASSIGNED = 0x40000                                     # no letters, numbers or spaces from here on
+LAST_ASSIGNED = 0x40000  # no letters, numbers or spaces from here on
 # The newer pattern, and how many digits of a number stay together.
-_NEWER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-          r"\s*[\r\n]+|\s+(?!\S)|\s+")
+_NEWER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MOST_DIGITS = {_NEWER % "{1,3}": 3, _NEWER % "": 1}
 
 
@@ -57,8 +59,10 @@ def library_panics(what: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what}: the tokenizers library failed: {error}. The file is damaged, or the text "
-                        "cannot be cut by its pattern.") from None
+        raise DataError(
+            f"{what}: the tokenizers library failed: {error}. The file is damaged, or the text "
+            "cannot be cut by its pattern."
+        ) from None
 
 
 class LibraryTokenizer(Tokenizer):
@@ -69,8 +73,11 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: LibraryModel, backend: str):
         if backend not in _MAKERS:
-            raise ConfigError(f"--tokenizer-backend {backend}: use one of {', '.join(_MAKERS)}.")
-        self._tokenizer, self._backend_name = tokenizer, backend
+            raise ConfigError(
+                f"--tokenizer-backend {backend}: use one of {', '.join(_MAKERS)}."
+            )
+        self._tokenizer = tokenizer
+        self._backend_name = backend
         if backend != "auto":
             _ = self._backend
 
@@ -80,7 +87,9 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with library_panics(ENCODING):
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
         return [encoding.ids for encoding in found]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
@@ -100,7 +109,10 @@ class CheckedBackend:
     """A fast backend. The ids of the first CHECKED_BYTES are compared with the library's."""
 
     def __init__(self, name: str, fast: EncodeArrays, library: EncodeBatch):
-        self._name, self._fast, self._library, self._unchecked = name, fast, library, CHECKED_BYTES
+        self._name = name
+        self._fast = fast
+        self._library = library
+        self._unchecked = CHECKED_BYTES
 
     def __call__(self, texts: Sequence[str]) -> Arrays:
         ids, lengths = self._fast(texts)
@@ -108,20 +120,26 @@ class CheckedBackend:
             self._check(texts, ids, lengths)
         return ids, lengths
 
-    def _check(self, texts: Sequence[str], ids: np.ndarray, lengths: np.ndarray) -> None:
+    def _check(
+        self, texts: Sequence[str], ids: np.ndarray, lengths: np.ndarray
+    ) -> None:
         start = 0
         for text, length in zip(texts, lengths.tolist()):
-            mine, start = ids[start:start + length].tolist(), start + length
-            if len(text) > self._unchecked:              # the library takes 150 bytes for each byte of a text
-                text = text[:self._unchecked]
+            mine = ids[start : start + length].tolist()
+            start = start + length
+            if (
+                len(text) > self._unchecked
+            ):  # the library takes 150 bytes for each byte of a text
+                text = text[: self._unchecked]
                 mine = self._fast([text])[0].tolist()
             theirs = self._library([text])[0]
             if mine != theirs:
                 at = len(os.path.commonprefix([mine, theirs]))
                 raise DataError(
                     f"--tokenizer-backend {self._name} gives other ids than the tokenizers library: from "
-                    f"token {at} on {mine[at:at + 4]} instead of {theirs[at:at + 4]}, in a text that begins "
-                    f"with {text[:40]!r}. Use --tokenizer-backend tokenizers, and please report it.")
+                    f"token {at} on {mine[at : at + 4]} instead of {theirs[at : at + 4]}, in a text that begins "
+                    f"with {text[:40]!r}. Use --tokenizer-backend tokenizers, and please report it."
+                )
             self._unchecked -= len(text)
             if self._unchecked <= 0:
                 return
@@ -131,14 +149,21 @@ def _by_library(describe: Describe, library: EncodeBatch) -> EncodeArrays:
     return lambda texts: flat(library(texts))
 
 
-def _native(describe: Describe, library: EncodeBatch, is_required: bool = True) -> EncodeArrays:
+def _native(
+    describe: Describe, library: EncodeBatch, is_required: bool = True
+) -> EncodeArrays:
     made = _native_or_reason(describe, library)
     if not isinstance(made, str):
         return made
     if is_required:
-        raise ConfigError(f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or "
-                          "tokenizers.")
-    logger.info("the tokenizers library encodes the text, not the faster native encoder: %s", made)
+        raise ConfigError(
+            f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or "
+            "tokenizers."
+        )
+    logger.info(
+        "the tokenizers library encodes the text, not the faster native encoder: %s",
+        made,
+    )
     return _by_library(describe, library)
 
 
@@ -168,19 +193,30 @@ def _gigatoken(describe: Describe, library: EncodeBatch) -> EncodeArrays:
     try:
         package = importlib.import_module("gigatoken")
     except ImportError as e:
-        raise ConfigError(f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install "
-                          "gigatoken, or use native, which needs no package.") from None
+        raise ConfigError(
+            f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install "
+            "gigatoken, or use native, which needs no package."
+        ) from None
     try:
         tokenizer = package.Tokenizer.from_json(describe())
-    except Exception as e:                                  # gigatoken does not document its exceptions
-        raise ConfigError(f"--tokenizer-backend gigatoken does not support this tokenizer: {e}. Use "
-                          "auto.") from None
+    except Exception as e:  # gigatoken does not document its exceptions
+        raise ConfigError(
+            f"--tokenizer-backend gigatoken does not support this tokenizer: {e}. Use "
+            "auto."
+        ) from None
     return CheckedBackend(
-        "gigatoken", lambda texts: flat(tokenizer.encode_batch_list(list(texts), parallel=False)), library)
+        "gigatoken",
+        lambda texts: flat(tokenizer.encode_batch_list(list(texts), parallel=False)),
+        library,
+    )
 
 
-_MAKERS = {"auto": functools.partial(_native, is_required=False), "native": _native,
-           "tokenizers": _by_library, "gigatoken": _gigatoken}
+_MAKERS = {
+    "auto": functools.partial(_native, is_required=False),
+    "native": _native,
+    "tokenizers": _by_library,
+    "gigatoken": _gigatoken,
+}
 BACKENDS = tuple(_MAKERS)
 
 
@@ -200,9 +236,15 @@ def byte_letters() -> dict[int, str]:
     Bytes that are visible in Latin-1 stand for themselves; the others, in order, are the letters from U+0100
     on.
     """
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    visible = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     hidden = [b for b in range(256) if b not in visible]
-    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    return {b: chr(b) for b in visible} | {
+        b: chr(256 + i) for i, b in enumerate(hidden)
+    }
 
 
 class NativePlan(NamedTuple):
@@ -239,15 +281,25 @@ def plan_native(description: str) -> NativePlan | str:
     pattern = _known_pattern(parts.get("pre_tokenizer") or {})
     if pattern is None:
         return "it cuts text in another way than GPT-2, GPT-4, Llama 3 and Qwen 2"
-    vocab, letters = model["vocab"], byte_letters()
+    vocab = model["vocab"]
+    letters = byte_letters()
     if missing := [b for b, letter in letters.items() if letter not in vocab]:
         return f"its vocabulary has no token for {len(missing)} of the 256 bytes"
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    merges = np.array([(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs], np.int32)
-    return NativePlan([vocab[letters[b]] for b in range(256)], merges.reshape(-1, 3),
-                      _as_bytes(vocab) if model.get("ignore_merges") else [],
-                      [token["content"].encode() for token in parts.get("added_tokens") or []],
-                      library_classes(), *pattern)
+    pairs = [
+        pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]
+    ]
+    merges = np.array(
+        [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs],
+        np.int32,
+    )
+    return NativePlan(
+        [vocab[letters[b]] for b in range(256)],
+        merges.reshape(-1, 3),
+        _as_bytes(vocab) if model.get("ignore_merges") else [],
+        [token["content"].encode() for token in parts.get("added_tokens") or []],
+        library_classes(),
+        *pattern,
+    )
 
 
 def _known_pattern(pre_tokenizer: dict) -> tuple[bool, int] | None:
@@ -255,11 +307,21 @@ def _known_pattern(pre_tokenizer: dict) -> tuple[bool, int] | None:
     if pre_tokenizer.get("type") == "Sequence":
         split, *rest = pre_tokenizer["pretokenizers"]
         pattern = split.get("pattern", {}).get("Regex")
-        known = (split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
-                 and pattern in MOST_DIGITS and len(rest) == 1 and _is_byte_level(rest[0])
-                 and not rest[0]["use_regex"])
+        known = (
+            split["type"] == "Split"
+            and split["behavior"] == "Isolated"
+            and not split["invert"]
+            and pattern in MOST_DIGITS
+            and len(rest) == 1
+            and _is_byte_level(rest[0])
+            and not rest[0]["use_regex"]
+        )
         return (True, MOST_DIGITS[pattern]) if known else None
-    return (False, 0) if _is_byte_level(pre_tokenizer) and pre_tokenizer.get("use_regex", True) else None
+    return (
+        (False, 0)
+        if _is_byte_level(pre_tokenizer) and pre_tokenizer.get("use_regex", True)
+        else None
+    )
 
 
 def _is_byte_level(part: dict) -> bool:
@@ -268,8 +330,11 @@ def _is_byte_level(part: dict) -> bool:
 
 def _as_bytes(vocab: dict[str, int]) -> list[tuple[bytes, int]]:
     byte_of = {letter: b for b, letter in byte_letters().items()}
-    return [(bytes(byte_of[c] for c in token), i) for token, i in vocab.items()
-            if all(c in byte_of for c in token)]
+    return [
+        (bytes(byte_of[c] for c in token), i)
+        for token, i in vocab.items()
+        if all(c in byte_of for c in token)
+    ]
 
 
 @functools.cache
@@ -280,8 +345,11 @@ def library_classes() -> bytes:
     from its first character.
     """
     from tokenizers import pre_tokenizers
+
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    codes = np.array([c for c in range(0x80, LAST_ASSIGNED) if not 0xD800 <= c < 0xE000])
+    codes = np.array(
+        [c for c in range(0x80, LAST_ASSIGNED) if not 0xD800 <= c < 0xE000]
+    )
     text = "".join(map(chr, codes))
     classes = np.zeros(0x110000, np.uint8)
     for c in range(0x80):
@@ -294,4 +362,7 @@ def library_classes() -> bytes:
 def _class_of(character: str, cut: Callable) -> int:
     """A letter is not cut from letters, a number from numbers, a sign from signs; white space from none."""
     alike = {LETTER: "a", NUMBER: "1", OTHER: "!"}
-    return next((kind for kind, c in alike.items() if len(cut(f"{c}{character}{c}")) == 1), SPACE)
+    return next(
+        (kind for kind, c in alike.items() if len(cut(f"{c}{character}{c}")) == 1),
+        SPACE,
+    )

@@ -11,7 +11,9 @@ import numpy as np
 from ...errors import ConfigError, DataError
 from ...registry import Registry
 
-Arrays = tuple[np.ndarray, np.ndarray]             # ids of several texts back to back, and the length of each
+Arrays = tuple[
+    np.ndarray, np.ndarray
+]  # ids of several texts back to back, and the length of each
 
 
 class Tokenizer(Protocol):
@@ -66,23 +68,34 @@ def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
 def flat(rows: Sequence[Sequence[int]]) -> Arrays:
     """The rows back to back, int32, and their lengths, int64."""
     lengths = np.array([len(row) for row in rows], np.int64)
-    return np.fromiter((i for row in rows for i in row), np.int32, int(lengths.sum())), lengths
+    return np.fromiter(
+        (i for row in rows for i in row), np.int32, int(lengths.sum())
+    ), lengths
 
 
-def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str, *,
-                   folder_ok: bool = False) -> list[str]:
+def required_files(
+    options: TokenizerOptions,
+    fields: Sequence[str],
+    kind: str,
+    *,
+    folder_ok: bool = False,
+) -> list[str]:
     """The paths in these fields. Raises one ConfigError naming all flags that are missing or name no file."""
     flag = lambda field: "--" + field.replace("_", "-")
     wrong = []
     missing = [flag(field) for field in fields if not getattr(options, field)]
     if missing:
-        wrong.append(f"{kind} needs {' and '.join(missing)}. megatron-ds tokenizer makes such files from "
-                     "your text.")
+        wrong.append(
+            f"{kind} needs {' and '.join(missing)}. megatron-ds tokenizer makes such files from "
+            "your text."
+        )
     for field in fields:
         path = getattr(options, field)
         if path and not (os.path.isfile(path) or folder_ok and os.path.isdir(path)):
             what = "file or folder" if folder_ok else "file"
-            wrong.append(f"{flag(field)} {path}: there is no such {what}, and {kind} needs it.")
+            wrong.append(
+                f"{flag(field)} {path}: there is no such {what}, and {kind} needs it."
+            )
     if wrong:
         raise ConfigError(" ".join(wrong))
     return [getattr(options, field) for field in fields]
@@ -111,18 +124,24 @@ class NullTokenizer(Tokenizer):
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "NullTokenizer":
         if not options.vocab_size:
-            raise ConfigError("NullTokenizer needs --vocab-size, the number of different ids in the data.")
+            raise ConfigError(
+                "NullTokenizer needs --vocab-size, the number of different ids in the data."
+            )
         return cls(options.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as e:
-            raise DataError(f"NullTokenizer reads decimal ids separated by spaces: {e}.") from None
+            raise DataError(
+                f"NullTokenizer reads decimal ids separated by spaces: {e}."
+            ) from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise DataError(f"the text contains ids from {min(ids)} to {max(ids)}, but NullTokenizer with "
-                            f"--vocab-size {self.eod} allows 0 to {self.eod}, the last for the end of a "
-                            "document. Use a larger --vocab-size, or correct the text.")
+            raise DataError(
+                f"the text contains ids from {min(ids)} to {max(ids)}, but NullTokenizer with "
+                f"--vocab-size {self.eod} allows 0 to {self.eod}, the last for the end of a "
+                "document. Use a larger --vocab-size, or correct the text."
+            )
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from ...errors import DataError
 from .backend import LibraryTokenizer, library_panics
-from .base import TOKENIZERS, Tokenizer, TokenizerOptions, fingerprint_of, required_files
+from .base import (
+    TOKENIZERS,
+    Tokenizer,
+    TokenizerOptions,
+    fingerprint_of,
+    required_files,
+)
 from .special_tokens import end_of_document, read_json_text
 
 if TYPE_CHECKING:
@@ -22,8 +28,8 @@ if TYPE_CHECKING:
 
 EOD = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-LONGEST_WORD = 200                                      # characters; a longer word is unknown, as in Megatron
-MOST_IDS = 10**8                                        # no vocabulary is so large; ids are int32 in corpora
+LONGEST_WORD = 200  # characters; a longer word is unknown, as in Megatron
+MOST_IDS = 10**8  # no vocabulary is so large; ids are int32 in corpora
 Pair = tuple[str, str]
 
 
@@ -35,13 +41,16 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def __init__(self, path: str, backend: str = "auto"):
         from tokenizers import Tokenizer
+
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         with library_panics(f"--tokenizer-model {file} cannot be read as a tokenizer"):
             try:
                 tokenizer = Tokenizer.from_file(file)
-            except Exception as e:                         # the library raises plain Exception for everything
-                raise DataError(f"--tokenizer-model {path}: {file} cannot be read as a tokenizer: "
-                                f"{e}.") from None
+            except Exception as e:  # the library raises plain Exception for everything
+                raise DataError(
+                    f"--tokenizer-model {path}: {file} cannot be read as a tokenizer: "
+                    f"{e}."
+                ) from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         super().__init__(tokenizer, backend)
@@ -50,11 +59,15 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.base_size = tokenizer.get_vocab_size(with_added_tokens=False)
         self.vocab_size = max(self.vocab.values()) + 1
         self.eod = end_of_document(file, self.vocab)
-        self.fingerprint = fingerprint_of("HuggingFaceTokenizer", tokenizer.to_str().encode())
+        self.fingerprint = fingerprint_of(
+            "HuggingFaceTokenizer", tokenizer.to_str().encode()
+        )
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "HuggingFaceTokenizer":
-        path, = required_files(options, ("tokenizer_model",), "HuggingFaceTokenizer", folder_ok=True)
+        (path,) = required_files(
+            options, ("tokenizer_model",), "HuggingFaceTokenizer", folder_ok=True
+        )
         return cls(path, options.backend)
 
 
@@ -64,17 +77,24 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: str):
         import sentencepiece
+
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as e:
-            raise DataError(f"--tokenizer-model {path} cannot be read as a sentencepiece model: "
-                            f"{e}.") from None
+            raise DataError(
+                f"--tokenizer-model {path} cannot be read as a sentencepiece model: "
+                f"{e}."
+            ) from None
         self.vocab_size = self._processor.vocab_size()
         self.eod = self._processor.eos_id()
         if self.eod < 0:
-            raise DataError(f"--tokenizer-model {path} has no end of sentence token (eos_id is off), which "
-                            "ends a document. Train the model with one.")
-        self.fingerprint = fingerprint_of("SentencePieceTokenizer", self._processor.serialized_model_proto())
+            raise DataError(
+                f"--tokenizer-model {path} has no end of sentence token (eos_id is off), which "
+                "ends a document. Train the model with one."
+            )
+        self.fingerprint = fingerprint_of(
+            "SentencePieceTokenizer", self._processor.serialized_model_proto()
+        )
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "SentencePieceTokenizer":
@@ -98,8 +118,10 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         super().__init__(path)
         self._bos = self._processor.bos_id()
         if self._bos < 0:
-            raise DataError(f"--tokenizer-model {path} has no begin of sentence token (bos_id is off), with "
-                            "which Llama2Tokenizer begins each text. Use SentencePieceTokenizer.")
+            raise DataError(
+                f"--tokenizer-model {path} has no begin of sentence token (bos_id is off), with "
+                "which Llama2Tokenizer begins each text. Use SentencePieceTokenizer."
+            )
         model = self._processor.serialized_model_proto()
         self.fingerprint = fingerprint_of("Llama2Tokenizer", model)
 
@@ -113,6 +135,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 def byte_level(model: "Model") -> "LibraryModel":
     """The library's tokenizer over a byte-level BPE model, as GPT-2's."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
+
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -122,6 +145,7 @@ def byte_level(model: "Model") -> "LibraryModel":
 def word_piece(model: "Model", lower: bool) -> "LibraryModel":
     """The library's tokenizer over a WordPiece model, as BERT's."""
     from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -135,39 +159,57 @@ class GPT2BPETokenizer(LibraryTokenizer):
 
     has_backends = True
 
-    def __init__(self, vocab: dict[str, int], merges: list[Pair], backend: str = "auto"):
+    def __init__(
+        self, vocab: dict[str, int], merges: list[Pair], backend: str = "auto"
+    ):
         from tokenizers import models
+
         super().__init__(byte_level(models.BPE(vocab, merges)), backend)
         self.vocab_size = max(vocab.values()) + 1
         self.eod = vocab[EOD]
-        self.fingerprint = fingerprint_of("GPT2BPETokenizer", json.dumps(sorted(vocab.items())).encode(),
-                                          json.dumps(merges).encode())
+        self.fingerprint = fingerprint_of(
+            "GPT2BPETokenizer",
+            json.dumps(sorted(vocab.items())).encode(),
+            json.dumps(merges).encode(),
+        )
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "GPT2BPETokenizer":
-        files = required_files(options, ("vocab_file", "merge_file"), "GPT2BPETokenizer")
+        files = required_files(
+            options, ("vocab_file", "merge_file"), "GPT2BPETokenizer"
+        )
         return cls(*read_bpe_files(*files), options.backend)
 
 
-def read_bpe_files(vocab_file: str, merge_file: str) -> tuple[dict[str, int], list[Pair]]:
+def read_bpe_files(
+    vocab_file: str, merge_file: str
+) -> tuple[dict[str, int], list[Pair]]:
     """({token: id}, merges). Raises DataError naming the file that is damaged or has no `<|endoftext|>`."""
     vocab = read_json_text(vocab_file, f"--vocab-file {vocab_file}")
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
-        raise DataError(f"--vocab-file {vocab_file} is not a JSON object from token to id.")
+        raise DataError(
+            f"--vocab-file {vocab_file} is not a JSON object from token to id."
+        )
     check_ids(vocab, f"--vocab-file {vocab_file}")
     check_distinct(vocab, f"--vocab-file {vocab_file}")
     if EOD not in vocab:
-        raise DataError(f"--vocab-file {vocab_file} has no token {EOD}, which ends a document. Add it with "
-                        "an unused id.")
+        raise DataError(
+            f"--vocab-file {vocab_file} has no token {EOD}, which ends a document. Add it with "
+            "an unused id."
+        )
     return vocab, _read_merges(merge_file, vocab)
 
 
 def check_ids(vocab: Mapping[str, int], name: str) -> None:
     """Raises DataError for an id that no token has. name: of the file, for the message."""
-    if odd := next((token for token, i in vocab.items() if not 0 <= i < MOST_IDS), None):
-        raise DataError(f"{name} has the id {vocab[odd]} for {odd!r}: ids are numbers from 0 to "
-                        f"{MOST_IDS - 1:,}, and the vocabulary is as large as the largest. The file is "
-                        "damaged.")
+    if odd := next(
+        (token for token, i in vocab.items() if not 0 <= i < MOST_IDS), None
+    ):
+        raise DataError(
+            f"{name} has the id {vocab[odd]} for {odd!r}: ids are numbers from 0 to "
+            f"{MOST_IDS - 1:,}, and the vocabulary is as large as the largest. The file is "
+            "damaged."
+        )
 
 
 def check_distinct(vocab: Mapping[str, int], name: str) -> None:
@@ -175,8 +217,10 @@ def check_distinct(vocab: Mapping[str, int], name: str) -> None:
     tokens: dict[int, str] = {}
     for token, i in vocab.items():
         if (first := tokens.setdefault(i, token)) != token:
-            raise DataError(f"{name} has the id {i} for {first!r} and for {token!r}, and an id is one token. "
-                            "The file is damaged.")
+            raise DataError(
+                f"{name} has the id {i} for {first!r} and for {token!r}, and an id is one token. "
+                "The file is damaged."
+            )
 
 
 def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
@@ -192,9 +236,11 @@ def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
             continue
         pair = tuple(line.split(" "))
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
-            raise DataError(f"--merge-file {merge_file}, line {number}: {line!r} is not two tokens that are "
-                            "in the vocabulary together with their concatenation. Check that --vocab-file "
-                            "and --merge-file belong together.")
+            raise DataError(
+                f"--merge-file {merge_file}, line {number}: {line!r} is not two tokens that are "
+                "in the vocabulary together with their concatenation. Check that --vocab-file "
+                "and --merge-file belong together."
+            )
         merges.append(pair)
     return merges
 
@@ -210,12 +256,21 @@ class _BertWordPiece(LibraryTokenizer):
 
     def __init__(self, vocab: dict[str, int]):
         from tokenizers import models
-        model = models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
+
+        model = models.WordPiece(
+            vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD
+        )
         super().__init__(word_piece(model, self.lower), "tokenizers")
-        self.vocab, self.inv_vocab = vocab, {i: token for token, i in vocab.items()}
-        self.pad, self.unk, self.cls, self.sep, self.mask = (vocab[token] for token in BERT_TOKENS)
-        self.vocab_size, self.eod = len(vocab), self.sep
-        self.fingerprint = fingerprint_of(type(self).__name__, "\n".join(vocab).encode())
+        self.vocab = vocab
+        self.inv_vocab = {i: token for token, i in vocab.items()}
+        self.pad, self.unk, self.cls, self.sep, self.mask = (
+            vocab[token] for token in BERT_TOKENS
+        )
+        self.vocab_size = len(vocab)
+        self.eod = self.sep
+        self.fingerprint = fingerprint_of(
+            type(self).__name__, "\n".join(vocab).encode()
+        )
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "_BertWordPiece":
@@ -246,9 +301,13 @@ def read_vocab(vocab_file: str) -> dict[str, int]:
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if vocab.setdefault(token.rstrip("\r"), number) != number:
-            raise DataError(f"--vocab-file {vocab_file}, line {number + 1}: {token!r} is in line "
-                            f"{vocab[token] + 1} already, and a token has only one id.")
+            raise DataError(
+                f"--vocab-file {vocab_file}, line {number + 1}: {token!r} is in line "
+                f"{vocab[token] + 1} already, and a token has only one id."
+            )
     if missing := [token for token in BERT_TOKENS if token not in vocab]:
-        raise DataError(f"--vocab-file {vocab_file} has no {', '.join(missing)}, which BERT needs: it must "
-                        "be a vocab.txt with one token per line.")
+        raise DataError(
+            f"--vocab-file {vocab_file} has no {', '.join(missing)}, which BERT needs: it must "
+            "be a vocab.txt with one token per line."
+        )
     return vocab

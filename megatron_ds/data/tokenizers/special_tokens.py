@@ -1,8 +1,8 @@
 """Special tokens that the files of a Hugging Face tokenizer name, in the order of transformers 5.
 
-    tokenizer_config.json    {"eos_token": "</s>" or {"content": "</s>", …}, …}
-    special_tokens_map.json  the same. Its values come first; it is not read where tokenizer_config.json has
-                             added_tokens_decoder, as all later versions of transformers write
+tokenizer_config.json    {"eos_token": "</s>" or {"content": "</s>", …}, …}
+special_tokens_map.json  the same. Its values come first; it is not read where tokenizer_config.json has
+                         added_tokens_decoder, as all later versions of transformers write
 """
 
 import functools
@@ -15,10 +15,28 @@ from typing import Any
 from ...errors import DataError
 
 logger = logging.getLogger(__name__)
-CONFIG, MAP, DECODER = "tokenizer_config.json", "special_tokens_map.json", "added_tokens_decoder"
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+DECODER = "added_tokens_decoder"
+NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 # Common names of the end-of-document token, of which one is taken where no file names it.
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+END_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "[SEP]",
+)
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -37,9 +55,11 @@ def _named(path: Path) -> dict[str, str | None]:
         text = token.get("content") if isinstance(token, Mapping) else token
         if name in NAMES:
             if token is not None and not isinstance(text, str):
-                raise DataError(f"{path}: {name} is {_short(token)}, not a string and not an object with "
-                                "one as content. Correct it, or save the tokenizer again with "
-                                "save_pretrained of transformers.")
+                raise DataError(
+                    f"{path}: {name} is {_short(token)}, not a string and not an object with "
+                    "one as content. Correct it, or save the tokenizer again with "
+                    "save_pretrained of transformers."
+                )
             found[name] = text
     return found
 
@@ -59,10 +79,12 @@ def read_json_text(path: str | Path, name: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    except ValueError as error:                             # JSON and UTF-8 errors are both ValueErrors
+    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
         raise DataError(f"{name} is not JSON text: {error}.") from None
     except RecursionError:
-        raise DataError(f"{name} is not a file of a tokenizer: its JSON is nested too deeply.") from None
+        raise DataError(
+            f"{name} is not a file of a tokenizer: its JSON is nested too deeply."
+        ) from None
 
 
 def _short(value: object, most: int = 60) -> str:
@@ -81,17 +103,24 @@ def end_of_document(file: str, vocabulary: Mapping[str, int]) -> int:
     named = special_tokens(folder).get("eos_token")
     if named is not None:
         if named not in vocabulary:
-            raise DataError(f"the files beside {file} name {named!r} as eos_token, which ends a document, "
-                            f"and the vocabulary of {len(vocabulary)} tokens lacks it. Give the "
-                            f"tokenizer.json that belongs to them, or correct eos_token in {CONFIG}.")
+            raise DataError(
+                f"the files beside {file} name {named!r} as eos_token, which ends a document, "
+                f"and the vocabulary of {len(vocabulary)} tokens lacks it. Give the "
+                f"tokenizer.json that belongs to them, or correct eos_token in {CONFIG}."
+            )
         return vocabulary[named]
     candidates = [name for name in END_NAMES if name in vocabulary]
     if len(candidates) == 1:
         _log_candidate(file, candidates[0], vocabulary[candidates[0]])
         return vocabulary[candidates[0]]
-    what = (f"no end-of-document token: none of {', '.join(END_NAMES)}" if not candidates else
-            f"{len(candidates)} tokens that may end a document: {', '.join(candidates)}")
-    raise DataError(f"{file} has {what}. Name one as eos_token in a {CONFIG} next to it.")
+    what = (
+        f"no end-of-document token: none of {', '.join(END_NAMES)}"
+        if not candidates
+        else f"{len(candidates)} tokens that may end a document: {', '.join(candidates)}"
+    )
+    raise DataError(
+        f"{file} has {what}. Name one as eos_token in a {CONFIG} next to it."
+    )
 
 
 def _check_added(path: Path, vocabulary: Mapping[str, int]) -> None:
@@ -100,15 +129,30 @@ def _check_added(path: Path, vocabulary: Mapping[str, int]) -> None:
     added = _object_in(path).get(DECODER)
     if added is None:
         return
-    if not isinstance(added, Mapping) or not all(isinstance(token, Mapping) and isinstance(
-            token.get("content"), str) for token in added.values()):
-        raise DataError(f"{path}: {DECODER} is not a table from id to objects with a content.")
-    if absent := [token["content"] for token in added.values() if token["content"] not in vocabulary]:
-        raise DataError(f"{path} adds {len(absent)} tokens that tokenizer.json lacks, first {absent[0]!r}: "
-                        "the files do not belong together. Save the tokenizer again with save_pretrained of "
-                        "transformers.")
+    if not isinstance(added, Mapping) or not all(
+        isinstance(token, Mapping) and isinstance(token.get("content"), str)
+        for token in added.values()
+    ):
+        raise DataError(
+            f"{path}: {DECODER} is not a table from id to objects with a content."
+        )
+    if absent := [
+        token["content"]
+        for token in added.values()
+        if token["content"] not in vocabulary
+    ]:
+        raise DataError(
+            f"{path} adds {len(absent)} tokens that tokenizer.json lacks, first {absent[0]!r}: "
+            "the files do not belong together. Save the tokenizer again with save_pretrained of "
+            "transformers."
+        )
 
 
-@functools.cache                                            # once for each file
+@functools.cache  # once for each file
 def _log_candidate(file: str, name: str, number: int) -> None:
-    logger.info("%s, id %d, ends a document: no file beside %s names an eos_token", name, number, file)
+    logger.info(
+        "%s, id %d, ends a document: no file beside %s names an eos_token",
+        name,
+        number,
+        file,
+    )

@@ -37,17 +37,31 @@ from ..attention_pattern import CAUSAL, AttentionPattern
 from .head_views import heads_first, key_view, query_view, rows_first, samples_of
 from .widened_products import is_widened
 
-KERNELS = (torch.float32, torch.bfloat16)        # dtypes with fast matrix products and softmax
-BLOCK = 64                       # rows of a block
-BLOCK_OF_16_BITS = 128           # whose products are faster, so that the overhead of an operation weighs more
-TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
+KERNELS = (
+    torch.float32,
+    torch.bfloat16,
+)  # dtypes with fast matrix products and softmax
+BLOCK = 64  # rows of a block
+BLOCK_OF_16_BITS = (
+    128  # whose products are faster, so that the overhead of an operation weighs more
+)
+TILE = 1 << 20  # scores worked on at once: 4 MiB, two of them in backward
 
 
-def worth_blocking(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern = CAUSAL) -> bool:
+def worth_blocking(
+    q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern = CAUSAL
+) -> bool:
     """Whether `blocked_attention` is faster, and keeps at most four times the memory of the queries."""
-    return (q.device.type == "cpu" and (q.dtype in KERNELS or is_widened(q)) and q.shape[0] == k.shape[0]
-            and pattern.causal and q.shape[0] >= 2 * BLOCK
-            and is_worth_blocking(max(2 * BLOCK, seen_of(q.shape[0], q.dtype, pattern)), q.shape[3]))
+    return (
+        q.device.type == "cpu"
+        and (q.dtype in KERNELS or is_widened(q))
+        and q.shape[0] == k.shape[0]
+        and pattern.causal
+        and q.shape[0] >= 2 * BLOCK
+        and is_worth_blocking(
+            max(2 * BLOCK, seen_of(q.shape[0], q.dtype, pattern)), q.shape[3]
+        )
+    )
 
 
 def is_worth_blocking(positions: int, channels: int) -> bool:
@@ -57,12 +71,22 @@ def is_worth_blocking(positions: int, channels: int) -> bool:
 
 def seen_of(positions: int, dtype: torch.dtype, pattern: AttentionPattern) -> int:
     """Most keys that a block of queries sees."""
-    return positions if pattern.left is None else min(positions, pattern.left + rows_of_block(dtype))
+    return (
+        positions
+        if pattern.left is None
+        else min(positions, pattern.left + rows_of_block(dtype))
+    )
 
 
-def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-                      documents: Any = None, pattern: AttentionPattern = CAUSAL,
-                      slopes: torch.Tensor | None = None) -> torch.Tensor:
+def blocked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    documents: Any = None,
+    pattern: AttentionPattern = CAUSAL,
+    slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`.
 
     pattern: causal, perhaps with a window
@@ -75,26 +99,51 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, documents, pattern, slopes):
         s, b, n, d = q.shape
-        slopes = None if slopes is None else slopes.view(k.shape[2], -1).repeat(b, 1)       # [b g, r]
+        slopes = (
+            None if slopes is None else slopes.view(k.shape[2], -1).repeat(b, 1)
+        )  # [b g, r]
         out = q.new_empty(s, b, n * d)
         result = query_view(out.view(q.shape), k)
         queries, keys, values = _factors(q, k, v)
-        wide_queries, wide_keys = queries.float(), keys.float()                    # the same if fp32
-        work, kept = _Workspace(queries, 2, torch.float32, pattern), []
+        # the same if fp32
+        wide_queries = queries.float()
+        wide_keys = keys.float()
+        work = _Workspace(queries, 2, torch.float32, pattern)
+        kept = []
         for heads, rows, seen in _tiles(queries, documents, pattern):
-            scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
+            scores = _scores(
+                wide_queries[heads, rows],
+                wide_keys[heads, seen],
+                rows,
+                seen,
+                scale,
+                work,
+            )
             if slopes is not None:
-                positions = (torch.arange(part.start, part.stop) for part in (rows, seen))
-                add_alibi_(scores.unflatten(1, (n // k.shape[2], -1)), slopes[heads], *positions)
+                positions = (
+                    torch.arange(part.start, part.stop) for part in (rows, seen)
+                )
+                add_alibi_(
+                    scores.unflatten(1, (n // k.shape[2], -1)),
+                    slopes[heads],
+                    *positions,
+                )
             _mask_before_window(scores, pattern, rows, seen)
             if documents is not None:
-                _mask_other_documents(scores, documents, len(queries), heads, rows, seen)
-            p = _probabilities(scores, q.dtype, work)                               # [heads, r B, seen]
+                _mask_other_documents(
+                    scores, documents, len(queries), heads, rows, seen
+                )
+            p = _probabilities(scores, q.dtype, work)  # [heads, r B, seen]
             kept.append(p.to(q.dtype))
             p = p if values.dtype == p.dtype else kept[-1]
             result[heads, rows] = rows_first(p.bmm(values[heads, seen]), result)
-        ctx.save_for_backward(*((q, k, v) if is_widened(q) else (queries, keys, values)), *kept)
-        ctx.scale, ctx.q_shape, ctx.k_shape, ctx.documents = scale, q.shape, k.shape, documents
+        ctx.save_for_backward(
+            *((q, k, v) if is_widened(q) else (queries, keys, values)), *kept
+        )
+        ctx.scale = scale
+        ctx.q_shape = q.shape
+        ctx.k_shape = k.shape
+        ctx.documents = documents
         ctx.pattern = pattern
         return out
 
@@ -106,7 +155,9 @@ class _BlockedAttention(torch.autograd.Function):
         dk, dv = (dout.new_empty(ctx.k_shape, dtype=torch.float32) for _ in range(2))
         if is_widened(dout):
             queries, keys, values = _factors(queries, keys, values)
-        dqueries, dkeys, dvalues = query_view(dq, dk), key_view(dk), key_view(dv)
+        dqueries = query_view(dq, dk)
+        dkeys = key_view(dk)
+        dvalues = key_view(dv)
         dresult = _ready(query_view(dout.view(ctx.q_shape), dk))
         work = _Workspace(queries, 2 + is_widened(dout), queries.dtype, ctx.pattern)
         sees_all = ctx.documents is None and ctx.pattern.is_plain
@@ -119,14 +170,17 @@ class _BlockedAttention(torch.autograd.Function):
             writes = sees_all and seen.stop == queries.shape[1]
             put = torch.Tensor.copy_ if writes else torch.Tensor.add_
             p = p if p.dtype == values.dtype else work.tile(2, p.shape).copy_(p)
-            q_tile, do_tile = heads_first(queries[heads, rows]), heads_first(dresult[heads, rows])
-            put(dvalues[heads, seen], p.transpose(1, 2).bmm(do_tile))                       # dv = pᵀ do
-            dp = torch.bmm(do_tile, values[heads, seen].transpose(1, 2), out=work.tile(0, p.shape))
-            ds = work.tile(1, p.shape)                                                      # p (dp - Σ p dp)
+            q_tile = heads_first(queries[heads, rows])
+            do_tile = heads_first(dresult[heads, rows])
+            put(dvalues[heads, seen], p.transpose(1, 2).bmm(do_tile))  # dv = pᵀ do
+            dp = torch.bmm(
+                do_tile, values[heads, seen].transpose(1, 2), out=work.tile(0, p.shape)
+            )
+            ds = work.tile(1, p.shape)  # p (dp - Σ p dp)
             torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=ds)
             dq_tile = rows_first(ds.bmm(keys[heads, seen]), dqueries)
             torch.mul(dq_tile, ctx.scale, out=dqueries[heads, rows])
-            put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))                         # dk = scale dsᵀ q
+            put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))  # dk = scale dsᵀ q
         dk.mul_(ctx.scale)
         return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None, None, None
 
@@ -135,14 +189,20 @@ class _Workspace:
     """Reused memory for tiles of scores: it stays in the cache, as new tensors would not. It belongs to one
     call: kept longer (`product.WORKSPACE`) it would be allocated, unused, beside the logits, at the peak."""
 
-    def __init__(self, queries: torch.Tensor, tiles: int, dtype: torch.dtype, pattern: AttentionPattern):
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        tiles: int,
+        dtype: torch.dtype,
+        pattern: AttentionPattern,
+    ):
         heads, s, r, _ = queries.shape
         of_head = r * rows_of_block(queries.dtype) * seen_of(s, queries.dtype, pattern)
         scores = min(heads, _heads_at_once(queries, pattern)) * of_head
         self.memory = queries.new_empty(tiles, scores, dtype=dtype)
 
     def tile(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.memory[index, :math.prod(shape)].view(shape)
+        return self.memory[index, : math.prod(shape)].view(shape)
 
 
 def _factors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
@@ -158,12 +218,14 @@ def _ready(view: torch.Tensor) -> torch.Tensor:
     return view if view.dtype == torch.float32 else view.contiguous()
 
 
-def _tiles(queries: torch.Tensor, documents: Any,
-           pattern: AttentionPattern) -> list[tuple[slice, slice, slice]]:
+def _tiles(
+    queries: torch.Tensor, documents: Any, pattern: AttentionPattern
+) -> list[tuple[slice, slice, slice]]:
     """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions from
     the start of the block's first document or window to the block's last."""
     heads, s, _, _ = queries.shape
-    step, block = _heads_at_once(queries, pattern), rows_of_block(queries.dtype)
+    step = _heads_at_once(queries, pattern)
+    block = rows_of_block(queries.dtype)
     tiles = []
     for first in range(0, heads, step):
         some = slice(first, min(first + step, heads))
@@ -179,7 +241,10 @@ def _tiles(queries: torch.Tensor, documents: Any,
 
 def _heads_at_once(queries: torch.Tensor, pattern: AttentionPattern) -> int:
     _, s, r, _ = queries.shape
-    return max(1, TILE // (r * rows_of_block(queries.dtype) * seen_of(s, queries.dtype, pattern)))
+    return max(
+        1,
+        TILE // (r * rows_of_block(queries.dtype) * seen_of(s, queries.dtype, pattern)),
+    )
 
 
 def rows_of_block(dtype: torch.dtype) -> int:
@@ -187,20 +252,35 @@ def rows_of_block(dtype: torch.dtype) -> int:
     return BLOCK if dtype == torch.float32 else BLOCK_OF_16_BITS
 
 
-def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice, scale: float,
-            work: _Workspace) -> torch.Tensor:
+def _scores(
+    q_tile: torch.Tensor,
+    k_tile: torch.Tensor,
+    rows: slice,
+    seen: slice,
+    scale: float,
+    work: _Workspace,
+) -> torch.Tensor:
     """scale * q kᵀ of a block with the keys that it sees, -inf in the future within the block: [heads, r B,
     seen].
     """
     heads, block, r, _ = q_tile.shape
     scores = work.tile(0, (heads, r * block, k_tile.shape[1]))
-    torch.baddbmm(scores, heads_first(q_tile), k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    torch.baddbmm(
+        scores,
+        heads_first(q_tile),
+        k_tile.transpose(1, 2),
+        beta=0,
+        alpha=scale,
+        out=scores,
+    )
     future = torch.full((block, block), -math.inf).triu(1)
-    scores.unflatten(1, (r, block))[..., rows.start - seen.start:].add_(future)
+    scores.unflatten(1, (r, block))[..., rows.start - seen.start :].add_(future)
     return scores
 
 
-def _mask_before_window(scores: torch.Tensor, pattern: AttentionPattern, rows: slice, seen: slice) -> None:
+def _mask_before_window(
+    scores: torch.Tensor, pattern: AttentionPattern, rows: slice, seen: slice
+) -> None:
     """-inf where a key is before the window of the query, in place: as many columns have such as rows."""
     queries = torch.arange(rows.start, rows.stop)
     keys = torch.arange(seen.start, min(seen.stop, seen.start + len(queries)))
@@ -208,21 +288,36 @@ def _mask_before_window(scores: torch.Tensor, pattern: AttentionPattern, rows: s
         return
     before = torch.zeros(len(queries), len(keys))
     before.masked_fill_(queries[:, None] - keys > pattern.left, -math.inf)
-    scores.unflatten(1, (-1, len(queries)))[..., :len(keys)].add_(before)
+    scores.unflatten(1, (-1, len(queries)))[..., : len(keys)].add_(before)
 
 
-def _mask_other_documents(scores: torch.Tensor, documents: Any, total: int, heads: slice, rows: slice,
-                          seen: slice) -> None:
+def _mask_other_documents(
+    scores: torch.Tensor,
+    documents: Any,
+    total: int,
+    heads: slice,
+    rows: slice,
+    seen: slice,
+) -> None:
     """-inf where query and key are of different documents, in place; most tiles need nothing."""
     samples = samples_of(heads, total, len(documents.ids))
     if int(documents.starts[samples, rows.stop - 1].amax()) <= seen.start:
         return
     ids = documents.ids[samples]
-    closed = ids[:, rows, None] != ids[:, None, seen]                               # [samples, B, seen]
-    owner = torch.arange(heads.start, heads.stop) * documents.ids.shape[0] // total - samples.start
-    scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(closed[owner][:, None], -math.inf)
+    closed = ids[:, rows, None] != ids[:, None, seen]  # [samples, B, seen]
+    owner = (
+        torch.arange(heads.start, heads.stop) * documents.ids.shape[0] // total
+        - samples.start
+    )
+    scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(
+        closed[owner][:, None], -math.inf
+    )
 
 
-def _probabilities(scores: torch.Tensor, kept: torch.dtype, work: _Workspace) -> torch.Tensor:
+def _probabilities(
+    scores: torch.Tensor, kept: torch.dtype, work: _Workspace
+) -> torch.Tensor:
     """softmax(scores), in new memory if backward keeps it in this dtype."""
-    return torch.softmax(scores, dim=-1, out=None if kept == scores.dtype else work.tile(1, scores.shape))
+    return torch.softmax(
+        scores, dim=-1, out=None if kept == scores.dtype else work.tile(1, scores.shape)
+    )

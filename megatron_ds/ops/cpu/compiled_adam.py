@@ -26,29 +26,65 @@ logger = logging.getLogger(__name__)
 LOW_KINDS = {torch.bfloat16: 1, torch.float16: 2}
 
 
-def adamw_(rows: Sequence["AdamRow"], *, lr: float, betas: tuple[float, float], eps: float,
-           weight_decay: float, grad_scale: float = 1.0, threads: int | None = None,
-           variant: str = "") -> None:
+def adamw_(
+    rows: Sequence["AdamRow"],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+    variant: str = "",
+) -> None:
     """`reference_adamw_` in one pass, on `threads` (default: torch's number).
 
     variant: one of `variants()`, default the fastest. Needs `extension()`; raises ValueError for tensors it
     cannot take.
     """
-    _run("adamw", [_checked([r.p, r.grad, r.m, r.v], r.low, r.step) for r in rows], threads, variant, lr=lr,
-         beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+    _run(
+        "adamw",
+        [_checked([r.p, r.grad, r.m, r.v], r.low, r.step) for r in rows],
+        threads,
+        variant,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+    )
 
 
-def with_one_state_(rule: str, rows: Sequence["UpdateRow"], *, threads: int | None = None, variant: str = "",
-                    **numbers: float) -> None:
+def with_one_state_(
+    rule: str,
+    rows: Sequence["UpdateRow"],
+    *,
+    threads: int | None = None,
+    variant: str = "",
+    **numbers: float,
+) -> None:
     """`elementwise_updates.lion` or `.adagrad`, by the name `rule`, in one pass; as `adamw_`."""
-    _run(rule, [_checked([r.p, r.grad, r.state, r.state], r.low, 1) for r in rows], threads, variant,
-         **numbers)
+    _run(
+        rule,
+        [_checked([r.p, r.grad, r.state, r.state], r.low, 1) for r in rows],
+        threads,
+        variant,
+        **numbers,
+    )
 
 
-def _run(rule: str, rows: Sequence[tuple[int, ...]], threads: int | None, variant: str,
-         **numbers: float) -> None:
+def _run(
+    rule: str,
+    rows: Sequence[tuple[int, ...]],
+    threads: int | None,
+    variant: str,
+    **numbers: float,
+) -> None:
     table = np.array(rows, dtype=np.int64).reshape(-1, 8)
-    getattr(extension(), rule)(table, threads=threads or torch.get_num_threads(), variant=variant, **numbers)
+    getattr(extension(), rule)(
+        table, threads=threads or torch.get_num_threads(), variant=variant, **numbers
+    )
 
 
 def variants() -> list[str]:
@@ -59,28 +95,42 @@ def variants() -> list[str]:
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled module; None, with a line in the log, where no compiler was found at installation."""
-    return load_compiled("_cpu_adam", "CPU Adam", "torch's operations run instead, slower where gradients "
-                         "are unscaled or weights have 16 bits", logger)
+    return load_compiled(
+        "_cpu_adam",
+        "CPU Adam",
+        "torch's operations run instead, slower where gradients "
+        "are unscaled or weights have 16 bits",
+        logger,
+    )
 
 
-def _checked(tensors: Sequence[torch.Tensor], low: torch.Tensor | None, step: int) -> tuple[int, ...]:
+def _checked(
+    tensors: Sequence[torch.Tensor], low: torch.Tensor | None, step: int
+) -> tuple[int, ...]:
     """A row of the table. tensors: parameter, gradient and two of state."""
-    p, lows = tensors[0], [] if low is None else [low]
+    p = tensors[0]
+    lows = [] if low is None else [low]
     for t in (*tensors, *lows):
         if t.device.type != "cpu" or t.numel() != p.numel() or not t.is_contiguous():
             how = "" if t.is_contiguous() else "not "
-            raise ValueError(f"CPU Adam got {t.numel()} elements on {t.device}, {how}contiguous, beside a "
-                             f"parameter of {p.numel()}: all must be on the CPU, contiguous, and equally "
-                             "long.")
+            raise ValueError(
+                f"CPU Adam got {t.numel()} elements on {t.device}, {how}contiguous, beside a "
+                f"parameter of {p.numel()}: all must be on the CPU, contiguous, and equally "
+                "long."
+            )
     wrong = [t.dtype for t in tensors if t.dtype != torch.float32]
     wrong += [t.dtype for t in lows if t.dtype not in LOW_KINDS]
     if wrong:
-        raise ValueError(f"CPU Adam got {wrong[0]}: parameter, gradient and moments must be fp32, low bf16 "
-                         "or fp16.")
+        raise ValueError(
+            f"CPU Adam got {wrong[0]}: parameter, gradient and moments must be fp32, low bf16 "
+            "or fp16."
+        )
     if step < 1:
-        raise ValueError(f"CPU Adam got step {step}: updates count from 1, bias corrections divide by zero "
-                         "at 0.")
+        raise ValueError(
+            f"CPU Adam got step {step}: updates count from 1, bias corrections divide by zero "
+            "at 0."
+        )
     if p.numel() == 0:
-        return 8, 8, 8, 8, 0, 0, 0, step         # any address: nothing is read
+        return 8, 8, 8, 8, 0, 0, 0, step  # any address: nothing is read
     low_row = (0, 0) if low is None else (low.data_ptr(), LOW_KINDS[low.dtype])
     return (*(t.data_ptr() for t in tensors), *low_row, p.numel(), step)

@@ -19,8 +19,12 @@ logger = logging.getLogger(__name__)
 def extension() -> ModuleType | Any:
     """The compiled addition; None, with one line in the log, where the package was installed without a
     compiler."""
-    return load_compiled("_accumulate", "addition of bf16 gradients",
-                         "torch's runs instead, half as fast on CPU", logger)
+    return load_compiled(
+        "_accumulate",
+        "addition of bf16 gradients",
+        "torch's runs instead, half as fast on CPU",
+        logger,
+    )
 
 
 def suits(out: torch.Tensor, x: torch.Tensor) -> bool:

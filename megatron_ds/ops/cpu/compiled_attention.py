@@ -24,23 +24,31 @@ from .key_spans import UNIT, key_spans
 
 logger = logging.getLogger(__name__)
 
-CHANNELS = range(32, 257, 32)           # of a head
+CHANNELS = range(32, 257, 32)  # of a head
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NEEDS = {torch.float32: "neither AVX-512 nor AVX2", torch.bfloat16: "no AVX-512 BF16"}
 # Bytes of packed keys and values in forward: of all threads for whole heads, of a thread at least, and of a
 # thread where heads have more.
-ALL_KEYS, LEAST_KEYS, SOME_KEYS = 64 << 20, 4 << 20, 2 << 20
-RUN, LONG_RUN = 1024, 8192              # keys whose gradients are summed at a time in backward
-BESIDE_WINDOW = 80                      # keys that a tile of 64 queries sees besides those of a window
-EVERYTHING = 1 << 40                    # positions
+ALL_KEYS = 64 << 20
+LEAST_KEYS = 4 << 20
+SOME_KEYS = 2 << 20
+# keys whose gradients are summed at a time in backward
+RUN = 1024
+LONG_RUN = 8192
+BESIDE_WINDOW = 80  # keys that a tile of 64 queries sees besides those of a window
+EVERYTHING = 1 << 40  # positions
 
 
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled attention; None, with one line in the log, where the package was installed without a
     compiler."""
-    return load_compiled("_attention", "attention",
-                         "torch's products run instead, which are slower", logger)
+    return load_compiled(
+        "_attention",
+        "attention",
+        "torch's products run instead, which are slower",
+        logger,
+    )
 
 
 @functools.cache
@@ -49,7 +57,9 @@ def functions(dtype: torch.dtype) -> ModuleType | Any:
     if extension() is None:
         return None
     sets = [getattr(extension(), name) for name in extension().instruction_sets()]
-    return next((found for found in sets if hasattr(found, f"forward_{NAMES[dtype]}")), None)
+    return next(
+        (found for found in sets if hasattr(found, f"forward_{NAMES[dtype]}")), None
+    )
 
 
 def reason_against(dtype: torch.dtype) -> str:
@@ -63,8 +73,11 @@ def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
     """Whether the kernel takes fp32 or bf16 tensors q [sq, b, n, d], the last queries, and k [sk, b, g, d] of
     a whole sequence."""
     has_rows = 1 < q.shape[0] and 0 < k.shape[0] and q.shape[1] > 0
-    is_last = q.shape[0] == k.shape[0] or pattern.layout is None and (
-        pattern.after is None or q.shape[0] < k.shape[0])
+    is_last = (
+        q.shape[0] == k.shape[0]
+        or pattern.layout is None
+        and (pattern.after is None or q.shape[0] < k.shape[0])
+    )
     return has_rows and is_last and takes(q, pattern, [range(k.shape[0])])
 
 
@@ -75,9 +88,16 @@ def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> 
         return False
     if pattern.layout is None:
         return True
-    has_window = pattern.left is not None or not pattern.causal and pattern.right is not None
-    return not has_window and pattern.layout.block % UNIT == 0 and all(
-        run.start % UNIT == 0 < len(run) and len(run) % UNIT == 0 for run in runs)
+    has_window = (
+        pattern.left is not None or not pattern.causal and pattern.right is not None
+    )
+    return (
+        not has_window
+        and pattern.layout.block % UNIT == 0
+        and all(
+            run.start % UNIT == 0 < len(run) and len(run) % UNIT == 0 for run in runs
+        )
+    )
 
 
 class Shown(NamedTuple):
@@ -95,27 +115,46 @@ class Shown(NamedTuple):
     ids: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, pattern: AttentionPattern, queries: range, keys: range, documents: torch.Tensor | None,
-           padding: torch.Tensor | None) -> "Shown":
+    def of(
+        cls,
+        pattern: AttentionPattern,
+        queries: range,
+        keys: range,
+        documents: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> "Shown":
         """documents: int64 [b, s], their ids. padding: bool [b, s], True where no query
         sees a key."""
         if documents is None and padding is None:
             return cls(pattern, queries, keys)
-        ids = torch.zeros_like(padding, dtype=torch.int32) if documents is None else documents.int()
+        ids = (
+            torch.zeros_like(padding, dtype=torch.int32)
+            if documents is None
+            else documents.int()
+        )
         of_keys = ids if padding is None else ids.masked_fill(padding, -1)
-        return cls(pattern, queries, keys, (_padded(ids[:, queries.start:queries.stop]),
-                                            _padded(of_keys[:, keys.start:keys.stop])))
+        return cls(
+            pattern,
+            queries,
+            keys,
+            (
+                _padded(ids[:, queries.start : queries.stop]),
+                _padded(of_keys[:, keys.start : keys.stop]),
+            ),
+        )
 
 
-def compiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
-                       scoring: Scoring) -> torch.Tensor:
+def compiled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring
+) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d]; any strides. A query that sees no key gets
     zeros."""
     return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, True)[0]
 
 
-def compiled_attention_not_kept(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
-                                scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+def compiled_attention_not_kept(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [sq, b, n, d], which backward does not keep, and the log-sum-exp fp32 [b, n, sq].
 
     Backward takes D = rowsum(dO ∘ O) as the gradient of the log-sum-exp: it is that of the caller.
@@ -129,10 +168,13 @@ class _CompiledAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, shown, scoring, keeps_out):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
-            v = v.contiguous()              # else what is kept were the whole projection, for its values
+            v = (
+                v.contiguous()
+            )  # else what is kept were the whole projection, for its values
         out, lse = attend(q, k, v, shown, scoring)
         ctx.save_for_backward(q, k, v, sink, out if keeps_out else None, lse)
-        ctx.shown, ctx.scoring = shown, scoring
+        ctx.shown = shown
+        ctx.scoring = scoring
         ctx.set_materialize_grads(False)
         return out.view(*q.shape[:2], -1), lse
 
@@ -146,7 +188,9 @@ class _CompiledAttention(torch.autograd.Function):
         dq, dk, dv = gradients(q, k, v, dout, OfRows(lse, dots), ctx.shown, ctx.scoring)
         dsink = None
         if sink is not None:
-            dsink = -((sink.float()[:, None] - lse).exp() * dots).sum((0, 2)).to(sink.dtype)
+            dsink = (
+                -((sink.float()[:, None] - lse).exp() * dots).sum((0, 2)).to(sink.dtype)
+            )
         return dq, dk, dv, dsink, None, None, None
 
 
@@ -157,68 +201,141 @@ class OfRows(NamedTuple):
     dots: torch.Tensor
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown,
-           scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q [sq, b, n, d], k and v [sk, b, g, d] → out [sq, b, n, d], and the log-sum-exp fp32 [b, n, sq], +inf
     of a query that sees no key. Without gradients."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
-    _run("forward", "forward", (*map(_with_rows, (q, k, v)), out), (lse,), shown, scoring)
+    _run(
+        "forward", "forward", (*map(_with_rows, (q, k, v)), out), (lse,), shown, scoring
+    )
     return out, lse
 
 
 def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """D = rowsum(dO ∘ O) of [sq, b, n, d], fp32 [b, n, sq]."""
-    dout, out = _with_rows(dout.to(out.dtype)), _with_rows(out)
+    dout = _with_rows(dout.to(out.dtype))
+    out = _with_rows(out)
     rows, samples, heads, d = out.shape
     dots = out.new_empty(samples, heads, rows, dtype=torch.float32)
     if has_memory(out):
         getattr(functions(out.dtype), f"dots_{NAMES[out.dtype]}")(
-            (rows, samples, heads, d), (_place(dout), _place(out)), dots.data_ptr(), torch.get_num_threads())
+            (rows, samples, heads, d),
+            (_place(dout), _place(out)),
+            dots.data_ptr(),
+            torch.get_num_threads(),
+        )
     return dots
 
 
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, rows: OfRows,
-              shown: Shown, scoring: Scoring) -> list[torch.Tensor]:
+def gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: OfRows,
+    shown: Shown,
+    scoring: Scoring,
+) -> list[torch.Tensor]:
     """dq, dk, dv of what these queries and keys contribute. dout [sq, b, n, d] and `rows` are of all keys."""
     results = [t.new_empty(t.shape) for t in (q, k, v)]
     tensors = *map(_with_rows, (q, k, v, dout)), *results
-    _run("backward", "backward", tensors, tuple(t.contiguous() for t in rows), shown, scoring)
+    _run(
+        "backward",
+        "backward",
+        tensors,
+        tuple(t.contiguous() for t in rows),
+        shown,
+        scoring,
+    )
     return results
 
 
-def add_gradients_(totals: Sequence[torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                   dout: torch.Tensor, rows: OfRows, shown: Shown, scoring: Scoring) -> None:
+def add_gradients_(
+    totals: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: OfRows,
+    shown: Shown,
+    scoring: Scoring,
+) -> None:
     """Add the `gradients` to totals: fp32 of the shapes of q, k and v, channels of a head next to each
     other. They are not rounded to the dtype of q first."""
     tensors = *map(_with_rows, (q, k, v, dout)), *totals
-    _run("add_gradients", "backward", tensors, tuple(t.contiguous() for t in rows), shown, scoring)
+    _run(
+        "add_gradients",
+        "backward",
+        tensors,
+        tuple(t.contiguous() for t in rows),
+        shown,
+        scoring,
+    )
 
 
-def _run(name: str, memory: str, tensors: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tensor, ...],
-         shown: Shown, scoring: Scoring) -> None:
+def _run(
+    name: str,
+    memory: str,
+    tensors: tuple[torch.Tensor, ...],
+    of_rows: tuple[torch.Tensor, ...],
+    shown: Shown,
+    scoring: Scoring,
+) -> None:
     """Call a function of the extension with as much memory as `memory`, forward or backward, needs."""
     q, k, *_ = tensors
-    sizes = q.shape[0], k.shape[0], *q.shape[1:3], *k.shape[2:], _packed_keys(memory, q, k, shown.pattern)
+    sizes = (
+        q.shape[0],
+        k.shape[0],
+        *q.shape[1:3],
+        *k.shape[2:],
+        _packed_keys(memory, q, k, shown.pattern),
+    )
     threads = torch.get_num_threads()
     count = getattr(functions(q.dtype), f"{memory}_bytes_{NAMES[q.dtype]}")(sizes)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
-    plan, pattern = _spans(*shown[:3], q.shape[2]), shown.pattern
-    positions = [EVERYTHING if count is None else count for count in (pattern.left, pattern.after)]
+    plan = _spans(*shown[:3], q.shape[2])
+    pattern = shown.pattern
+    positions = [
+        EVERYTHING if count is None else count
+        for count in (pattern.left, pattern.after)
+    ]
     of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
-    numbers = [*(shown.ids or (None, None)),
-               *(None if t is None else t.detach().float().contiguous() for t in of_heads)]
-    addresses = [t.ctypes.data for t in (plan.layout_of_head, plan.first, plan.spans, plan.units,
-                                        plan.last_tile, plan.live)]
+    numbers = [
+        *(shown.ids or (None, None)),
+        *(None if t is None else t.detach().float().contiguous() for t in of_heads),
+    ]
+    addresses = [
+        t.ctypes.data
+        for t in (
+            plan.layout_of_head,
+            plan.first,
+            plan.spans,
+            plan.units,
+            plan.last_tile,
+            plan.live,
+        )
+    ]
     addresses += [0 if t is None else t.data_ptr() for t in numbers]
     getattr(functions(q.dtype), f"{name}_{NAMES[q.dtype]}")(
-        sizes, [_place(t) for t in tensors], [t.data_ptr() for t in of_rows], scoring.scale_of(q.shape[3]),
-        (shown.keys.start - shown.queries.start, *positions), addresses, work.data_ptr(), threads)
+        sizes,
+        [_place(t) for t in tensors],
+        [t.data_ptr() for t in of_rows],
+        scoring.scale_of(q.shape[3]),
+        (shown.keys.start - shown.queries.start, *positions),
+        addresses,
+        work.data_ptr(),
+        threads,
+    )
 
 
-def _packed_keys(memory: str, q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> int:
+def _packed_keys(
+    memory: str, q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern
+) -> int:
     """Keys that a thread holds packed at a time.
 
     forward   all of a head, which serve all its queries; of long sequences as many as windows see. Queries

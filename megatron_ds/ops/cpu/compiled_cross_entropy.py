@@ -22,26 +22,53 @@ def extension() -> ModuleType | Any:
     """The compiled functions; None, with one line in the log, where the package was installed without a
     compiler.
     """
-    return load_compiled("_cross_entropy", "Cross entropy", "torch's operations run instead, several times "
-                         "slower on CPU", logger)
+    return load_compiled(
+        "_cross_entropy",
+        "Cross entropy",
+        "torch's operations run instead, several times slower on CPU",
+        logger,
+    )
 
 
-def softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_(
+    logits: torch.Tensor, column: torch.Tensor, valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`kept_probabilities.probabilities_` of contiguous logits with memory on the CPU, of one of `DTYPES`."""
-    at_column, lse = (logits.new_empty(len(logits), 1, dtype=torch.float32) for _ in range(2))
+    at_column, lse = (
+        logits.new_empty(len(logits), 1, dtype=torch.float32) for _ in range(2)
+    )
     column = column.contiguous()
-    extension().softmax(logits.data_ptr(), *logits.shape, valid, column.data_ptr(), at_column.data_ptr(),
-                        lse.data_ptr(), logits.dtype == torch.bfloat16, torch.get_num_threads())
+    extension().softmax(
+        logits.data_ptr(),
+        *logits.shape,
+        valid,
+        column.data_ptr(),
+        at_column.data_ptr(),
+        lse.data_ptr(),
+        logits.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
     return at_column, lse
 
 
-def gradient_(p: torch.Tensor, valid: int, column: torch.Tensor, elsewhere: torch.Tensor,
-              factors: Sequence[torch.Tensor]) -> None:
+def gradient_(
+    p: torch.Tensor,
+    valid: int,
+    column: torch.Tensor,
+    elsewhere: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+) -> None:
     """`kept_probabilities.probability_gradient_` of contiguous p as above.
 
     factors: factor, everywhere and at_label, fp32 [n, 1]
     """
     # contiguous tensors live until the call has ended
     facts = [t.contiguous() for t in (column, elsewhere, *factors)]
-    extension().gradient(p.data_ptr(), *p.shape, valid, *(t.data_ptr() for t in facts),
-                         p.dtype == torch.bfloat16, torch.get_num_threads())
+    extension().gradient(
+        p.data_ptr(),
+        *p.shape,
+        valid,
+        *(t.data_ptr() for t in facts),
+        p.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )

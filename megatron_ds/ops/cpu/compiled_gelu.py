@@ -18,9 +18,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled GELU; None, with one line in the log, where the package was installed without a compiler.
-    """
-    return load_compiled("_gelu", "GELU", "torch's runs instead, three times slower on CPU", logger)
+    """The compiled GELU; None, with one line in the log, where the package was installed without a compiler."""
+    return load_compiled(
+        "_gelu", "GELU", "torch's runs instead, three times slower on CPU", logger
+    )
 
 
 def compiled_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -34,14 +35,26 @@ class _CompiledGELU(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         y = torch.empty_like(x)
-        extension().forward(x.data_ptr(), y.data_ptr(), x.numel(), x.dtype == torch.bfloat16,
-                            torch.get_num_threads())
+        extension().forward(
+            x.data_ptr(),
+            y.data_ptr(),
+            x.numel(),
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
         return y
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        dy, dx = dy.contiguous(), torch.empty_like(x)
-        extension().backward(x.data_ptr(), dy.data_ptr(), dx.data_ptr(), x.numel(), x.dtype == torch.bfloat16,
-                             torch.get_num_threads())
+        dy = dy.contiguous()
+        dx = torch.empty_like(x)
+        extension().backward(
+            x.data_ptr(),
+            dy.data_ptr(),
+            dx.data_ptr(),
+            x.numel(),
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
         return dx

@@ -20,9 +20,10 @@ DTYPES = (torch.bfloat16,)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled norms; None, with one line in the log, where the package was installed without a compiler.
-    """
-    return load_compiled("_norms", "norms", "torch's run instead, slower on CPU", logger)
+    """The compiled norms; None, with one line in the log, where the package was installed without a compiler."""
+    return load_compiled(
+        "_norms", "norms", "torch's run instead, slower on CPU", logger
+    )
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
@@ -31,7 +32,9 @@ def suits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
     return not x.is_meta and x.numel() > x.shape[-1] and weight.shape == x.shape[-1:]
 
 
-def suits_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+def suits_both(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object
+) -> bool:
     """Whether `residual_norm` takes both: torch adds a residual of a wider dtype or of another shape."""
     return suits(x, weight) and residual.dtype == x.dtype and residual.shape == x.shape
 
@@ -41,13 +44,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _CompiledNorm.apply(x, None, weight, None, eps)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
     """x [.., hidden] → (x - mean) / sqrt(var + eps) * weight + bias. Keeps x and two fp32 numbers a row."""
     return _CompiledNorm.apply(x, None, weight, bias, eps)
 
 
-def residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def residual_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), both [.., hidden] as x: LayerNorm with a bias, RMSNorm without.
 
     Keeps the second result and the norm's numbers of each row for backward.
@@ -59,12 +69,25 @@ class _CompiledNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
         ctx.set_materialize_grads(False)
-        y, total = _like(x), _like(x) if residual is not None else None
+        y = _like(x)
+        total = _like(x) if residual is not None else None
         width = x.shape[-1]
         inverses = x.new_empty(x.numel() // width, dtype=torch.float32)
         means = None if bias is None else torch.empty_like(inverses)
-        _call("forward", x, residual, weight.float(), bias if bias is None else bias.float(), y, total, means,
-              inverses, len(inverses), width, eps)
+        _call(
+            "forward",
+            x,
+            residual,
+            weight.float(),
+            bias if bias is None else bias.float(),
+            y,
+            total,
+            means,
+            inverses,
+            len(inverses),
+            width,
+            eps,
+        )
         ctx.save_for_backward(x if total is None else total, weight, means, inverses)
         return y if total is None else (y, total)
 
@@ -72,13 +95,30 @@ class _CompiledNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, past=None):
         x, weight, means, inverses = ctx.saved_tensors
-        adds, has_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
-        if dy is None:                                              # only the sum was used
+        adds = ctx.needs_input_grad[1]
+        has_bias = ctx.needs_input_grad[3]
+        if dy is None:  # only the sum was used
             return past, past if adds else None, None, None, None
-        rows, width = len(inverses), x.shape[-1]
-        dx, sums = _like(x), inverses.new_empty((-(-rows // extension().CHUNK), 2, width))
-        _call("backward", dy, past, x, weight.float(), means, inverses, dx, sums, rows, width)
-        dw, db = sums[0].to(weight.dtype, copy=True)               # a copy: the sums of chunks are released
+        rows = len(inverses)
+        width = x.shape[-1]
+        dx = _like(x)
+        sums = inverses.new_empty((-(-rows // extension().CHUNK), 2, width))
+        _call(
+            "backward",
+            dy,
+            past,
+            x,
+            weight.float(),
+            means,
+            inverses,
+            dx,
+            sums,
+            rows,
+            width,
+        )
+        dw, db = sums[0].to(
+            weight.dtype, copy=True
+        )  # a copy: the sums of chunks are released
         return dx, dx if adds else None, dw, db if has_bias else None, None
 
 
@@ -90,6 +130,12 @@ def _call(function: str, x: torch.Tensor, *arguments: Any) -> None:
     """Pass tensors by address; a plan's have none, and nothing is computed."""
     if isinstance(x, FakeTensor):
         return
-    arguments = [a.detach().contiguous() if isinstance(a, torch.Tensor) else a for a in (x, *arguments)]
-    addresses = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    arguments = [
+        a.detach().contiguous() if isinstance(a, torch.Tensor) else a
+        for a in (x, *arguments)
+    ]
+    addresses = [
+        0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a
+        for a in arguments
+    ]
     getattr(extension(), function)(*addresses, torch.get_num_threads())

@@ -20,7 +20,10 @@ from .widened_products import WORKSPACE, is_widened
 
 logger = logging.getLogger(__name__)
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}      # of the functions of the extension
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+}  # of the functions of the extension
 # Below these sizes packing the factors is not worth its time: rows, columns and numbers of a sum; and their
 # product.
 LEAST = {torch.float32: 128, torch.bfloat16: 64}
@@ -31,8 +34,12 @@ LEAST_MULTIPLICATIONS = {torch.float32: 2**26, torch.bfloat16: 64**3}
 def extension() -> ModuleType | Any:
     """The compiled products; None, with one line in the log, where the package was installed without a
     compiler."""
-    return load_compiled("_product", "products of matrices",
-                         "torch's libraries run instead, slower on a CPU with AVX-512 BF16", logger)
+    return load_compiled(
+        "_product",
+        "products of matrices",
+        "torch's libraries run instead, slower on a CPU with AVX-512 BF16",
+        logger,
+    )
 
 
 def reason_against_rows() -> str:
@@ -64,7 +71,9 @@ def suits(a: torch.Tensor, b: torch.Tensor) -> bool:
     (n, k), m = a.shape, b.shape[1]
     if b.dtype != a.dtype or not _is_compiled(a.dtype) or is_widened(a):
         return False
-    is_large = min(n, k, m) >= LEAST[a.dtype] and n * k * m >= LEAST_MULTIPLICATIONS[a.dtype]
+    is_large = (
+        min(n, k, m) >= LEAST[a.dtype] and n * k * m >= LEAST_MULTIPLICATIONS[a.dtype]
+    )
     return is_large and _has_lines(a) and _has_lines(b)
 
 
@@ -78,16 +87,18 @@ def takes_target(out: torch.Tensor) -> bool:
     return out.stride(1) == 1
 
 
-def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
-                 bias: torch.Tensor | None) -> torch.Tensor:
+def product_into(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """out = a b + bias, for out [n, m] and bias [m] or None in the dtype of a; returns out. Not for
     autograd."""
     _run("product", out, a, b, None if bias is None else bias.contiguous())
     return out
 
 
-def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
-                 overwrites: bool = False) -> torch.Tensor:
+def add_product_(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
+) -> torch.Tensor:
     """out += a b for out fp32 [n, m], or out = a b; returns out. Not for autograd."""
     _run("write_product" if overwrites else "add_product", out, a, b)
     return out
@@ -95,31 +106,56 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 
 def suits_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `row_product` takes x [1, in], weight [out, in] and bias [out] or None, all bf16."""
-    has_rows = x.shape[0] == 1 and x.stride(1) == weight.stride(1) == 1 and min(weight.shape) > 0
-    return has_rows and x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    has_rows = (
+        x.shape[0] == 1
+        and x.stride(1) == weight.stride(1) == 1
+        and min(weight.shape) > 0
+    )
+    return (
+        has_rows and x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    )
 
 
-def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                out: torch.Tensor) -> torch.Tensor:
+def row_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
     """out = x Wᵀ + bias for x [1, in], weight [out, in] and out [1, out]; returns out. Not for autograd."""
     bias = None if bias is None else bias.contiguous()
-    if not isinstance(out, FakeTensor):                 # of a plan
+    if not isinstance(out, FakeTensor):  # of a plan
         addresses = x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-        extension().row_product(weight.shape, (weight.data_ptr(), weight.stride(0)), *addresses,
-                                torch.get_num_threads())
+        extension().row_product(
+            weight.shape,
+            (weight.data_ptr(), weight.stride(0)),
+            *addresses,
+            torch.get_num_threads(),
+        )
     torch.autograd.graph.increment_version(out)
     return out
 
 
-def _run(function: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
-         *bias: torch.Tensor | None) -> None:
-    sizes, name = (a.shape[0], b.shape[1], a.shape[1]), NAMES[a.dtype]
+def _run(
+    function: str,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *bias: torch.Tensor | None,
+) -> None:
+    sizes = (a.shape[0], b.shape[1], a.shape[1])
+    name = NAMES[a.dtype]
     count = getattr(extension(), f"bytes_{name}")(sizes, out.dtype == torch.float32)
     packed = WORKSPACE.take("packed factors", -(-count // 4))
-    if not isinstance(out, FakeTensor):                 # of a plan
+    if not isinstance(out, FakeTensor):  # of a plan
         addresses = [0 if t is None else t.data_ptr() for t in bias]
-        getattr(extension(), f"{function}_{name}")(sizes, _place(a), _place(b), out.data_ptr(), out.stride(0),
-                                                   *addresses, packed.data_ptr(), torch.get_num_threads())
+        getattr(extension(), f"{function}_{name}")(
+            sizes,
+            _place(a),
+            _place(b),
+            out.data_ptr(),
+            out.stride(0),
+            *addresses,
+            packed.data_ptr(),
+            torch.get_num_threads(),
+        )
     torch.autograd.graph.increment_version(out)
 
 

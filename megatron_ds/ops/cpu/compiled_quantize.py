@@ -20,31 +20,69 @@ DTYPES = (torch.float32, torch.bfloat16)
 def extension() -> ModuleType | Any:
     """The compiled operations; None, with one line in the log, where the package was installed without a
     compiler."""
-    return load_compiled("_quantize", "quantization", "torch's operations run instead, slower by far", logger)
+    return load_compiled(
+        "_quantize",
+        "quantization",
+        "torch's operations run instead, slower by far",
+        logger,
+    )
 
 
-def quantize(x: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, bits: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize` of x with memory on the CPU, of one of `DTYPES`."""
     x = x.detach().contiguous()
     n = x.numel()
     codes = x.new_empty(-(-n * bits // 8), dtype=torch.int8)
     scales = x.new_empty(-(-n // block), dtype=torch.float32)
-    extension().quantize(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), n, block, bits,
-                         x.dtype == torch.bfloat16, torch.get_num_threads())
+    extension().quantize(
+        x.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        n,
+        block,
+        bits,
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
     return codes, scales
 
 
-def dequantize(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
-               dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`ops.quantize.dequantize` in memory of the CPU, to one of `DTYPES`."""
-    scales, codes = scales.detach().contiguous(), codes.contiguous()
+    scales = scales.detach().contiguous()
+    codes = codes.contiguous()
     y = scales.new_empty(numel, dtype=dtype) if out is None else out
-    extension().dequantize(codes.data_ptr(), scales.data_ptr(), y.data_ptr(), numel, block, bits,
-                           dtype == torch.bfloat16, torch.get_num_threads())
+    extension().dequantize(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        y.data_ptr(),
+        numel,
+        block,
+        bits,
+        dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
     return y
 
 
-def fits_dtype(scales: torch.Tensor, codes: torch.Tensor, numel: int, bits: int, block: int,
-               dtype: torch.dtype, out: torch.Tensor | None = None) -> str:
-    """"" if `dequantize` has the dtype, else the reason."""
+def fits_dtype(
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> str:
+    """ "" if `dequantize` has the dtype, else the reason."""
     return "" if dtype in DTYPES else f"{dtype} is neither fp32 nor bf16"

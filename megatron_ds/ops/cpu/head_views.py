@@ -9,7 +9,9 @@ import torch
 def query_view(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """[s, b, n, d] → [b g, s, r, d], heads in front; k has g heads."""
     heads = q.shape[1] * k.shape[2]
-    return q.flatten(1, 2).unflatten(1, (heads, q.shape[2] // k.shape[2])).transpose(0, 1)
+    return (
+        q.flatten(1, 2).unflatten(1, (heads, q.shape[2] // k.shape[2])).transpose(0, 1)
+    )
 
 
 def key_view(k: torch.Tensor) -> torch.Tensor:

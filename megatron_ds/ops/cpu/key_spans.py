@@ -21,8 +21,9 @@ import numpy as np
 
 from ..attention_pattern import AttentionPattern
 
-UNIT, REGISTERS = 16, 4
-AHEAD = 8               # the kernel fetches this many units before it computes with them
+UNIT = 16
+REGISTERS = 4
+AHEAD = 8  # the kernel fetches this many units before it computes with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,9 @@ class KeySpans:
     live: np.ndarray
 
 
-def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
+def key_spans(
+    pattern: AttentionPattern, queries: range, keys: range, heads: int
+) -> KeySpans:
     """Of two runs of positions, which begin and end at multiples of `UNIT` if the pattern has a layout, whose
     blocks are multiples of it. Units and registers are numbered within the runs."""
     if pattern.layout is None:
@@ -55,7 +58,11 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
     layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
     layout_of_head = np.empty(heads, dtype=np.int32)
-    firsts, spans, units, lives, total = [], [], [], [], 0
+    firsts = []
+    spans = []
+    units = []
+    lives = []
+    total = 0
     for number, (of_heads, alike) in enumerate(groups):
         layout_of_head[of_heads] = number
         firsts.append([len(spans)])
@@ -68,37 +75,56 @@ def key_spans(pattern: AttentionPattern, queries: range, keys: range, heads: int
             firsts[-1].append(len(spans))
             seen_by.append(tile.any(0))
         lives.append(_lives(np.array(seen_by)))
-    return KeySpans(layout_of_head, np.array(firsts, dtype=np.int32),
-                    np.array(spans, dtype=np.int32).reshape(-1, 4),
-                    np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32),
-                    *_arrays(lives))
+    return KeySpans(
+        layout_of_head,
+        np.array(firsts, dtype=np.int32),
+        np.array(spans, dtype=np.int32).reshape(-1, 4),
+        np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32),
+        *_arrays(lives),
+    )
 
 
-def _of_window(pattern: AttentionPattern, queries: range, keys: range, heads: int) -> KeySpans:
+def _of_window(
+    pattern: AttentionPattern, queries: range, keys: range, heads: int
+) -> KeySpans:
     """Of a pattern without layout: each register sees neighbouring units, later registers none earlier. So
     the units at which registers begin and stop to see divide a tile into its spans."""
-    registers, units, firsts, spans = -(-len(queries) // UNIT), -(-len(keys) // UNIT), [0], []
-    last_tile, live = np.full(units, -1), 0
-    starts, stops = (numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers))
+    registers = -(-len(queries) // UNIT)
+    units = -(-len(keys) // UNIT)
+    firsts = [0]
+    spans = []
+    last_tile = np.full(units, -1)
+    live = 0
+    starts, stops = (
+        numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers)
+    )
     for first in range(0, registers, REGISTERS):
-        start, stop = (numbers[first:first + REGISTERS] for numbers in (starts, stops))
-        edges, some = np.unique((start, stop)), start < stop
+        start, stop = (
+            numbers[first : first + REGISTERS] for numbers in (starts, stops)
+        )
+        edges = np.unique((start, stop))
+        some = start < stop
         if some.any():
-            last_tile[start[some].min():stop.max()] = first // REGISTERS
+            last_tile[start[some].min() : stop.max()] = first // REGISTERS
             live = max(live, stop.max() - start[some].min())
-        sees = (start <= edges[:-1]) & (edges[:-1] < stop)                          # [registers, intervals]
+        sees = (start <= edges[:-1]) & (edges[:-1] < stop)  # [registers, intervals]
         for i in np.flatnonzero(sees.any(0)):
             low = int(sees[:, i].argmax())
             spans.append((edges[i], edges[i + 1], low, low + sees[:, i].sum()))
         firsts.append(len(spans))
-    return KeySpans(np.zeros(heads, dtype=np.int32), np.array([firsts], dtype=np.int32),
-                    np.array(spans, dtype=np.int32).reshape(-1, 4), np.arange(units + AHEAD, dtype=np.int32),
-                    *_arrays([(last_tile, live)]))
+    return KeySpans(
+        np.zeros(heads, dtype=np.int32),
+        np.array([firsts], dtype=np.int32),
+        np.array(spans, dtype=np.int32).reshape(-1, 4),
+        np.arange(units + AHEAD, dtype=np.int32),
+        *_arrays([(last_tile, live)]),
+    )
 
 
 def _lives(seen: np.ndarray) -> tuple[np.ndarray, int]:
     """`last_tile` and `live` of one layout. seen: bool [tiles, units]."""
-    tiles, some = len(seen), seen.any(0)
+    tiles = len(seen)
+    some = seen.any(0)
     last = np.where(some, tiles - 1 - seen[::-1].argmax(0), -1)
     begun = np.cumsum(np.bincount(seen.argmax(0)[some], minlength=tiles))
     ended = np.cumsum(np.bincount(last[some], minlength=tiles))
@@ -110,35 +136,54 @@ def _arrays(lives: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray
     return np.stack(last_tiles).astype(np.int32), np.array(live, dtype=np.int32)
 
 
-def _seen_by(pattern: AttentionPattern, queries: range, keys: range,
-             registers: int) -> tuple[np.ndarray, np.ndarray]:
+def _seen_by(
+    pattern: AttentionPattern, queries: range, keys: range, registers: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The first unit that each register sees, and the one past the last."""
     first = queries.start + UNIT * np.arange(registers)
     last = np.minimum(first + UNIT, queries.stop) - 1
-    starts = np.full(registers, keys.start) if pattern.left is None else first - pattern.left
-    stops = np.full(registers, keys.stop) if pattern.after is None else last + pattern.after + 1
-    starts, stops = ((positions - keys.start).clip(0, len(keys)) for positions in (starts, stops))
+    starts = (
+        np.full(registers, keys.start) if pattern.left is None else first - pattern.left
+    )
+    stops = (
+        np.full(registers, keys.stop)
+        if pattern.after is None
+        else last + pattern.after + 1
+    )
+    starts, stops = (
+        (positions - keys.start).clip(0, len(keys)) for positions in (starts, stops)
+    )
     stops = np.where(stops > starts, -(-stops // UNIT), 0)
     return np.where(stops > 0, starts // UNIT, 0), stops
 
 
-def _tiles(pattern: AttentionPattern, queries: range, keys: range) -> Iterator[np.ndarray]:
+def _tiles(
+    pattern: AttentionPattern, queries: range, keys: range
+) -> Iterator[np.ndarray]:
     """bool [registers, units of keys] of each tile; the last one may have fewer registers."""
-    rows, columns = (np.arange(run.start // UNIT, run.stop // UNIT) for run in (queries, keys))
+    rows, columns = (
+        np.arange(run.start // UNIT, run.stop // UNIT) for run in (queries, keys)
+    )
     layout = pattern.layout
     (blocks,) = layout.up_to(max(queries.stop, keys.stop))
     for first in range(0, len(rows), REGISTERS):
-        registers = rows[first:first + REGISTERS]
-        seen = blocks[registers * UNIT // layout.block][:, columns * UNIT // layout.block]
+        registers = rows[first : first + REGISTERS]
+        seen = blocks[registers * UNIT // layout.block][
+            :, columns * UNIT // layout.block
+        ]
         yield seen & (columns <= registers[:, None]) if pattern.causal else seen
 
 
 def _runs(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """(first register, one past the last, units) of the spans of a tile, wide ones first."""
     closed = np.zeros((1, seen.shape[1]), dtype=bool)
-    framed = np.concatenate((closed, seen, closed))                     # register r is row r + 1
+    framed = np.concatenate((closed, seen, closed))  # register r is row r + 1
     for width in range(len(seen), 0, -1):
         for low in range(len(seen) - width + 1):
-            run = framed[low + 1:low + 1 + width].all(0) & ~framed[low] & ~framed[low + 1 + width]
+            run = (
+                framed[low + 1 : low + 1 + width].all(0)
+                & ~framed[low]
+                & ~framed[low + 1 + width]
+            )
             if run.any():
                 yield low, low + width, np.flatnonzero(run)

@@ -25,9 +25,9 @@ import numpy as np
 
 from ..attention_pattern import AttentionPattern
 
-OVERHEAD = 16                    # rows
+OVERHEAD = 16  # rows
 MOST_ROWS = 256
-PADDING = 1.06                   # the most keys of tiles that are worked on together, over the least
+PADDING = 1.06  # the most keys of tiles that are worked on together, over the least
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def range_tiles(pattern: AttentionPattern, positions: int) -> tuple[RangeTile, .
 
 
 @lru_cache(maxsize=1024)
-def block_tiles(pattern: AttentionPattern, positions: int, most: int) -> tuple[BlockTiles, ...]:
+def block_tiles(
+    pattern: AttentionPattern, positions: int, most: int
+) -> tuple[BlockTiles, ...]:
     """The tiles of a layout that is the same for all heads, of blocks that divide the positions.
 
     pattern: hides nothing more than later keys. most: scores of tiles that are worked on at once
@@ -99,9 +101,13 @@ def block_tiles(pattern: AttentionPattern, positions: int, most: int) -> tuple[B
     together = min((1, 2, 4, 8, 16), key=lambda count: _cost(seen, block, count))
     found = []
     for first in range(0, len(seen), together):
-        part = seen[first:first + together]
-        found.append((first, *_whole_first(part, first if pattern.causal else len(seen)), part))
-    found.sort(key=lambda tile: (len(tile[-1]), len(tile[1])))          # alike next to each other
+        part = seen[first : first + together]
+        found.append(
+            (first, *_whole_first(part, first if pattern.causal else len(seen)), part)
+        )
+    found.sort(
+        key=lambda tile: (len(tile[-1]), len(tile[1]))
+    )  # alike next to each other
     return tuple(_stacked(tiles, block) for tiles in _batches(found, block, most))
 
 
@@ -109,7 +115,7 @@ def _whole_first(part: np.ndarray, edge: int) -> tuple[np.ndarray, int]:
     """(numbers of the blocks that a tile [m, blocks] sees, how many of these, the first ones, all of its
     queries see). edge: the first block of which queries see only some positions."""
     whole = part.all(axis=0)
-    whole[edge:edge + len(part)] = False
+    whole[edge : edge + len(part)] = False
     partly = np.flatnonzero(part.any(axis=0) & ~whole)
     return np.concatenate((np.flatnonzero(whole), partly)), int(whole.sum())
 
@@ -128,7 +134,9 @@ def _batches(found: list, block: int, most: int) -> Iterator[list]:
     for tile in found:
         _, keys, _, part = tile
         if batch:
-            same = len(part) == len(batch[0][-1]) and len(keys) <= PADDING * len(batch[0][1])
+            same = len(part) == len(batch[0][-1]) and len(keys) <= PADDING * len(
+                batch[0][1]
+            )
             scores = (len(batch) + 1) * len(part) * max(1, len(keys)) * block**2
             if not same or scores > most:
                 yield batch
@@ -139,32 +147,41 @@ def _batches(found: list, block: int, most: int) -> Iterator[list]:
 
 def _stacked(tiles: list, block: int) -> BlockTiles:
     """Tiles as one value; missing keys are block 0, which no query of the tile sees."""
-    width, together = max(1, max(len(keys) for _, keys, *_ in tiles)), len(tiles[0][-1])
+    width = max(1, max(len(keys) for _, keys, *_ in tiles))
+    together = len(tiles[0][-1])
     blocks = np.zeros((len(tiles), width), dtype=np.int64)
     seen = np.zeros((len(tiles), together, width), dtype=bool)
     for i, (_, keys, _, part) in enumerate(tiles):
-        blocks[i, :len(keys)] = keys
-        seen[i, :, :len(keys)] = part[:, keys]
+        blocks[i, : len(keys)] = keys
+        seen[i, :, : len(keys)] = part[:, keys]
     rows = np.array([first for first, *_ in tiles])[:, None] + np.arange(together)
     return BlockTiles(rows, blocks, seen, block, min(whole for _, _, whole, _ in tiles))
 
 
 def _window_tiles(pattern: AttentionPattern, positions: int) -> Iterator[RangeTile]:
     sides = [side for side in (pattern.left, pattern.after) if side is not None]
-    widest = positions if None in (pattern.left, pattern.after) else min(positions, sum(sides) + 1)
+    widest = (
+        positions
+        if None in (pattern.left, pattern.after)
+        else min(positions, sum(sides) + 1)
+    )
     rows = min(MOST_ROWS, max(32, 16 * round(math.sqrt(OVERHEAD * widest) / 16)))
     whole = range(positions)
     for start in whole[::rows]:
-        queries = whole[start:start + rows]
+        queries = whole[start : start + rows]
         keys = pattern.keys_of(queries, whole)
         yield RangeTile(queries, keys, edges=tuple(_edges(pattern, queries, keys, 0)))
 
 
-def _edges(pattern: AttentionPattern, rows: range, keys: range, column: int) -> Iterator[Edge]:
+def _edges(
+    pattern: AttentionPattern, rows: range, keys: range, column: int
+) -> Iterator[Edge]:
     """The edges within a run of keys that begins at this column of the tile."""
     if pattern.after is not None and keys.stop > rows.start + pattern.after + 1:
         first = max(keys.start, rows.start + pattern.after + 1)
-        yield Edge(slice(column + first - keys.start, column + len(keys)), first - rows.start)
+        yield Edge(
+            slice(column + first - keys.start, column + len(keys)), first - rows.start
+        )
     if pattern.left is not None and keys.start < rows.stop - 1 - pattern.left:
         stop = min(keys.stop, rows.stop - 1 - pattern.left)
         yield Edge(slice(column, column + stop - keys.start), keys.start - rows.start)

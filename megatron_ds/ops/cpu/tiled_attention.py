@@ -29,8 +29,8 @@ from ..scoring import PLAIN, Scoring
 from .head_views import heads_first, key_view, query_view, rows_first
 from .query_tiles import BlockTiles, RangeTile, block_tiles, range_tiles
 
-SCORES = 1 << 18                 # of a tile, worked on at once: 1 MiB, two of them in backward
-STACKED = 1 << 19                # of stacked tiles
+SCORES = 1 << 18  # of a tile, worked on at once: 1 MiB, two of them in backward
+STACKED = 1 << 19  # of stacked tiles
 
 
 @dataclass(frozen=True)
@@ -49,40 +49,64 @@ class Visible:
     padding: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
 
-    def close(self, scores: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor,
-              owner: torch.Tensor) -> None:
+    def close(
+        self,
+        scores: torch.Tensor,
+        rows: torch.Tensor,
+        keys: torch.Tensor,
+        owner: torch.Tensor,
+    ) -> None:
         """-inf in scores [heads, .., r, R, K] where documents or padding hide a key, after ALiBi; in place.
 
         rows: int64 [.., R] and keys: int64 [.., K], positions; owner: the sample of each head
         """
         if self.slopes is not None:
-            slopes = self.slopes.view(len(self.slopes), *[1] * (scores.dim() - 4), -1, 1, 1)
-            distance = (rows[..., None] - keys[..., None, :]).abs().float()         # [.., R, K]
+            slopes = self.slopes.view(
+                len(self.slopes), *[1] * (scores.dim() - 4), -1, 1, 1
+            )
+            distance = (
+                (rows[..., None] - keys[..., None, :]).abs().float()
+            )  # [.., R, K]
             scores.addcmul_(slopes, distance.unsqueeze(-3), value=-1)
         if self.documents is not None:
             ids = self.documents.ids
-            closed = ids[:, rows][..., None] != ids[:, keys][..., None, :]          # [b, .., R, K]
+            closed = (
+                ids[:, rows][..., None] != ids[:, keys][..., None, :]
+            )  # [b, .., R, K]
             if closed.any():
                 scores.masked_fill_(closed[owner].unsqueeze(-3), -math.inf)
         if self.padding is not None:
-            scores.masked_fill_(self.padding[:, keys][owner][..., None, None, :], -math.inf)
+            scores.masked_fill_(
+                self.padding[:, keys][owner][..., None, None, :], -math.inf
+            )
 
 
 def worth_tiling(positions: int, pattern: AttentionPattern) -> bool:
     """Whether queries see at most half of the keys that they would see without window or layout."""
     if pattern.layout is not None:
-        has_window = pattern.left is not None or not pattern.causal and pattern.right is not None
+        has_window = (
+            pattern.left is not None or not pattern.causal and pattern.right is not None
+        )
         return positions % pattern.layout.block == 0 and not has_window
-    return 2 * pattern.pairs(positions) < AttentionPattern(pattern.causal).pairs(positions)
+    return 2 * pattern.pairs(positions) < AttentionPattern(pattern.causal).pairs(
+        positions
+    )
 
 
-def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visible,
-                    scoring: Scoring = PLAIN) -> torch.Tensor:
+def tiled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Visible,
+    scoring: Scoring = PLAIN,
+) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides.
 
     A query that sees no key gets zeros. Heads with different layouts are computed one layout at a time.
     """
-    scale, sink, layout = scoring.scale_of(q.shape[-1]), scoring.sink, seen.pattern.layout
+    scale = scoring.scale_of(q.shape[-1])
+    sink = scoring.sink
+    layout = seen.pattern.layout
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
     seen = replace(seen, slopes=slopes)
     if layout is None or layout.is_alike:
@@ -91,12 +115,23 @@ def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Vis
     for heads, of_them in layout.groups:
         index = torch.tensor(heads)
         key_heads = index // (q.shape[2] // k.shape[2])
-        alike = replace(seen, pattern=replace(seen.pattern, layout=of_them),
-                        slopes=None if slopes is None else slopes[index])
-        out = _TiledAttention.apply(q[:, :, index], k[:, :, key_heads], v[:, :, key_heads],
-                                    None if sink is None else sink[index], scale, alike)
+        alike = replace(
+            seen,
+            pattern=replace(seen.pattern, layout=of_them),
+            slopes=None if slopes is None else slopes[index],
+        )
+        out = _TiledAttention.apply(
+            q[:, :, index],
+            k[:, :, key_heads],
+            v[:, :, key_heads],
+            None if sink is None else sink[index],
+            scale,
+            alike,
+        )
         outputs.append(out.unflatten(2, (len(heads), -1)))
-    order = torch.tensor([head for heads, _ in layout.groups for head in heads]).argsort()
+    order = torch.tensor(
+        [head for heads, _ in layout.groups for head in heads]
+    ).argsort()
     return torch.cat(outputs, dim=2)[:, :, order].flatten(2)
 
 
@@ -108,24 +143,28 @@ class _TiledAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, scale, seen):
         out = q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
         queries, keys, values = _wide(query_view(q, k), key_view(k), key_view(v))
-        result, sums = torch.empty_like(queries), queries.new_empty(*queries.shape[:3], 1)
+        result = torch.empty_like(queries)
+        sums = queries.new_empty(*queries.shape[:3], 1)
         sinks = None if sink is None else _of_rows(sink, sums)
         for part in _parts(seen, queries, q.shape[1]):
             scores = part.scores(part.rows_of(queries), part.keys_of(keys), scale)
             most = scores.amax(-1, keepdim=True)
             if sinks is not None:
                 most = torch.maximum(most, part.rows_of(sinks))
-            most.masked_fill_(most == -math.inf, 0.0)           # rows that see nothing
+            most.masked_fill_(most == -math.inf, 0.0)  # rows that see nothing
             p = scores.sub_(most).exp_()
             total = p.sum(-1, keepdim=True)
             if sinks is not None:
                 total += (part.rows_of(sinks) - most).exp()
             part.put_rows(sums, most + torch.where(total > 0, total.log(), math.inf))
             share = p.bmm(part.keys_of(values))
-            part.put_rows(result, share.div_(total.clamp_min(torch.finfo(torch.float32).tiny)))
+            part.put_rows(
+                result, share.div_(total.clamp_min(torch.finfo(torch.float32).tiny))
+            )
         query_view(out.view(q.shape), k).copy_(result)
         ctx.save_for_backward(q, k, v, sink, out, sums)
-        ctx.scale, ctx.seen = scale, seen
+        ctx.scale = scale
+        ctx.seen = seen
         return out
 
     @staticmethod
@@ -133,14 +172,20 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, sink, out, sums = ctx.saved_tensors
         dresult, result = (query_view(t.view(q.shape), k) for t in (dout, out))
-        of_row = (dresult.float() * result).sum(-1, keepdim=True)                   # D [heads, s, r, 1]
-        queries, keys, values, dresult = _wide(query_view(q, k), key_view(k), key_view(v), dresult)
-        dqueries, dkeys, dvalues = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        of_row = (dresult.float() * result).sum(-1, keepdim=True)  # D [heads, s, r, 1]
+        queries, keys, values, dresult = _wide(
+            query_view(q, k), key_view(k), key_view(v), dresult
+        )
+        dqueries = torch.empty_like(queries)
+        dkeys = torch.zeros_like(keys)
+        dvalues = torch.zeros_like(values)
         for part in _parts(ctx.seen, queries, q.shape[1]):
-            q_tile, k_tile, do_tile = part.rows_of(queries), part.keys_of(keys), part.rows_of(dresult)
+            q_tile = part.rows_of(queries)
+            k_tile = part.keys_of(keys)
+            do_tile = part.rows_of(dresult)
             p = part.scores(q_tile, k_tile, ctx.scale).sub_(part.rows_of(sums)).exp_()
             part.add_keys(dvalues, p.transpose(1, 2).bmm(do_tile))
-            ds = do_tile.bmm(part.keys_of(values).transpose(1, 2))                  # dp
+            ds = do_tile.bmm(part.keys_of(values).transpose(1, 2))  # dp
             ds.sub_(part.rows_of(of_row)).mul_(p)
             part.put_rows(dqueries, _products(ds, k_tile, ctx.scale))
             part.add_keys(dkeys, _products(ds.transpose(1, 2), q_tile, ctx.scale))
@@ -148,7 +193,9 @@ class _TiledAttention(torch.autograd.Function):
         query_view(dq, k).copy_(dqueries)
         dsink = None
         if sink is not None:
-            of_head = -((_of_rows(sink, sums) - sums).exp() * of_row).sum(1)        # [b g, r, 1]
+            of_head = -((_of_rows(sink, sums) - sums).exp() * of_row).sum(
+                1
+            )  # [b g, r, 1]
             dsink = of_head.view(q.shape[1], -1).sum(0).to(sink.dtype)
         dk, dv = (_as_given(t, like) for t, like in ((dkeys, k), (dvalues, v)))
         return dq, dk, dv, dsink, None, None
@@ -157,9 +204,15 @@ class _TiledAttention(torch.autograd.Function):
 class _RangePart:
     """A tile of consecutive positions, for some heads."""
 
-    def __init__(self, tile: RangeTile, seen: Visible, some: slice, owner: torch.Tensor):
-        self.tile, self.seen, self.some, self.owner = tile, seen, some, owner
-        self.rows, self.keys = slice(tile.rows.start, tile.rows.stop), slice(tile.keys.start, tile.keys.stop)
+    def __init__(
+        self, tile: RangeTile, seen: Visible, some: slice, owner: torch.Tensor
+    ):
+        self.tile = tile
+        self.seen = seen
+        self.some = some
+        self.owner = owner
+        self.rows = slice(tile.rows.start, tile.rows.stop)
+        self.keys = slice(tile.keys.start, tile.keys.stop)
 
     def rows_of(self, t: torch.Tensor) -> torch.Tensor:
         return heads_first(t[self.some, self.rows])
@@ -173,15 +226,22 @@ class _RangePart:
     def add_keys(self, t: torch.Tensor, more: torch.Tensor) -> None:
         t[self.some, self.keys] += more
 
-    def scores(self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
+    def scores(
+        self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         scores = _products(q_tile, k_tile.transpose(1, 2), scale)
         if has_memory(scores):
-            views = scores.unflatten(1, (-1, len(self.tile.rows)))                  # [heads, r, R, K]
+            views = scores.unflatten(1, (-1, len(self.tile.rows)))  # [heads, r, R, K]
             for edge in self.tile.edges:
                 part = views[..., edge.columns]
-                bias = _edge_bias(self.seen.pattern, len(self.tile.rows), edge.offset, part.shape[-1])
+                bias = _edge_bias(
+                    self.seen.pattern, len(self.tile.rows), edge.offset, part.shape[-1]
+                )
                 part += torch.from_numpy(bias)
-            rows, keys = (torch.arange(span.start, span.stop) for span in (self.tile.rows, self.tile.keys))
+            rows, keys = (
+                torch.arange(span.start, span.stop)
+                for span in (self.tile.rows, self.tile.keys)
+            )
             self.seen.close(views, rows, keys, self.owner)
         return scores
 
@@ -189,17 +249,30 @@ class _RangePart:
 class _BlockPart:
     """Stacked tiles of blocks, for some heads: what they hold is gathered."""
 
-    def __init__(self, tiles: BlockTiles, seen: Visible, some: slice, owner: torch.Tensor):
-        self.tiles, self.seen, self.some, self.owner = tiles, seen, some, owner
-        self.rows, self.keys = (torch.from_numpy(t.reshape(-1)) for t in (tiles.rows, tiles.keys))
+    def __init__(
+        self, tiles: BlockTiles, seen: Visible, some: slice, owner: torch.Tensor
+    ):
+        self.tiles = tiles
+        self.seen = seen
+        self.some = some
+        self.owner = owner
+        self.rows, self.keys = (
+            torch.from_numpy(t.reshape(-1)) for t in (tiles.rows, tiles.keys)
+        )
 
     def rows_of(self, t: torch.Tensor) -> torch.Tensor:
         taken = self._blocks(t).index_select(1, self.rows)
-        return heads_first(taken.view(-1, self.tiles.rows.shape[1] * self.tiles.block, *t.shape[2:]))
+        return heads_first(
+            taken.view(-1, self.tiles.rows.shape[1] * self.tiles.block, *t.shape[2:])
+        )
 
     def put_rows(self, t: torch.Tensor, tile: torch.Tensor) -> None:
-        rows = rows_first(tile, t).reshape(-1, len(self.rows), self.tiles.block * t[0, 0].numel())
-        self._blocks(t).index_copy_(1, self.rows, rows.view(self._blocks(t).shape[0], *rows.shape[1:]))
+        rows = rows_first(tile, t).reshape(
+            -1, len(self.rows), self.tiles.block * t[0, 0].numel()
+        )
+        self._blocks(t).index_copy_(
+            1, self.rows, rows.view(self._blocks(t).shape[0], *rows.shape[1:])
+        )
 
     def keys_of(self, t: torch.Tensor) -> torch.Tensor:
         taken = self._blocks(t).index_select(1, self.keys)
@@ -209,18 +282,27 @@ class _BlockPart:
         blocks = self._blocks(t)
         blocks.index_add_(1, self.keys, more.view(blocks.shape[0], len(self.keys), -1))
 
-    def scores(self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float) -> torch.Tensor:
+    def scores(
+        self, q_tile: torch.Tensor, k_tile: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         scores = _products(q_tile, k_tile.transpose(1, 2), scale)
         if has_memory(scores):
-            count, rows = self.tiles.rows.shape[0], self.tiles.rows.shape[1] * self.tiles.block
-            views = scores.view(-1, count, q_tile.shape[1] // rows, rows, scores.shape[2])
+            count = self.tiles.rows.shape[0]
+            rows = self.tiles.rows.shape[1] * self.tiles.block
+            views = scores.view(
+                -1, count, q_tile.shape[1] // rows, rows, scores.shape[2]
+            )
             if self.tiles.whole < self.tiles.keys.shape[1]:
-                part = views[..., self.tiles.whole * self.tiles.block:]
+                part = views[..., self.tiles.whole * self.tiles.block :]
                 part += _block_bias(self.tiles, self.seen.pattern.causal)[:, None]
             hides = (self.seen.documents, self.seen.padding, self.seen.slopes)
             if any(each is not None for each in hides):
-                self.seen.close(views, self._positions(self.tiles.rows), self._positions(self.tiles.keys),
-                                self.owner)
+                self.seen.close(
+                    views,
+                    self._positions(self.tiles.rows),
+                    self._positions(self.tiles.keys),
+                    self.owner,
+                )
         return scores
 
     def _blocks(self, t: torch.Tensor) -> torch.Tensor:
@@ -230,19 +312,28 @@ class _BlockPart:
     def _positions(self, blocks: np.ndarray) -> torch.Tensor:
         """[t, blocks] → int64 [t, positions]."""
         within = torch.arange(self.tiles.block)
-        return (torch.from_numpy(blocks)[..., None] * self.tiles.block + within).flatten(1)
+        return (
+            torch.from_numpy(blocks)[..., None] * self.tiles.block + within
+        ).flatten(1)
 
 
-def _parts(seen: Visible, queries: torch.Tensor, samples: int) -> Iterator[_RangePart | _BlockPart]:
+def _parts(
+    seen: Visible, queries: torch.Tensor, samples: int
+) -> Iterator[_RangePart | _BlockPart]:
     """The work of a call, in parts of some heads. Without memory one of the largest, of consecutive keys."""
     heads, s, r, _ = queries.shape
     if seen.pattern.layout is None:
-        tiles, kind, most = range_tiles(seen.pattern, s), _RangePart, SCORES
+        tiles = range_tiles(seen.pattern, s)
+        kind = _RangePart
+        most = SCORES
     else:
-        tiles, kind, most = block_tiles(seen.pattern, s, STACKED // min(heads * r, 8)), _BlockPart, STACKED
+        tiles = block_tiles(seen.pattern, s, STACKED // min(heads * r, 8))
+        kind = _BlockPart
+        most = STACKED
     if not has_memory(queries):
         scores = min(heads * s, max(tile.scores for tile in tiles))
-        tiles, kind = [RangeTile(range(max(1, scores // s)), range(s))], _RangePart
+        tiles = [RangeTile(range(max(1, scores // s)), range(s))]
+        kind = _RangePart
     for tile in tiles:
         step = max(1, most // (r * tile.scores))
         for first in range(0, heads, step):
@@ -260,7 +351,9 @@ def _for_heads(seen: Visible, heads: torch.Tensor, r: int) -> Visible:
 
 
 @lru_cache(maxsize=256)
-def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) -> np.ndarray:
+def _edge_bias(
+    pattern: AttentionPattern, rows: int, offset: int, columns: int
+) -> np.ndarray:
     """fp32 [rows, columns], -inf where a query does not see a key.
 
     offset: from the first query to the first key
@@ -278,7 +371,9 @@ def _edge_bias(pattern: AttentionPattern, rows: int, offset: int, columns: int) 
 def _block_bias(tiles: BlockTiles, is_causal: bool) -> torch.Tensor:
     """[t, rows, keys of which queries see some], -inf where a query does not see a key: in hidden blocks, and
     above the diagonal."""
-    seen, keys, block = tiles.seen[..., tiles.whole:], tiles.keys[:, tiles.whole:], tiles.block
+    seen = tiles.seen[..., tiles.whole :]
+    keys = tiles.keys[:, tiles.whole :]
+    block = tiles.block
     hidden = torch.from_numpy(~seen)
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
     bias = bias[:, :, None, :, None].expand(-1, -1, block, -1, block).contiguous()

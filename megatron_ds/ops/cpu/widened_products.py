@@ -29,17 +29,23 @@ class Workspace(threading.local):
 
     def take(self, role: str, *shape: int) -> torch.Tensor:
         """An uninitialised tensor, valid until the thread takes the same role again."""
-        memory, numel = self._memory.get(role), math.prod(shape)
+        memory = self._memory.get(role)
+        numel = math.prod(shape)
         if memory is None or memory.numel() < numel:
-            memory = self._memory[role] = None      # free the old one before allocating
-            with torch.inference_mode(False):        # else it could not be written to elsewhere
-                memory = self._memory[role] = torch.empty(numel, dtype=torch.float32, device="cpu")
+            memory = self._memory[role] = None  # free the old one before allocating
+            with torch.inference_mode(
+                False
+            ):  # else it could not be written to elsewhere
+                memory = self._memory[role] = torch.empty(
+                    numel, dtype=torch.float32, device="cpu"
+                )
         return memory[:numel].view(shape)
 
     @contextmanager
     def apart(self) -> Iterator[dict[str, torch.Tensor]]:
         """Use other memory within the context: {role: tensor}, freed at its end."""
-        held, self._memory = self._memory, {}
+        held = self._memory
+        self._memory = {}
         try:
             yield self._memory
         finally:
@@ -51,10 +57,14 @@ WORKSPACE = Workspace()
 
 # A part of the longest dimension has about PART_ELEMENTS fp32 numbers, but at least LEAST_PART rows, to stay
 # fast.
-PART_ELEMENTS, LEAST_PART = 2**20, 256
+PART_ELEMENTS = 2**20
+LEAST_PART = 256
 EVERYTHING = slice(None)
 
-_ASK_ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+_ASK_ONEDNN = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
 
 
 @functools.cache
@@ -74,7 +84,9 @@ def is_widened(t: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def widened_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def widened_product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """a b, or a b + bias, in fp32, rounded to the dtype of a."""
     (n, k), m = a.shape, b.shape[1]
     bias = None if bias is None else bias.float()
@@ -101,13 +113,16 @@ def add_widened_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) ->
         out[rows, columns].addmm_(wide_a, wide_b)
 
 
-def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+def _parts(
+    a: torch.Tensor, b: torch.Tensor
+) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
     """Yields (rows of a, columns of b, their parts in fp32); the products are those rows and columns of a b.
     If the summed dimension is the longest, the products add up to a b instead. The next iteration reuses the
     yielded tensors.
     """
     (n, k), m = a.shape, b.shape[1]
-    wide_a, wide_b = functools.partial(_widen, "factor a"), functools.partial(_widen, "factor b")
+    wide_a = functools.partial(_widen, "factor a")
+    wide_b = functools.partial(_widen, "factor b")
     if k > max(n, m):
         for some in _split(k, n + m):
             yield EVERYTHING, EVERYTHING, wide_a(a[:, some]), wide_b(b[some])

@@ -14,12 +14,23 @@ from .gpu_kernel import GpuKernel, type_name
 if TYPE_CHECKING:
     from ..adam import AdamRow, AdamStep
 
-KERNEL = GpuKernel("adam.cu", "adamw", "ptr ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr",
-                   examples=[("float", "float"), ("float", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])
+KERNEL = GpuKernel(
+    "adam.cu",
+    "adamw",
+    "ptr ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr",
+    examples=[
+        ("float", "float"),
+        ("float", "bf16"),
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+    ],
+)
 THREADS = 256
-CHUNK, SHORT_CHUNK = 8192, 2048      # elements of a block
-MANY_ELEMENTS = 1 << 23              # from which on a GPU is full with blocks of CHUNK elements
-MOST_PLANNED = 64                    # parameter groups whose tables are kept
+# elements of a block
+CHUNK = 8192
+SHORT_CHUNK = 2048
+MANY_ELEMENTS = 1 << 23  # from which on a GPU is full with blocks of CHUNK elements
+MOST_PLANNED = 64  # parameter groups whose tables are kept
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 LOWS = (torch.bfloat16, torch.float16)
 
@@ -33,11 +44,26 @@ class Launch:
     chunk: int
     blocks: int
 
-    def start(self, base: torch.Tensor | None, rates: Sequence[float], divisor: torch.Tensor | None = None,
-              skip: torch.Tensor | None = None) -> None:
+    def start(
+        self,
+        base: torch.Tensor | None,
+        rates: Sequence[float],
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         """base: the tensor from which addresses count. The others: as csrc/gpu/adam.cu has them."""
-        KERNEL(self.types, self.blocks, THREADS, self.table, base, len(self.table), self.chunk, *rates,
-               divisor, skip)
+        KERNEL(
+            self.types,
+            self.blocks,
+            THREADS,
+            self.table,
+            base,
+            len(self.table),
+            self.chunk,
+            *rates,
+            divisor,
+            skip,
+        )
 
 
 def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> None:
@@ -53,8 +79,16 @@ def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> Non
     beta1, beta2 = how.betas
     for step, alike in _by_step(rows):
         launches = _launches(alike)
-        rates = (1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, how.eps,
-                 1 - how.lr * how.weight_decay, how.lr / (1 - beta1**step), grad_scale)
+        rates = (
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            (1 - beta2**step) ** -0.5,
+            how.eps,
+            1 - how.lr * how.weight_decay,
+            how.lr / (1 - beta1**step),
+            grad_scale,
+        )
         for launch in launches:
             launch.start(None, rates, divisor, how.skip)
 
@@ -70,9 +104,21 @@ _PLANNED: dict[tuple, tuple[Launch, ...]] = {}
 
 def _launches(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     """Tensors are where they were in the last step: then they are neither checked nor listed again."""
-    addresses = tuple([(r.p.data_ptr(), r.grad.data_ptr(), r.m.data_ptr(), r.v.data_ptr(),
-                        None if r.low is None else r.low.data_ptr(), r.p.numel(), r.grad.dtype,
-                        None if r.low is None else r.low.dtype) for r in rows])
+    addresses = tuple(
+        [
+            (
+                r.p.data_ptr(),
+                r.grad.data_ptr(),
+                r.m.data_ptr(),
+                r.v.data_ptr(),
+                None if r.low is None else r.low.data_ptr(),
+                r.p.numel(),
+                r.grad.dtype,
+                None if r.low is None else r.low.dtype,
+            )
+            for r in rows
+        ]
+    )
     planned = _PLANNED.get(addresses)
     if planned is None:
         if len(_PLANNED) >= MOST_PLANNED:
@@ -87,18 +133,41 @@ def plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     for r in rows:
         _check(r)
         if r.p.numel():
-            groups.setdefault((r.grad.dtype, None if r.low is None else r.low.dtype), []).append(r)
+            groups.setdefault(
+                (r.grad.dtype, None if r.low is None else r.low.dtype), []
+            ).append(r)
     return tuple(map(_plan_launch, groups.values()))
 
 
 def _plan_launch(rows: Sequence["AdamRow"]) -> Launch:
-    table = np.array([[r.p.data_ptr(), r.grad.data_ptr(), r.m.data_ptr(), r.v.data_ptr(),
-                       0 if r.low is None else r.low.data_ptr(), r.p.numel(), 0] for r in rows], np.int64)
+    table = np.array(
+        [
+            [
+                r.p.data_ptr(),
+                r.grad.data_ptr(),
+                r.m.data_ptr(),
+                r.v.data_ptr(),
+                0 if r.low is None else r.low.data_ptr(),
+                r.p.numel(),
+                0,
+            ]
+            for r in rows
+        ],
+        np.int64,
+    )
     chunk = CHUNK if table[:, 5].sum() >= MANY_ELEMENTS else SHORT_CHUNK
     ends = np.cumsum(-(-table[:, 5] // chunk))
     table[1:, 6] = ends[:-1]
-    types = type_name(rows[0].grad), "float" if rows[0].low is None else type_name(rows[0].low)
-    return Launch(types, on_device(torch.from_numpy(table), rows[0].p.device), chunk, int(ends[-1]))
+    types = (
+        type_name(rows[0].grad),
+        "float" if rows[0].low is None else type_name(rows[0].low),
+    )
+    return Launch(
+        types,
+        on_device(torch.from_numpy(table), rows[0].p.device),
+        chunk,
+        int(ends[-1]),
+    )
 
 
 def _check(r: "AdamRow") -> None:
@@ -106,14 +175,22 @@ def _check(r: "AdamRow") -> None:
     for t in (r.grad, r.m, r.v, *low, r.p):
         if t.device != r.p.device or t.numel() != r.p.numel() or not t.is_contiguous():
             how = "" if t.is_contiguous() else "not "
-            raise ValueError(f"GPU Adam got {t.numel()} elements on {t.device}, {how}contiguous, beside a "
-                             f"parameter of {r.p.numel()} on {r.p.device}: all must be on one device, "
-                             "contiguous, and equally long.")
+            raise ValueError(
+                f"GPU Adam got {t.numel()} elements on {t.device}, {how}contiguous, beside a "
+                f"parameter of {r.p.numel()} on {r.p.device}: all must be on one device, "
+                "contiguous, and equally long."
+            )
     wrong = [t.dtype for t in (r.p, r.m, r.v) if t.dtype != torch.float32]
-    wrong += [r.grad.dtype] * (r.grad.dtype not in GRADIENTS) + [t.dtype for t in low if t.dtype not in LOWS]
+    wrong += [r.grad.dtype] * (r.grad.dtype not in GRADIENTS) + [
+        t.dtype for t in low if t.dtype not in LOWS
+    ]
     if wrong:
-        raise ValueError(f"GPU Adam got {wrong[0]}: parameter and moments must be fp32, gradients fp32, bf16 "
-                         "or fp16, low bf16 or fp16.")
+        raise ValueError(
+            f"GPU Adam got {wrong[0]}: parameter and moments must be fp32, gradients fp32, bf16 "
+            "or fp16, low bf16 or fp16."
+        )
     if r.step < 1:
-        raise ValueError(f"GPU Adam got step {r.step}: updates count from 1, bias corrections divide by zero "
-                         "at 0.")
+        raise ValueError(
+            f"GPU Adam got step {r.step}: updates count from 1, bias corrections divide by zero "
+            "at 0."
+        )

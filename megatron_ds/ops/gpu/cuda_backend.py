@@ -62,13 +62,24 @@ class GpuDevice:
 class CudaBackend:
     """`Backend` of one GPU. A function is compiled, or read from the cache, when it is first asked for."""
 
-    def __init__(self, device: GpuDevice, driver: Driver, compiler: RuntimeCompiler, cache: KernelCache):
-        self.device, self.compiler, self.processors = device, compiler, device.processors
-        self._driver, self._cache = driver, cache
+    def __init__(
+        self,
+        device: GpuDevice,
+        driver: Driver,
+        compiler: RuntimeCompiler,
+        cache: KernelCache,
+    ):
+        self.device = device
+        self.compiler = compiler
+        self.processors = device.processors
+        self._driver = driver
+        self._cache = cache
         self._context = driver.primary_context(device.ordinal)
         self._functions: dict[tuple[str, str], LoadedKernel] = {}
-        self._lock = threading.RLock()                      # backward runs in threads of autograd's
-        self.compiled, self.found, self.seconds = 0, 0, 0.0
+        self._lock = threading.RLock()  # backward runs in threads of autograd's
+        self.compiled = 0
+        self.found = 0
+        self.seconds = 0.0
 
     def function(self, file: str, expression: str) -> LoadedKernel:
         """The loaded instantiation of a template of csrc/gpu/`file`.
@@ -83,42 +94,63 @@ class CudaBackend:
     def prepare(self, wanted: Iterable[tuple[str, str]]) -> None:
         """Compile and load those (file, expression) that are not loaded yet, several at a time."""
         with self._lock:
-            missing = [each for each in dict.fromkeys(wanted) if each not in self._functions]
+            missing = [
+                each for each in dict.fromkeys(wanted) if each not in self._functions
+            ]
             if not missing:
                 return
             if self.device.is_capturing():
-                raise KernelError(f"{missing[0][1]} is first launched in the capture of a CUDA graph, which "
-                                  "forbids to load it. Run the step once before the capture.")
+                raise KernelError(
+                    f"{missing[0][1]} is first launched in the capture of a CUDA graph, which "
+                    "forbids to load it. Run the step once before the capture."
+                )
             start = time.perf_counter()
             with ThreadPoolExecutor(min(COMPILING_THREADS, len(missing))) as pool:
                 kernels = list(pool.map(lambda each: self._compiled(*each), missing))
             for (file, expression), (kernel, was_found) in zip(missing, kernels):
                 self._functions[file, expression] = self._loaded(kernel, expression)
-                self.found, self.compiled = self.found + was_found, self.compiled + (not was_found)
+                self.found = self.found + was_found
+                self.compiled = self.compiled + (not was_found)
             self.seconds += time.perf_counter() - start
 
-    def launch(self, function: LoadedKernel, grid: tuple[int, int, int], block: tuple[int, int, int],
-               arguments: ctypes.Array) -> None:
+    def launch(
+        self,
+        function: LoadedKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: ctypes.Array,
+    ) -> None:
         """Start `function` on torch's current stream. Raises KernelError with the driver's reason."""
-        driver, stream = self._driver, ctypes.c_void_p(self.device.stream())
+        driver = self._driver
+        stream = ctypes.c_void_p(self.device.stream())
         if driver.current_context() == self._context:
-            code = driver.launch(function.handle, *grid, *block, 0, stream, arguments, None)
+            code = driver.launch(
+                function.handle, *grid, *block, 0, stream, arguments, None
+            )
         else:
             with driver.context(self._context):
-                code = driver.launch(function.handle, *grid, *block, 0, stream, arguments, None)
+                code = driver.launch(
+                    function.handle, *grid, *block, 0, stream, arguments, None
+                )
         if code:
             raise KernelError(self._launch_error(function, grid, block, code))
 
     def summary(self) -> str:
         """One line for the log: "kernels: 12 compiled in 1.4 s (sm_90, nvrtc 13.0)"."""
-        found = f", {self.found} from the cache" * bool(self.found)
-        return (f"kernels: {self.compiled} compiled{found} in {self.seconds:.1f} s ({self.device.target}, "
-                f"{self.compiler.name})")
+        found = f", {self.found} from the cache" if self.found else ""
+        return (
+            f"kernels: {self.compiled} compiled{found} in {self.seconds:.1f} s ({self.device.target}, "
+            f"{self.compiler.name})"
+        )
 
     def _compiled(self, file: str, expression: str) -> tuple[CompiledKernel, bool]:
         """(the kernel, whether it was in the cache). Runs in several threads."""
-        source, target, compiler = kernel_source(file), self.device.target, self.compiler
-        key = cache_key(source, expression, compiler.name, compiler.options(source, target))
+        source = kernel_source(file)
+        target = self.device.target
+        compiler = self.compiler
+        key = cache_key(
+            source, expression, compiler.name, compiler.options(source, target)
+        )
         found = self._cache.read(key)
         if found:
             return found, True
@@ -131,21 +163,35 @@ class CudaBackend:
         try:
             with self._driver.context(self._context):
                 module = self._driver.load(kernel.code)
-                return LoadedKernel(self._driver.function(module, kernel.symbol), module, expression)
+                return LoadedKernel(
+                    self._driver.function(module, kernel.symbol), module, expression
+                )
         except KernelError as error:
             by = f"{self.device.target} by {self.compiler.name}"
-            raise KernelError(f"{expression} for {by} was not loaded: {error}") from None
+            raise KernelError(
+                f"{expression} for {by} was not loaded: {error}"
+            ) from None
 
-    def _launch_error(self, function: LoadedKernel, grid: tuple, block: tuple, code: int) -> str:
-        late = (". The fault may be that of any kernel before it: GPUs report errors late. With "
-                "CUDA_LAUNCH_BLOCKING=1 the kernel at fault is named" * (code in LATE_ERRORS))
-        return (f"{function.name} with {' × '.join(map(str, grid))} blocks of {' × '.join(map(str, block))} "
-                f"threads was not started: {self._driver.error_text(code)}{late}.")
+    def _launch_error(
+        self, function: LoadedKernel, grid: tuple, block: tuple, code: int
+    ) -> str:
+        late = ""
+        if code in LATE_ERRORS:
+            late = (
+                ". The fault may be that of any kernel before it: GPUs report errors late. With "
+                "CUDA_LAUNCH_BLOCKING=1 the kernel at fault is named"
+            )
+        return (
+            f"{function.name} with {' × '.join(map(str, grid))} blocks of {' × '.join(map(str, block))} "
+            f"threads was not started: {self._driver.error_text(code)}{late}."
+        )
 
 
 def cuda_backend(device: torch.device) -> CudaBackend:
     """The backend of a device of torch.cuda. Raises KernelError with the reason where there is none."""
-    return _backend(torch.cuda.current_device() if device.index is None else device.index)
+    return _backend(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def reason_against(device: torch.device) -> str:
@@ -170,19 +216,32 @@ def _backend(ordinal: int) -> CudaBackend:
     capability = torch.cuda.get_device_capability(ordinal)
     is_hip = torch.version.hip is not None
     if is_hip and os.environ.get("MEGATRON_DS_HIP_KERNELS") != "1":
-        raise KernelError("they have been neither compiled for an AMD GPU nor run on one; "
-                          "MEGATRON_DS_HIP_KERNELS=1 turns them on")
+        raise KernelError(
+            "they have been neither compiled for an AMD GPU nor run on one; "
+            "MEGATRON_DS_HIP_KERNELS=1 turns them on"
+        )
     if not is_hip and capability < LEAST_CAPABILITY:
-        raise KernelError(f"the GPU is sm_{capability[0]}{capability[1]}, they need "
-                          f"sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} or later")
+        raise KernelError(
+            f"the GPU is sm_{capability[0]}{capability[1]}, they need "
+            f"sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} or later"
+        )
     properties = torch.cuda.get_device_properties(ordinal)
     compiler = _compiler(is_hip)
     target = properties.gcnArchName if is_hip else compiler.target(capability)
-    torch.cuda.synchronize(ordinal)                         # torch makes the primary context, with its flags
-    device = GpuDevice(ordinal, target, properties.multi_processor_count,
-                       functools.partial(_current_stream, ordinal), torch.cuda.is_current_stream_capturing)
-    return CudaBackend(device, Driver(names=HIP if is_hip else CUDA), compiler,
-                       KernelCache(cache_folder(os.environ)))
+    torch.cuda.synchronize(ordinal)  # torch makes the primary context, with its flags
+    device = GpuDevice(
+        ordinal,
+        target,
+        properties.multi_processor_count,
+        functools.partial(_current_stream, ordinal),
+        torch.cuda.is_current_stream_capturing,
+    )
+    return CudaBackend(
+        device,
+        Driver(names=HIP if is_hip else CUDA),
+        compiler,
+        KernelCache(cache_folder(os.environ)),
+    )
 
 
 @functools.cache

@@ -34,11 +34,30 @@ class DriverNames:
     error_text: str
 
 
-CUDA = DriverNames("libcuda.so.1", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel",
-                   "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain",
-                   "cuGetErrorName", "cuGetErrorString")
-HIP = DriverNames("libamdhip64.so", "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel",
-                  "hipGetDevice", "hipSetDevice", "", "", "hipGetErrorName", "hipGetErrorString")
+CUDA = DriverNames(
+    "libcuda.so.1",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuGetErrorName",
+    "cuGetErrorString",
+)
+HIP = DriverNames(
+    "libamdhip64.so",
+    "hipModuleLoadData",
+    "hipModuleGetFunction",
+    "hipModuleLaunchKernel",
+    "hipGetDevice",
+    "hipSetDevice",
+    "",
+    "",
+    "hipGetErrorName",
+    "hipGetErrorString",
+)
 
 # Errors of a kernel that ran earlier; the driver reports them at whatever call comes next.
 LATE_ERRORS = frozenset((700, 701, 702, 710, 713, 714, 715, 716, 717, 718, 719, 999))
@@ -68,7 +87,8 @@ class Driver:
         """The context of torch on the device, initialised if it was not. HIP: the device's number."""
         if not self.names.retain:
             return ordinal
-        device, context = ctypes.c_int(), ctypes.c_void_p()
+        device = ctypes.c_int()
+        context = ctypes.c_void_p()
         self._call(self.names.device, ctypes.byref(device), ctypes.c_int(ordinal))
         self._call(self.names.retain, ctypes.byref(context), device)
         return context.value or 0
@@ -102,7 +122,9 @@ class Driver:
     def function(self, module: ctypes.c_void_p, symbol: str) -> ctypes.c_void_p:
         """A function of a module. It is loaded here, not at its first launch, where lazy loading is on."""
         function = ctypes.c_void_p()
-        self._call(self.names.get_function, ctypes.byref(function), module, symbol.encode())
+        self._call(
+            self.names.get_function, ctypes.byref(function), module, symbol.encode()
+        )
         return function
 
     def error_text(self, code: int) -> str:
@@ -113,7 +135,7 @@ class Driver:
 
     def _describe(self, function: str, code: int) -> str:
         ask = getattr(self._library, function)
-        if not self.names.retain:                           # HIP returns the text, CUDA writes its address
+        if not self.names.retain:  # HIP returns the text, CUDA writes its address
             ask.restype = ctypes.c_char_p
             return (ask(code) or b"").decode()
         text = ctypes.c_char_p()

@@ -17,25 +17,48 @@ from ..product import has_memory
 from .gpu_kernel import GpuKernel, type_name
 from .packets import reason_against_packets
 
-NUMBERS = 16                   # of a counter of Philox, that is, of a thread
+NUMBERS = 16  # of a counter of Philox, that is, of a thread
 LEVELS = 1 << 16
-MOST_THREADS, PICKED_THREADS = 512, 256
-MOST_BLOCKS = (1 << 31) - 1    # in the first dimension of a grid
-MOST_TABLES = (1 << 16) - 1    # in the second
-MOST_SAMPLES = 64              # keys that one launch of `dropout` takes as an argument
-MOST_PICKED_COLUMNS = 1 << 17  # of tables of which columns are picked: a row is in shared memory
+MOST_THREADS = 512
+PICKED_THREADS = 256
+MOST_BLOCKS = (1 << 31) - 1  # in the first dimension of a grid
+MOST_TABLES = (1 << 16) - 1  # in the second
+MOST_SAMPLES = 64  # keys that one launch of `dropout` takes as an argument
+MOST_PICKED_COLUMNS = (
+    1 << 17
+)  # of tables of which columns are picked: a row is in shared memory
 
-DROPOUT = GpuKernel("dropout.cu", "dropout",
-                    "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32",
-                    examples=[(dtype, packets, add) for dtype in ("float", "bf16", "fp16")
-                              for packets in (True, False) for add in (True, False)])
-MASKS = GpuKernel("dropout.cu", "keep_masks", "ptr ptr i64 i32 i32 u32", examples=[(16,), (8,), (1,)])
-PICKED_MASKS = GpuKernel("dropout.cu", "picked_keep_masks", "ptr ptr ptr i64 i64 i64 i32 i32 i32 u32",
-                         examples=[(64,), (8192,)])
+DROPOUT = GpuKernel(
+    "dropout.cu",
+    "dropout",
+    "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32",
+    examples=[
+        (dtype, packets, add)
+        for dtype in ("float", "bf16", "fp16")
+        for packets in (True, False)
+        for add in (True, False)
+    ],
+)
+MASKS = GpuKernel(
+    "dropout.cu", "keep_masks", "ptr ptr i64 i32 i32 u32", examples=[(16,), (8,), (1,)]
+)
+PICKED_MASKS = GpuKernel(
+    "dropout.cu",
+    "picked_keep_masks",
+    "ptr ptr ptr i64 i64 i64 i32 i32 i32 u32",
+    examples=[(64,), (8192,)],
+)
 
 
-def dropout(x: torch.Tensor, residual: torch.Tensor | None, *, seeds: Sequence[int], threshold: int,
-            first_row: int, picked: torch.Tensor | None = None) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    *,
+    seeds: Sequence[int],
+    threshold: int,
+    first_row: int,
+    picked: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [s, b, h] where the number of (seed, row, column) is below `threshold`, times LEVELS / threshold,
     else 0; plus `residual` [s, b, h], unless None. Rounded as the product and the sum of two operations.
 
@@ -51,27 +74,54 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x, residual, picked, seeds, threshold, first_row):
         ctx.table = (seeds, threshold, first_row)
         ctx.save_for_backward(picked)
-        x, residual = x.contiguous(), residual if residual is None else residual.contiguous()
+        x = x.contiguous()
+        residual = residual if residual is None else residual.contiguous()
         y = torch.empty_like(x)
         positions, samples, cols = x.shape
         packets = not reason_against_packets(x, y, residual)
         strides = (0, 0) if picked is None else picked.stride()
         for first in range(0, samples, MOST_SAMPLES):
-            keys = seeds[first:first + MOST_SAMPLES]
-            DROPOUT((type_name(x), packets, residual is not None), _grid(positions, len(keys)),
-                    _threads(cols), struct.pack(f"{len(keys)}Q", *keys), x, residual, y, picked, *strides,
-                    first_row, positions, samples, first, cols, threshold, LEVELS / threshold)
+            keys = seeds[first : first + MOST_SAMPLES]
+            DROPOUT(
+                (type_name(x), packets, residual is not None),
+                _grid(positions, len(keys)),
+                _threads(cols),
+                struct.pack(f"{len(keys)}Q", *keys),
+                x,
+                residual,
+                y,
+                picked,
+                *strides,
+                first_row,
+                positions,
+                samples,
+                first,
+                cols,
+                threshold,
+                LEVELS / threshold,
+            )
         return y
 
     @staticmethod
     def backward(ctx, dy):
         (picked,) = ctx.saved_tensors
-        dx = _Dropout.apply(dy, None, picked, *ctx.table) if ctx.needs_input_grad[0] else None
+        dx = (
+            _Dropout.apply(dy, None, picked, *ctx.table)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return dx, dy if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-def fill_keep_masks_(out: torch.Tensor, seeds: torch.Tensor, *, threshold: int, first_row: int, cols: int,
-                     picked: torch.Tensor | None = None) -> None:
+def fill_keep_masks_(
+    out: torch.Tensor,
+    seeds: torch.Tensor,
+    *,
+    threshold: int,
+    first_row: int,
+    cols: int,
+    picked: torch.Tensor | None = None,
+) -> None:
     """out bool [b, n, rows, cols], contiguous: True where the number of (seed, row, column) is below
     `threshold`, row 0 being first_row.
 
@@ -82,18 +132,36 @@ def fill_keep_masks_(out: torch.Tensor, seeds: torch.Tensor, *, threshold: int, 
     grid = _grid(rows, samples * heads)
     if picked is None:
         step = math.gcd(cols, NUMBERS, out.data_ptr() if has_memory(out) else 0)
-        MASKS((step,), grid, _threads(cols), out, seeds, first_row, rows, cols, threshold)
+        MASKS(
+            (step,), grid, _threads(cols), out, seeds, first_row, rows, cols, threshold
+        )
     else:
-        PICKED_MASKS((_units(cols),), grid, PICKED_THREADS, out, seeds, picked, *picked.stride(), first_row,
-                     heads, width, cols, threshold)
+        PICKED_MASKS(
+            (_units(cols),),
+            grid,
+            PICKED_THREADS,
+            out,
+            seeds,
+            picked,
+            *picked.stride(),
+            first_row,
+            heads,
+            width,
+            cols,
+            threshold,
+        )
 
 
 def masks_fit(out: torch.Tensor, cols: int, picked: torch.Tensor | None) -> str:
-    """"" if `fill_keep_masks_` takes these arguments, else the reason."""
+    """ "" if `fill_keep_masks_` takes these arguments, else the reason."""
     if out.shape[0] * out.shape[1] > MOST_TABLES:
-        return f"{out.shape[0] * out.shape[1]} samples and heads, more than {MOST_TABLES}"
+        return (
+            f"{out.shape[0] * out.shape[1]} samples and heads, more than {MOST_TABLES}"
+        )
     if picked is not None and cols > MOST_PICKED_COLUMNS:
-        return f"{cols} columns, of which some are picked: more than {MOST_PICKED_COLUMNS}"
+        return (
+            f"{cols} columns, of which some are picked: more than {MOST_PICKED_COLUMNS}"
+        )
     return "" if out.is_contiguous() else "a mask that is not contiguous"
 
 

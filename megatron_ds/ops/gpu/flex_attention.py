@@ -30,10 +30,14 @@ from .score_tiles import TILE, ScoreTiles
 
 logger = logging.getLogger(__name__)
 
-CHANNELS = range(16, 257)             # of heads. FlexAttention refuses fewer; more exceed the shared memory
+CHANNELS = range(
+    16, 257
+)  # of heads. FlexAttention refuses fewer; more exceed the shared memory
 
 # (sample, head, query, key): scalar tensors → whether the query sees the key
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 
 
 @lru_cache
@@ -41,8 +45,11 @@ def reason_against() -> str:
     """Why this machine cannot run it; "" if it can. Logged once."""
     reason = "" if find_spec("triton") else "Triton is not installed"
     if reason:
-        logger.info("FlexAttention is not used: %s. On GPUs, attention with windows, layouts, documents, "
-                    "sinks or ALiBi computes all scores.", reason)
+        logger.info(
+            "FlexAttention is not used: %s. On GPUs, attention with windows, layouts, documents, "
+            "sinks or ALiBi computes all scores.",
+            reason,
+        )
     return reason
 
 
@@ -55,15 +62,24 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     return ""
 
 
-def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern,
-                   documents: Any, padding: torch.Tensor | None, scoring: Scoring,
-                   run: Callable[..., Any] | None = None) -> torch.Tensor:
+def flex_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: AttentionPattern,
+    documents: Any,
+    padding: torch.Tensor | None,
+    scoring: Scoring,
+    run: Callable[..., Any] | None = None,
+) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d].
 
     documents: as of `core_attention.attention`; padding: bool [b or 1, 1, 1, s], keys that no query sees
     run: `compiled` unless given
     """
-    queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
+    queries, keys, values = (
+        t.permute(1, 2, 0, 3) for t in (q, k, v)
+    )  # [b, n or g, s, d], views
     if q.is_meta:
         out, lse = _Planned.apply(queries, keys, values)
     else:
@@ -72,26 +88,48 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: A
         out, lse = _attend(run or compiled(), queries, keys, values, mask, scoring)
     if scoring.sink is not None:
         # The product is computed in fp32, but only `out` itself is kept for it.
-        out = (out * torch.sigmoid(lse - scoring.sink.float()[:, None])[..., None]).to(out.dtype)
-    return out.permute(2, 0, 1, 3).flatten(2)               # a view: the output has the queries' memory order
+        out = (out * torch.sigmoid(lse - scoring.sink.float()[:, None])[..., None]).to(
+            out.dtype
+        )
+    return out.permute(2, 0, 1, 3).flatten(
+        2
+    )  # a view: the output has the queries' memory order
 
 
-def compiled_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: AttentionPattern,
-                   scoring: Scoring) -> torch.Tensor:
+def compiled_apart(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    pattern: AttentionPattern,
+    scoring: Scoring,
+) -> torch.Tensor:
     """`flex_attention` for a check before a run: compiled by itself, because torch compiles the second length
     of a function for all lengths, which is slower, and that of the run should be the first."""
-    return flex_attention(q, k, v, pattern, None, None, scoring, run=_compiled_for_check())
+    return flex_attention(
+        q, k, v, pattern, None, None, scoring, run=_compiled_for_check()
+    )
 
 
-def _attend(run: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-            mask: Any, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend(
+    run: Callable[..., Any],
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: Any,
+    scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(output [b, n, s, d], lse fp32 [b, n, s] where the sink needs it)"""
     # Imported here: it takes a while, and runs without patterns should not wait for it.
     from torch.nn.attention.flex_attention import AuxRequest
 
     score_mod = None if scoring.alibi is None else _alibi(scoring.alibi.slopes)
-    arguments = dict(score_mod=score_mod, block_mask=mask, scale=scoring.scale_of(queries.shape[-1]),
-                     enable_gqa=queries.shape[1] != keys.shape[1])
+    arguments = dict(
+        score_mod=score_mod,
+        block_mask=mask,
+        scale=scoring.scale_of(queries.shape[-1]),
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
     if scoring.sink is None:
         return run(queries, keys, values, **arguments), None
     out, aux = run(queries, keys, values, return_aux=AuxRequest(lse=True), **arguments)
@@ -102,6 +140,7 @@ def _attend(run: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor, 
 def compiled() -> Callable[..., Any]:
     """torch's flex_attention, compiled; one for the process, so that layers share what was compiled."""
     from torch.nn.attention.flex_attention import flex_attention as of_torch
+
     return torch.compile(of_torch, fullgraph=True)
 
 
@@ -109,15 +148,22 @@ def compiled() -> Callable[..., Any]:
 def _compiled_for_check() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention as of_torch
 
-    def checked(*arguments: Any, **named: Any) -> Any:          # torch counts lengths by function
+    def checked(
+        *arguments: Any, **named: Any
+    ) -> Any:  # torch counts lengths by function
         return of_torch(*arguments, **named)
 
     return torch.compile(checked, fullgraph=True)
 
 
 # ------------------------------------------------------------------------------------------ masks
-def block_mask(pattern: AttentionPattern, positions: int, device: torch.device, ids: torch.Tensor | None,
-               padding: torch.Tensor | None) -> Any:
+def block_mask(
+    pattern: AttentionPattern,
+    positions: int,
+    device: torch.device,
+    ids: torch.Tensor | None,
+    padding: torch.Tensor | None,
+) -> Any:
     """torch's BlockMask [b or 1, n or 1, positions, positions]; None if nothing is hidden.
 
     ids: int64 [b, s] of documents that are kept apart; padding: as of `flex_attention`
@@ -130,14 +176,22 @@ def block_mask(pattern: AttentionPattern, positions: int, device: torch.device, 
 @lru_cache(maxsize=1024)
 def _of_pattern(pattern: AttentionPattern, positions: int, device: torch.device) -> Any:
     mods = _pattern_mods(pattern, device)
-    return _made(_pattern_tiles(pattern, positions, device), mods, positions) if mods else None
+    return (
+        _made(_pattern_tiles(pattern, positions, device), mods, positions)
+        if mods
+        else None
+    )
 
 
 # As documents' squares (`data.batch`), only the last ones are kept. Tensors are keys by identity.
 @lru_cache(maxsize=4)
-def _of_batch(pattern: AttentionPattern, ids: torch.Tensor | None, padding: torch.Tensor | None) -> Any:
-    device, positions = (padding if ids is None else ids).device, (padding if ids is None else ids).shape[-1]
-    tiles, mods = _pattern_tiles(pattern, positions, device), list(_pattern_mods(pattern, device))
+def _of_batch(
+    pattern: AttentionPattern, ids: torch.Tensor | None, padding: torch.Tensor | None
+) -> Any:
+    device = (padding if ids is None else ids).device
+    positions = (padding if ids is None else ids).shape[-1]
+    tiles = _pattern_tiles(pattern, positions, device)
+    mods = list(_pattern_mods(pattern, device))
     if ids is not None:
         tiles &= score_tiles.of_documents(ids)
         mods.append(_of_document(ids))
@@ -148,18 +202,33 @@ def _of_batch(pattern: AttentionPattern, ids: torch.Tensor | None, padding: torc
 
 
 @lru_cache(maxsize=1024)
-def _pattern_tiles(pattern: AttentionPattern, positions: int, device: torch.device) -> ScoreTiles:
+def _pattern_tiles(
+    pattern: AttentionPattern, positions: int, device: torch.device
+) -> ScoreTiles:
     tiles = score_tiles.of_pattern(pattern, positions)
-    with torch.inference_mode(False):                   # else training could not keep them for backward
-        return ScoreTiles(*(on_device(torch.tensor(t), device)[None] for t in (tiles.seen, tiles.whole)))
+    with torch.inference_mode(False):  # else training could not keep them for backward
+        return ScoreTiles(
+            *(
+                on_device(torch.tensor(t), device)[None]
+                for t in (tiles.seen, tiles.whole)
+            )
+        )
 
 
 def _made(tiles: ScoreTiles, mods: list[MaskMod], positions: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask, and_masks
+
     with torch.inference_mode(False):
-        lists = (*_listed(tiles.seen & ~tiles.whole), *_listed(tiles.seen & tiles.whole))
-        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=and_masks(*mods),
-                                        seq_lengths=(positions, positions))
+        lists = (
+            *_listed(tiles.seen & ~tiles.whole),
+            *_listed(tiles.seen & tiles.whole),
+        )
+        return BlockMask.from_kv_blocks(
+            *lists,
+            BLOCK_SIZE=TILE,
+            mask_mod=and_masks(*mods),
+            seq_lengths=(positions, positions),
+        )
 
 
 def _listed(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +278,9 @@ def _of_padding(hidden: torch.Tensor) -> MaskMod:
 
 
 def _alibi(slopes: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return lambda score, sample, head, query, key: score - slopes[head] * (query - key).abs()
+    return lambda score, sample, head, query, key: (
+        score - slopes[head] * (query - key).abs()
+    )
 
 
 # ------------------------------------------------------------------------------------------ plans

@@ -20,30 +20,52 @@ from ..scoring import Scoring
 
 logger = logging.getLogger(__name__)
 
-POSITIONS, BLOCK, CHANNELS = 300, 32, 64        # the last tile is shorter
+# the last tile is shorter
+POSITIONS = 300
+BLOCK = 32
+CHANNELS = 64
 # Times the tolerance of kernels. A score too many or too few is off by a hundred times as much; roundings of
 # TF32, which the process may allow for fp32, are not.
 LIMITS = {torch.float32: 500, torch.bfloat16: 4, torch.float16: 8}
 
 
 @lru_cache
-def reason_against(function: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor],
-                   dtype: torch.dtype, device: torch.device) -> str:
+def reason_against(
+    function: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
     """Why a function with the arguments of `core_attention.attention` is not used; "" if it equals the
     reference. Logged once."""
     pattern = AttentionPattern(layout=_layout())
     try:
         # Hooks of a checkpoint around this call must not count what the comparison saves.
-        with (torch.inference_mode(False), torch.autocast(device.type, enabled=False),
-              torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)):
-            error = error_between(partial(_called, function, pattern), partial(_called, reference, pattern),
-                                  partial(_arguments, dtype, device))
-        reason = "" if error <= LIMITS[dtype] else f"results are wrong by {error:.3g} times the tolerance"
-    except Exception as error:                  # whatever it is: the run goes on without the kernel
+        with (
+            torch.inference_mode(False),
+            torch.autocast(device.type, enabled=False),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        ):
+            error = error_between(
+                partial(_called, function, pattern),
+                partial(_called, reference, pattern),
+                partial(_arguments, dtype, device),
+            )
+        reason = (
+            ""
+            if error <= LIMITS[dtype]
+            else f"results are wrong by {error:.3g} times the tolerance"
+        )
+    except Exception as error:  # whatever it is: the run goes on without the kernel
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        logger.warning("FlexAttention failed the check for %s on %s, so torch's operations compute attention "
-                       "with patterns there: %s", dtype, device, reason)
+        logger.warning(
+            "FlexAttention failed the check for %s on %s, so torch's operations compute attention "
+            "with patterns there: %s",
+            dtype,
+            device,
+            reason,
+        )
     return reason
 
 
@@ -61,6 +83,12 @@ def _arguments(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, 
     return tuple(random_tensors(dtype, device, *shapes, (2,)))
 
 
-def _called(function: Callable[..., torch.Tensor], pattern: AttentionPattern, q: torch.Tensor,
-            k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+def _called(
+    function: Callable[..., torch.Tensor],
+    pattern: AttentionPattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor,
+) -> torch.Tensor:
     return function(q, k, v, pattern=pattern, scoring=Scoring(sink=sink))

@@ -12,23 +12,33 @@ MOST_PACKETS = 2**31 - 1
 EXAMPLES = [("bf16", 8), ("fp16", 8), ("float", 4)]
 
 SWIGLU_FORWARD = GpuKernel("gated.cu", "swiglu_forward", "ptr ptr u32 i32", EXAMPLES)
-SWIGLU_BACKWARD = GpuKernel("gated.cu", "swiglu_backward", "ptr ptr ptr u32 i32", EXAMPLES)
-SQUARED_RELU_FORWARD = GpuKernel("gated.cu", "squared_relu_forward", "ptr ptr u32", EXAMPLES)
-SQUARED_RELU_BACKWARD = GpuKernel("gated.cu", "squared_relu_backward", "ptr ptr ptr u32", EXAMPLES)
+SWIGLU_BACKWARD = GpuKernel(
+    "gated.cu", "swiglu_backward", "ptr ptr ptr u32 i32", EXAMPLES
+)
+SQUARED_RELU_FORWARD = GpuKernel(
+    "gated.cu", "squared_relu_forward", "ptr ptr u32", EXAMPLES
+)
+SQUARED_RELU_BACKWARD = GpuKernel(
+    "gated.cu", "squared_relu_backward", "ptr ptr ptr u32", EXAMPLES
+)
 
 
 def fits_gated(x: torch.Tensor) -> str:
-    """"" if `swiglu` takes x [.., 2f], else the reason."""
+    """ "" if `swiglu` takes x [.., 2f], else the reason."""
     return _too_many(x.numel() // 2 // vector_width([x.shape[-1] // 2], x))
 
 
 def fits_plain(x: torch.Tensor) -> str:
-    """"" if `squared_relu` takes x, else the reason."""
+    """ "" if `squared_relu` takes x, else the reason."""
     return _too_many(x.numel() // vector_width([x.numel()], x))
 
 
 def _too_many(packets: int) -> str:
-    return f"{packets} packets are more than {MOST_PACKETS}" if packets > MOST_PACKETS else ""
+    return (
+        f"{packets} packets are more than {MOST_PACKETS}"
+        if packets > MOST_PACKETS
+        else ""
+    )
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +65,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (x,), dy = ctx.saved_tensors, dy.contiguous()
-        dx, f = torch.empty_like(x), dy.shape[-1]
+        dx = torch.empty_like(x)
+        f = dy.shape[-1]
         _launch(SWIGLU_BACKWARD, f, x, dy, dx, f=f)
         return dx
 
@@ -78,9 +89,17 @@ class _SquaredReLU(torch.autograd.Function):
         return dx
 
 
-def _launch(kernel: GpuKernel, row: int, *tensors: torch.Tensor, f: int | None = None) -> None:
+def _launch(
+    kernel: GpuKernel, row: int, *tensors: torch.Tensor, f: int | None = None
+) -> None:
     """row: a multiple of the length of a packet. f: of a gated function."""
     width = vector_width([row], *(t.view(-1) for t in tensors))
     packets = min(t.numel() for t in tensors) // width
-    kernel((type_name(tensors[0]), width), -(-packets // THREADS), THREADS, *tensors, packets,
-           *([] if f is None else [f]))
+    kernel(
+        (type_name(tensors[0]), width),
+        -(-packets // THREADS),
+        THREADS,
+        *tensors,
+        packets,
+        *([] if f is None else [f]),
+    )

@@ -23,9 +23,17 @@ from ..product import has_memory
 from .cuda_backend import cuda_backend
 
 # Of the struct module. u64x64: up to 64 numbers as bytes, for a C++ struct of an array of 64.
-FORMATS = {"ptr": "Q", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f", "u64x64": "512s"}
+FORMATS = {
+    "ptr": "Q",
+    "i32": "i",
+    "i64": "q",
+    "u32": "I",
+    "u64": "Q",
+    "f32": "f",
+    "u64x64": "512s",
+}
 TYPE_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-PLANNED_PROCESSORS = 132                # of an H100 or H200: what plans without a GPU count with
+PLANNED_PROCESSORS = 132  # of an H100 or H200: what plans without a GPU count with
 
 
 def type_name(t: torch.Tensor) -> str:
@@ -39,8 +47,13 @@ class Backend(Protocol):
     def function(self, file: str, expression: str) -> Any:
         """The compiled instantiation of a template of csrc/gpu/`file`: "norm_forward<bf16, 4096, 256>"."""
 
-    def launch(self, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int],
-               arguments: ctypes.Array) -> None:
+    def launch(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: ctypes.Array,
+    ) -> None:
         """Start `function` on the device's current stream. arguments: addresses of the arguments."""
 
     @property
@@ -53,7 +66,11 @@ BACKENDS: dict[str, Callable[[torch.device], Backend]] = {"cuda": cuda_backend}
 
 def processors(t: torch.Tensor) -> int:
     """Number of streaming multiprocessors of the device of t; for tensors without memory that of an H100."""
-    return BACKENDS[t.device.type](t.device).processors if has_memory(t) else PLANNED_PROCESSORS
+    return (
+        BACKENDS[t.device.type](t.device).processors
+        if has_memory(t)
+        else PLANNED_PROCESSORS
+    )
 
 
 class GpuKernel:
@@ -65,8 +82,12 @@ class GpuKernel:
     examples   template arguments of typical uses, for which tests look at the machine code
     """
 
-    def __init__(self, file: str, name: str, arguments: str, examples: Sequence[tuple] = ()):
-        self.file, self.name, self.examples = file, name, tuple(examples)
+    def __init__(
+        self, file: str, name: str, arguments: str, examples: Sequence[tuple] = ()
+    ):
+        self.file = file
+        self.name = name
+        self.examples = tuple(examples)
         self.types = arguments.split()
         form, offsets = _layout([FORMATS[a] for a in self.types])
         self._pointers = [a == "ptr" for a in self.types]
@@ -76,9 +97,19 @@ class GpuKernel:
 
     def expression(self, template: Sequence[Any]) -> str:
         """C++ of the instantiation for these template arguments."""
-        return f"{self.name}<{', '.join(_cpp(t) for t in template)}>" if template else self.name
+        return (
+            f"{self.name}<{', '.join(_cpp(t) for t in template)}>"
+            if template
+            else self.name
+        )
 
-    def __call__(self, template: tuple, grid: int | tuple[int, ...], threads: int, *arguments: Any) -> None:
+    def __call__(
+        self,
+        template: tuple,
+        grid: int | tuple[int, ...],
+        threads: int,
+        *arguments: Any,
+    ) -> None:
         """Launch `grid` blocks of `threads` threads. Nothing is launched where tensors have no memory, or for
         an empty grid.
 
@@ -90,7 +121,11 @@ class GpuKernel:
             return
         for launches in _RECORDS:
             launches[self, template] = None
-        first = next(a for a, is_pointer in zip(arguments, self._pointers) if is_pointer and a is not None)
+        first = next(
+            a
+            for a, is_pointer in zip(arguments, self._pointers)
+            if is_pointer and a is not None
+        )
         if not has_memory(first):
             return
         device = first.device
@@ -98,22 +133,29 @@ class GpuKernel:
         function = self._functions.get((template, backend))
         if function is None:
             self._check(arguments, device)
-            function = self._functions[template, backend] = backend.function(self.file,
-                                                                             self.expression(template))
+            function = self._functions[template, backend] = backend.function(
+                self.file, self.expression(template)
+            )
         packed = self._arguments
-        values = [a.data_ptr() if is_pointer and a is not None else a or 0
-                  for a, is_pointer in zip(arguments, self._pointers)]
+        values = [
+            a.data_ptr() if is_pointer and a is not None else a or 0
+            for a, is_pointer in zip(arguments, self._pointers)
+        ]
         self._pack.pack_into(packed.memory, 0, *values)
         backend.launch(function, (*grid, 1, 1)[:3], (threads, 1, 1), packed.addresses)
 
     def _check(self, arguments: Sequence[Any], device: torch.device) -> None:
         """A kernel that reads the memory of another device ends the process's use of the GPU."""
         if len(arguments) != len(self._pointers):
-            raise KernelError(f"{self.name} has {len(self._pointers)} arguments, not {len(arguments)}.")
+            raise KernelError(
+                f"{self.name} has {len(self._pointers)} arguments, not {len(arguments)}."
+            )
         for place, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor) and argument.device != device:
-                raise KernelError(f"{self.name}: argument {place} is on {argument.device}, the first tensor "
-                                  f"on {device}. All tensors of a kernel must be on one device.")
+                raise KernelError(
+                    f"{self.name}: argument {place} is on {argument.device}, the first tensor "
+                    f"on {device}. All tensors of a kernel must be on one device."
+                )
 
 
 Launches = dict[tuple[GpuKernel, tuple], None]
@@ -132,13 +174,17 @@ def launches_recorded() -> Iterator[Launches]:
         _RECORDS[:] = [other for other in _RECORDS if other is not launches]
 
 
-def compile_kernels(launches: Iterable[tuple[GpuKernel, tuple]], device: torch.device) -> str:
+def compile_kernels(
+    launches: Iterable[tuple[GpuKernel, tuple]], device: torch.device
+) -> str:
     """Compile what was recorded for a CUDA device, several kernels at a time; returns a line for the log.
 
     Raises KernelError if a kernel does not compile.
     """
     backend = cuda_backend(device)
-    backend.prepare((kernel.file, kernel.expression(template)) for kernel, template in launches)
+    backend.prepare(
+        (kernel.file, kernel.expression(template)) for kernel, template in launches
+    )
     return backend.summary()
 
 
@@ -149,7 +195,9 @@ class _Arguments(threading.local):
     def __init__(self, size: int, offsets: Sequence[int]):
         self.memory = ctypes.create_string_buffer(size)
         base = ctypes.addressof(self.memory)
-        self.addresses = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self.addresses = (ctypes.c_void_p * len(offsets))(
+            *(base + offset for offset in offsets)
+        )
 
 
 def _cpp(argument: Any) -> str:
@@ -158,7 +206,9 @@ def _cpp(argument: Any) -> str:
 
 def _layout(formats: Sequence[str]) -> tuple[str, list[int]]:
     """(one format for all values with the padding of C, place of each value)."""
-    form, offsets, end = "=", [], 0
+    form = "="
+    offsets = []
+    end = 0
     for code in formats:
         size = struct.calcsize("=" + code)
         alignment = min(size, 8)

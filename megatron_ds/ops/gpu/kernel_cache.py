@@ -37,7 +37,7 @@ def cache_folder(env: Mapping[str, str]) -> Path | None:
     if env.get("MEGATRON_DS_CACHE"):
         return Path(env["MEGATRON_DS_CACHE"]).expanduser() / "kernels"
     base = env.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):                             # relative ones are invalid by that standard
+    if not os.path.isabs(base):  # relative ones are invalid by that standard
         base = os.path.expanduser("~/.cache")
     return Path(base) / "megatron_ds/kernels" if os.path.isabs(base) else None
 
@@ -60,11 +60,13 @@ class KernelCache:
         path = self._path(key)
         try:
             content = read_regular(path, KernelError)
-        except (OSError, KernelError):                      # absent, not readable by this user, or a pipe
+        except (OSError, KernelError):  # absent, not readable by this user, or a pipe
             return None
         kernel = _unpacked(content, key)
         if kernel is None:
-            logger.warning("the compiled kernel %s is damaged; it is compiled again", path)
+            logger.warning(
+                "the compiled kernel %s is damaged; it is compiled again", path
+            )
         return kernel
 
     def write(self, key: str, kernel: CompiledKernel) -> None:
@@ -93,7 +95,8 @@ def _digest_of(payload: bytes, key: str) -> bytes:
 
 def _unpacked(content: bytes, key: str) -> CompiledKernel | None:
     start = len(FORMAT) + _DIGEST
-    digest, payload = content[len(FORMAT):start], content[start:]
+    digest = content[len(FORMAT) : start]
+    payload = content[start:]
     if not content.startswith(FORMAT) or _digest_of(payload, key) != digest:
         return None
     symbol, _, code = payload.partition(b"\0")
@@ -117,5 +120,9 @@ def _replace(path: Path, content: bytes) -> None:
 
 @functools.cache
 def _warn_of(folder: Path, reason: str) -> None:
-    logger.warning("the kernel cache %s cannot be written (%s): each process compiles its kernels. Set "
-                   "MEGATRON_DS_CACHE to a folder that can be written.", folder, reason)
+    logger.warning(
+        "the kernel cache %s cannot be written (%s): each process compiles its kernels. Set "
+        "MEGATRON_DS_CACHE to a folder that can be written.",
+        folder,
+        reason,
+    )

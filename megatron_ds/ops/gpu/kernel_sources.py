@@ -39,8 +39,10 @@ def source_folder() -> Path:
     for folder in FOLDERS:
         if (folder / "device.cuh").is_file():
             return folder
-    raise KernelError(f"the sources of the GPU kernels are missing: neither {FOLDERS[0]} nor {FOLDERS[1]} "
-                      "has device.cuh. Reinstall megatron_ds, or use --kernels torch.")
+    raise KernelError(
+        f"the sources of the GPU kernels are missing: neither {FOLDERS[0]} nor {FOLDERS[1]} "
+        "has device.cuh. Reinstall megatron_ds, or use --kernels torch."
+    )
 
 
 @functools.cache
@@ -66,4 +68,6 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise KernelError(f"the source of a GPU kernel cannot be read: {error}") from None
+        raise KernelError(
+            f"the source of a GPU kernel cannot be read: {error}"
+        ) from None

@@ -7,37 +7,80 @@ import torch
 from .gpu_kernel import GpuKernel, type_name
 from .packets import lanes, packed, reason_against_packets
 
-FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr ptr ptr ptr ptr ptr i64 f32", examples=[
-    ("bf16", 4096, 256, True, True), ("fp16", 1600, 128, False, True), ("float", 32768, 1024, False, True),
-    ("bf16", 32768, 1024, False, True), ("bf16", 128, 32, True, False)])
-BACKWARD = GpuKernel("norm.cu", "norm_backward", "ptr ptr ptr ptr ptr ptr ptr ptr ptr i64 i32", examples=[
-    ("bf16", 4096, 256, True, True), ("fp16", 1600, 128, False, True), ("bf16", 12288, 512, False, True),
-    ("bf16", 16384, 512, True, True), ("float", 8192, 512, False, True), ("float", 8192, 512, True, True),
-    ("bf16", 128, 32, True, False)])
-FORWARD_LOOPED = GpuKernel("norm.cu", "norm_forward_looped", "ptr ptr ptr ptr ptr ptr ptr ptr i32 f32",
-                           examples=[("bf16", False, True), ("float", True, True)])
-BACKWARD_LOOPED = GpuKernel("norm.cu", "norm_backward_looped", "ptr ptr ptr ptr ptr ptr ptr i32",
-                            examples=[("bf16", False, True), ("float", True, True)])
-WEIGHT_SUMS = GpuKernel("norm.cu", "norm_weight_sums", "ptr ptr ptr ptr ptr ptr i64 i32",
-                        examples=[("bf16", False), ("float", True)])
-SUM_ROWS = GpuKernel("norm.cu", "norm_sum_rows", "ptr ptr ptr ptr i32 i32", examples=[("bf16",), ("float",)])
+FORWARD = GpuKernel(
+    "norm.cu",
+    "norm_forward",
+    "ptr ptr ptr ptr ptr ptr ptr ptr i64 f32",
+    examples=[
+        ("bf16", 4096, 256, True, True),
+        ("fp16", 1600, 128, False, True),
+        ("float", 32768, 1024, False, True),
+        ("bf16", 32768, 1024, False, True),
+        ("bf16", 128, 32, True, False),
+    ],
+)
+BACKWARD = GpuKernel(
+    "norm.cu",
+    "norm_backward",
+    "ptr ptr ptr ptr ptr ptr ptr ptr ptr i64 i32",
+    examples=[
+        ("bf16", 4096, 256, True, True),
+        ("fp16", 1600, 128, False, True),
+        ("bf16", 12288, 512, False, True),
+        ("bf16", 16384, 512, True, True),
+        ("float", 8192, 512, False, True),
+        ("float", 8192, 512, True, True),
+        ("bf16", 128, 32, True, False),
+    ],
+)
+FORWARD_LOOPED = GpuKernel(
+    "norm.cu",
+    "norm_forward_looped",
+    "ptr ptr ptr ptr ptr ptr ptr ptr i32 f32",
+    examples=[("bf16", False, True), ("float", True, True)],
+)
+BACKWARD_LOOPED = GpuKernel(
+    "norm.cu",
+    "norm_backward_looped",
+    "ptr ptr ptr ptr ptr ptr ptr i32",
+    examples=[("bf16", False, True), ("float", True, True)],
+)
+WEIGHT_SUMS = GpuKernel(
+    "norm.cu",
+    "norm_weight_sums",
+    "ptr ptr ptr ptr ptr ptr i64 i32",
+    examples=[("bf16", False), ("float", True)],
+)
+SUM_ROWS = GpuKernel(
+    "norm.cu",
+    "norm_sum_rows",
+    "ptr ptr ptr ptr i32 i32",
+    examples=[("bf16",), ("float",)],
+)
 
 MOST_COLUMNS = 65536
 LOOPED_THREADS = 1024
-FORWARD_NUMBERS = 32      # of a row in the registers of each of 1024 threads
-BACKWARD_NUMBERS = {      # of a row in the registers of each of 512 threads: (bytes a number, RMSNorm?)
-    (2, True): 32, (2, False): 24, (4, True): 16, (4, False): 16}
-SUM_COLUMNS = 32          # of a block of norm_sum_rows
-STRIP_THREADS = 256       # of a block of norm_weight_sums, each with a packet of columns
+FORWARD_NUMBERS = 32  # of a row in the registers of each of 1024 threads
+BACKWARD_NUMBERS = {  # of a row in the registers of each of 512 threads: (bytes a number, RMSNorm?)
+    (2, True): 32,
+    (2, False): 24,
+    (4, True): 16,
+    (4, False): 16,
+}
+SUM_COLUMNS = 32  # of a block of norm_sum_rows
+STRIP_THREADS = 256  # of a block of norm_weight_sums, each with a packet of columns
 
 
 def fits(x: torch.Tensor, *others: object) -> str:
-    """"" if the kernels take the arguments of layer_norm, rms_norm or residual_norm."""
+    """ "" if the kernels take the arguments of layer_norm, rms_norm or residual_norm."""
     if x.dim() and x.shape[-1] > MOST_COLUMNS:
         return f"rows of {x.shape[-1]} elements are longer than {MOST_COLUMNS}"
     if reason := reason_against_packets(x, *others):
         return reason
-    shapes = {tuple(t.shape) for t in others if isinstance(t, torch.Tensor)} - {x.shape, x.shape[-1:]}
+    shapes = {tuple(t.shape) for t in others if isinstance(t, torch.Tensor)} - {
+        x.shape,
+        x.shape[-1:],
+    }
     return f"tensors of {list(x.shape)} and {list(shapes.pop())}" if shapes else ""
 
 
@@ -49,7 +92,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _Norm.apply(x, None, weight, None, eps)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
     """x [.., hidden] → (x - mean) / sqrt(var + eps) * weight + bias, of the same shape and dtype.
 
     Ba et al. 2016 (arXiv:1607.06450). Keeps x and two fp32 numbers a row for backward.
@@ -57,8 +102,13 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return _Norm.apply(x, None, weight, bias, eps)
 
 
-def residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def residual_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), both [.., hidden] as x: LayerNorm with a bias, RMSNorm without.
 
     Keeps the second result and one or two fp32 numbers a row for backward.
@@ -101,17 +151,42 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
         ctx.set_materialize_grads(False)
-        x, is_rms, adds = packed(x), bias is None, residual is not None
-        y, total = torch.empty_like(x), torch.empty_like(x) if adds else None
+        x = packed(x)
+        is_rms = bias is None
+        adds = residual is not None
+        y = torch.empty_like(x)
+        total = torch.empty_like(x) if adds else None
         rows = rows_of(x, FORWARD_NUMBERS, 1024)
         rstd = x.new_empty(rows.count, dtype=torch.float32)
         mean = None if is_rms else torch.empty_like(rstd)
-        tensors = (x, packed(residual) if adds else None, weight, bias, total, y, mean, rstd)
+        tensors = (
+            x,
+            packed(residual) if adds else None,
+            weight,
+            bias,
+            total,
+            y,
+            mean,
+            rstd,
+        )
         if rows.threads:
-            FORWARD((type_name(x), rows.cols, rows.threads, is_rms, adds), rows.blocks(rows.count),
-                    rows.threads * rows.groups_per_block, *tensors, rows.count, eps)
+            FORWARD(
+                (type_name(x), rows.cols, rows.threads, is_rms, adds),
+                rows.blocks(rows.count),
+                rows.threads * rows.groups_per_block,
+                *tensors,
+                rows.count,
+                eps,
+            )
         else:
-            FORWARD_LOOPED((type_name(x), is_rms, adds), rows.count, LOOPED_THREADS, *tensors, rows.cols, eps)
+            FORWARD_LOOPED(
+                (type_name(x), is_rms, adds),
+                rows.count,
+                LOOPED_THREADS,
+                *tensors,
+                rows.cols,
+                eps,
+            )
         ctx.save_for_backward(total if adds else x, weight, mean, rstd)
         ctx.adds = adds
         return (y, total) if adds else y
@@ -119,35 +194,68 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, past=None):
         total, weight, mean, rstd = ctx.saved_tensors
-        if dy is None:                                              # only the sum was used
+        if dy is None:  # only the sum was used
             return past, past if ctx.adds else None, None, None, None
-        dx, partial_w, partial_b = _backward(packed(dy), None if past is None else packed(past), total,
-                                             weight, mean, rstd)
+        dx, partial_w, partial_b = _backward(
+            packed(dy),
+            None if past is None else packed(past),
+            total,
+            weight,
+            mean,
+            rstd,
+        )
         dw = db = None
         if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
             dw, db = _sum_rows(partial_w, partial_b, weight)
         return dx, dx if ctx.adds else None, dw, db, None
 
 
-def _backward(dy: torch.Tensor, past: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor,
-              mean: torch.Tensor | None, rstd: torch.Tensor
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _backward(
+    dy: torch.Tensor,
+    past: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradient of the sum, and fp32 [chunks, cols] partial sums of those of weight and bias."""
     is_rms = mean is None
     rows = rows_of(total, BACKWARD_NUMBERS[total.element_size(), is_rms], 512)
     chunks = min(rows.count, chunks_of(rows.threads))
-    dx, partial_w = torch.empty_like(total), rstd.new_empty(chunks, rows.cols)
+    dx = torch.empty_like(total)
+    partial_w = rstd.new_empty(chunks, rows.cols)
     partial_b = None if is_rms else torch.empty_like(partial_w)
     kind = (is_rms, past is not None)
     tensors = (dy, past, total, weight, mean, rstd, dx)
     if rows.threads:
-        BACKWARD((type_name(total), rows.cols, rows.threads, *kind), rows.blocks(chunks),
-                 rows.threads * rows.groups_per_block, *tensors, partial_w, partial_b, rows.count, chunks)
+        BACKWARD(
+            (type_name(total), rows.cols, rows.threads, *kind),
+            rows.blocks(chunks),
+            rows.threads * rows.groups_per_block,
+            *tensors,
+            partial_w,
+            partial_b,
+            rows.count,
+            chunks,
+        )
     else:
-        BACKWARD_LOOPED((type_name(total), *kind), rows.count, LOOPED_THREADS, *tensors, rows.cols)
+        BACKWARD_LOOPED(
+            (type_name(total), *kind), rows.count, LOOPED_THREADS, *tensors, rows.cols
+        )
         strips = -(-rows.cols // (STRIP_THREADS * lanes(total)))
-        WEIGHT_SUMS((type_name(total), is_rms), (strips, chunks), STRIP_THREADS, dy, total, mean, rstd,
-                    partial_w, partial_b, rows.count, rows.cols)
+        WEIGHT_SUMS(
+            (type_name(total), is_rms),
+            (strips, chunks),
+            STRIP_THREADS,
+            dy,
+            total,
+            mean,
+            rstd,
+            partial_w,
+            partial_b,
+            rows.count,
+            rows.cols,
+        )
     return dx, partial_w, partial_b
 
 
@@ -158,11 +266,22 @@ def chunks_of(threads: int) -> int:
     return 128 if threads in (0, 512) else 98304 // threads
 
 
-def _sum_rows(partial_w: torch.Tensor, partial_b: torch.Tensor | None, weight: torch.Tensor
-              ) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _sum_rows(
+    partial_w: torch.Tensor, partial_b: torch.Tensor | None, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums over rows, in the dtype of weight."""
     chunks, cols = partial_w.shape
-    dw, db = torch.empty_like(weight), None if partial_b is None else torch.empty_like(weight)
-    SUM_ROWS((type_name(weight),), (-(-cols // SUM_COLUMNS), 1 if db is None else 2), 256,
-             partial_w, partial_b, dw, db, chunks, cols)
+    dw = torch.empty_like(weight)
+    db = None if partial_b is None else torch.empty_like(weight)
+    SUM_ROWS(
+        (type_name(weight),),
+        (-(-cols // SUM_COLUMNS), 1 if db is None else 2),
+        256,
+        partial_w,
+        partial_b,
+        dw,
+        db,
+        chunks,
+        cols,
+    )
     return dw, db

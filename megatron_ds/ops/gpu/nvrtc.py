@@ -23,8 +23,8 @@ import torch
 from ...errors import KernelError
 from .kernel_sources import KernelSource
 
-LEAST_NVRTC = (12, 0)                   # the first with sm_90 and C++17 by name expressions
-MAJORS = ("13", "12")                   # of NVRTC's file names, newest first
+LEAST_NVRTC = (12, 0)  # the first with sm_90 and C++17 by name expressions
+MAJORS = ("13", "12")  # of NVRTC's file names, newest first
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,15 @@ class CompilerNames:
     options: tuple[str, ...]
 
 
-NVRTC = CompilerNames("nvrtc", "--gpu-architecture=", "--fmad=false", ("-std=c++17", "--generate-line-info"))
-HIPRTC = CompilerNames("hiprtc", "--offload-arch=", "-ffp-contract=off", ("-std=c++17",))
+NVRTC = CompilerNames(
+    "nvrtc",
+    "--gpu-architecture=",
+    "--fmad=false",
+    ("-std=c++17", "--generate-line-info"),
+)
+HIPRTC = CompilerNames(
+    "hiprtc", "--offload-arch=", "-ffp-contract=off", ("-std=c++17",)
+)
 
 
 @dataclass(frozen=True)
@@ -61,16 +68,23 @@ class RuntimeCompiler:
 
     def __init__(self, library: str, names: CompilerNames = NVRTC):
         # NVRTC 13.0 does not find its builtins, though they are beside it; loaded before, they are found.
-        beside = Path(library).parent.glob(f"lib{names.prefix}-builtins.so*") if os.sep in library else ()
+        beside = (
+            Path(library).parent.glob(f"lib{names.prefix}-builtins.so*")
+            if os.sep in library
+            else ()
+        )
         for builtins in sorted(beside):
             ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-        self.path, self.names, self._library = library, names, ctypes.CDLL(library)
+        self.path = library
+        self.names = names
+        self._library = ctypes.CDLL(library)
         self._function("GetErrorString").restype = ctypes.c_char_p
 
     @functools.cached_property
     def version(self) -> tuple[int, int]:
         """(major, minor)."""
-        major, minor = ctypes.c_int(), ctypes.c_int()
+        major = ctypes.c_int()
+        minor = ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
 
@@ -95,8 +109,10 @@ class RuntimeCompiler:
             return f"sm_{wanted}"
         older = [arch for arch in self.architectures if arch < wanted]
         if not older:
-            raise KernelError(f"{self.name} compiles for sm_{self.architectures[0]} and later, the GPU is "
-                              f"sm_{wanted}")
+            raise KernelError(
+                f"{self.name} compiles for sm_{self.architectures[0]} and later, the GPU is "
+                f"sm_{wanted}"
+            )
         return f"compute_{older[-1]}"
 
     def options(self, source: KernelSource, target: str) -> tuple[str, ...]:
@@ -104,26 +120,50 @@ class RuntimeCompiler:
         contraction = () if source.contracts else (self.names.no_contraction,)
         return (self.names.architecture + target, *self.names.options, *contraction)
 
-    def compile(self, source: KernelSource, expressions: Sequence[str], target: str,
-                extra: Sequence[str] = ()) -> Program:
+    def compile(
+        self,
+        source: KernelSource,
+        expressions: Sequence[str],
+        target: str,
+        extra: Sequence[str] = (),
+    ) -> Program:
         """The instantiations that C++ expressions name. extra: more options.
 
         Raises KernelError with the compiler's messages.
         """
         program = ctypes.c_void_p()
         names, texts = zip(*source.headers) if source.headers else ((), ())
-        self._call("CreateProgram", ctypes.byref(program), source.text.encode(), source.name.encode(),
-                   len(names), _strings(texts), _strings(names))
+        self._call(
+            "CreateProgram",
+            ctypes.byref(program),
+            source.text.encode(),
+            source.name.encode(),
+            len(names),
+            _strings(texts),
+            _strings(names),
+        )
         try:
             for expression in expressions:
                 self._call("AddNameExpression", program, expression.encode())
             options = (*self.options(source, target), *extra)
-            failed = self._function("CompileProgram")(program, len(options), _strings(options))
-            log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+            failed = self._function("CompileProgram")(
+                program, len(options), _strings(options)
+            )
+            log = (
+                self._read(program, "ProgramLog")
+                .rstrip(b"\0")
+                .decode(errors="replace")
+                .strip()
+            )
             if failed:
-                raise KernelError(f"{', '.join(expressions)} of {source.name} does not compile for {target} "
-                                  f"with {self.name} ({self._error(failed)}):\n{log}")
-            symbols = {expression: self._symbol(program, expression) for expression in expressions}
+                raise KernelError(
+                    f"{', '.join(expressions)} of {source.name} does not compile for {target} "
+                    f"with {self.name} ({self._error(failed)}):\n{log}"
+                )
+            symbols = {
+                expression: self._symbol(program, expression)
+                for expression in expressions
+            }
             return Program(self._read(program, self._output(target)), symbols, log)
         finally:
             self._function("DestroyProgram")(ctypes.byref(program))
@@ -153,7 +193,7 @@ class RuntimeCompiler:
         self._call(f"Get{what}Size", program, ctypes.byref(size))
         content = ctypes.create_string_buffer(size.value)
         self._call(f"Get{what}", program, content)
-        return content.raw[:size.value]
+        return content.raw[: size.value]
 
 
 def load_nvrtc() -> RuntimeCompiler:
@@ -164,17 +204,28 @@ def load_nvrtc() -> RuntimeCompiler:
             compiler = RuntimeCompiler(library)
             if compiler.version >= LEAST_NVRTC:
                 return compiler
-            reasons.append(f"{library} is {compiler.name}, older than {LEAST_NVRTC[0]}.{LEAST_NVRTC[1]}")
-        except (OSError, AttributeError, KernelError) as error:     # AttributeError: another library
+            reasons.append(
+                f"{library} is {compiler.name}, older than {LEAST_NVRTC[0]}.{LEAST_NVRTC[1]}"
+            )
+        except (
+            OSError,
+            AttributeError,
+            KernelError,
+        ) as error:  # AttributeError: another library
             reasons.append(f"{library}: {error}")
-    raise KernelError(f"NVRTC was not found ({'; '.join(reasons)}). CUDA builds of torch install it; "
-                      "otherwise pip install nvidia-cuda-nvrtc")
+    raise KernelError(
+        f"NVRTC was not found ({'; '.join(reasons)}). CUDA builds of torch install it; "
+        "otherwise pip install nvidia-cuda-nvrtc"
+    )
 
 
 def load_hiprtc() -> RuntimeCompiler:
     """hipRTC of torch's ROCm build, or of the system. Raises KernelError where there is none."""
     reasons = []
-    for library in (str(Path(torch.__file__).parent / "lib/libhiprtc.so"), "libhiprtc.so"):
+    for library in (
+        str(Path(torch.__file__).parent / "lib/libhiprtc.so"),
+        "libhiprtc.so",
+    ):
         try:
             return RuntimeCompiler(library, HIPRTC)
         except OSError as error:
@@ -203,14 +254,24 @@ def nvrtc_candidates() -> Iterator[str]:
 def _nvidia_folders() -> list[Path]:
     """Folders of the namespace package `nvidia`, in which NVIDIA's wheels install."""
     spec = importlib.util.find_spec("nvidia")
-    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    return (
+        [Path(folder) for folder in spec.submodule_search_locations or ()]
+        if spec
+        else []
+    )
 
 
 def _by_pathfinder() -> str | None:
     """The library by cuda-pathfinder, which CUDA's Python packages install; it knows conda and CUDA_HOME."""
     try:
-        return importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path
-    except Exception:           # absent, or one of its own errors: the system's loader is asked next
+        return (
+            importlib.import_module("cuda.pathfinder")
+            .load_nvidia_dynamic_lib("nvrtc")
+            .abs_path
+        )
+    except (
+        Exception
+    ):  # absent, or one of its own errors: the system's loader is asked next
         return None
 
 

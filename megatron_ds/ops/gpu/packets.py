@@ -9,7 +9,7 @@ import torch
 
 from ..product import has_memory
 
-BYTES = 16                # of a packet, the widest access of a thread
+BYTES = 16  # of a packet, the widest access of a thread
 
 
 def lanes(t: torch.Tensor) -> int:
@@ -18,7 +18,7 @@ def lanes(t: torch.Tensor) -> int:
 
 
 def reason_against_packets(x: torch.Tensor, *others: object) -> str:
-    """"" if kernels can read the tensors in packets: rows of x are multiples of 16 bytes, tensors among
+    """ "" if kernels can read the tensors in packets: rows of x are multiples of 16 bytes, tensors among
     `others` have its dtype and last dim or None, and the addresses of contiguous ones are multiples of 16."""
     cols = x.shape[-1] if x.dim() else 1
     if not cols or cols % lanes(x):

@@ -10,15 +10,30 @@ from torch.autograd.function import once_differentiable
 from .gpu_kernel import GpuKernel, type_name
 from .packets import rows_together, vector_width
 
-KERNEL = GpuKernel("rotary.cu", "rotary", " ".join(["ptr"] * 6 + ["i64"] * 14 + ["i32"] * 5 + ["f32"]),
-                   examples=[("bf16", 8, False), ("bf16", 8, True), ("fp16", 8, True), ("float", 4, False)])
-THREADS = 256                               # of a block, about
-MOST_CHANNELS, MOST_SAMPLES = 512, 65535    # threads of a block; blocks in the grid's second dimension
-FORWARD, BACKWARD = 1.0, -1.0      # the direction of the rotation
+KERNEL = GpuKernel(
+    "rotary.cu",
+    "rotary",
+    " ".join(["ptr"] * 6 + ["i64"] * 14 + ["i32"] * 5 + ["f32"]),
+    examples=[
+        ("bf16", 8, False),
+        ("bf16", 8, True),
+        ("fp16", 8, True),
+        ("float", 4, False),
+    ],
+)
+THREADS = 256  # of a block, about
+# threads of a block; blocks in the grid's second dimension
+MOST_CHANNELS = 512
+MOST_SAMPLES = 65535
+# the direction of the rotation
+FORWARD = 1.0
+BACKWARD = -1.0
 
 
-def fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> str:
-    """"" if the kernel takes x [s, b, .., d], else the reason."""
+def fits(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> str:
+    """ "" if the kernel takes x [s, b, .., d], else the reason."""
     if interleaved:
         return "pairs are neighbouring channels"
     if x.shape[-1] - cos.shape[-1] > MOST_CHANNELS:
@@ -28,14 +43,22 @@ def fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
     return ""
 
 
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-           interleaved: Literal[False] = False) -> torch.Tensor:
+def rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: Literal[False] = False,
+) -> torch.Tensor:
     """x [s, b, n, d], any strides, turned by tables [s, 1 or b, 1, r/2] → contiguous, of the same dtype."""
     return _Rotate.apply(x, cos, sin)
 
 
-def split_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                 interleaved: Literal[False] = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_rotary(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: Literal[False] = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [s, b, g, n/g + 2, d] → turned q [s, b, n, d] and k [s, b, g, d], and v [s, b, g, d], contiguous.
 
     Nothing of qkv is kept: what attention keeps are the three results.
@@ -75,29 +98,62 @@ class _SplitAndRotate(torch.autograd.Function):
         return packed, None, None
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float
+) -> torch.Tensor:
     x = rows_together(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(False, x.unsqueeze(2), (y,), cos, sin, direction)         # one group of heads that are all turned
+    _launch(
+        False, x.unsqueeze(2), (y,), cos, sin, direction
+    )  # one group of heads that are all turned
     return y
 
 
-def _launch(to_packed: bool, packed: torch.Tensor, parts: tuple[torch.Tensor, ...], cos: torch.Tensor,
-            sin: torch.Tensor, direction: float) -> None:
+def _launch(
+    to_packed: bool,
+    packed: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    direction: float,
+) -> None:
     """packed [s, b, g, slots, d] ↔ parts: q, k, v, or a tensor of all slots."""
     s, b, groups, slots, d = packed.shape
     packed = rows_together(packed)
     if groups > 1 and packed.stride(2) != slots * packed.stride(3):
         packed = packed.contiguous()
-    half, queries = cos.shape[-1], parts[0].shape[2] // groups
+    half = cos.shape[-1]
+    queries = parts[0].shape[2] // groups
     width = vector_width([half, d - 2 * half], packed, *parts)
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     if vector_width([half], cos, sin) < min(width, 4):
-        cos, sin = cos.clone(), sin.clone()                           # at an aligned address
-    units = (d - half) // width                                       # of a head, one a thread
+        # at an aligned address
+        cos = cos.clone()
+        sin = sin.clone()
+    units = (d - half) // width  # of a head, one a thread
     strides = [n for t in parts for n in t.stride()[:3]]
     at_once = max(1, min(groups * slots, THREADS // units))
-    KERNEL((type_name(packed), width, to_packed), (s, b), units * at_once,
-           packed, *parts, *[None] * (3 - len(parts)), cos, sin, packed.stride(0), packed.stride(1),
-           packed.stride(3), *strides, *[0] * (9 - len(strides)), cos.stride(0),
-           cos.stride(1) if cos.shape[1] > 1 else 0, groups, slots, queries, d, half, direction)
+    KERNEL(
+        (type_name(packed), width, to_packed),
+        (s, b),
+        units * at_once,
+        packed,
+        *parts,
+        *[None] * (3 - len(parts)),
+        cos,
+        sin,
+        packed.stride(0),
+        packed.stride(1),
+        packed.stride(3),
+        *strides,
+        *[0] * (9 - len(strides)),
+        cos.stride(0),
+        cos.stride(1) if cos.shape[1] > 1 else 0,
+        groups,
+        slots,
+        queries,
+        d,
+        half,
+        direction,
+    )

@@ -51,28 +51,42 @@ def of_pattern(pattern: AttentionPattern, positions: int) -> ScoreTiles:
     starts, stops = _ends(positions)
     seen = np.ones((1, len(starts), len(starts)), dtype=bool)
     whole = seen & (stops - starts == TILE) & (stops - starts == TILE)[:, None]
-    least, most = starts - (stops[:, None] - 1), (stops - 1) - starts[:, None]      # of key less query
+    # of key less query
+    least = starts - (stops[:, None] - 1)
+    most = (stops - 1) - starts[:, None]
     if pattern.after is not None:
-        seen, whole = seen & (least <= pattern.after), whole & (most <= pattern.after)
+        seen = seen & (least <= pattern.after)
+        whole = whole & (most <= pattern.after)
     if pattern.left is not None:
-        seen, whole = seen & (most >= -pattern.left), whole & (least >= -pattern.left)
+        seen = seen & (most >= -pattern.left)
+        whole = whole & (least >= -pattern.left)
     tiles = ScoreTiles(seen, whole)
-    return tiles if pattern.layout is None else tiles & _of_layout(pattern.layout, positions)
+    return (
+        tiles
+        if pattern.layout is None
+        else tiles & _of_layout(pattern.layout, positions)
+    )
 
 
 def _of_layout(layout: BlockLayout, positions: int) -> ScoreTiles:
     starts, stops = _ends(positions)
-    first, stop = starts // layout.block, -(-stops // layout.block)                 # blocks of a tile
+    # blocks of a tile
+    first = starts // layout.block
+    stop = -(-stops // layout.block)
     sums = np.pad(layout.up_to(positions), ((0, 0), (1, 0), (1, 0))).cumsum(1).cumsum(2)
     between = sums[:, stop] - sums[:, first]
-    count = between[:, :, stop] - between[:, :, first]                              # seen blocks of a tile
+    count = between[:, :, stop] - between[:, :, first]  # seen blocks of a tile
     return ScoreTiles(count > 0, count == np.outer(stop - first, stop - first))
 
 
 def of_documents(ids: torch.Tensor) -> ScoreTiles:
     """Tensors [b, 1, tiles, tiles] of documents kept apart. ids: int64 [b, s], not decreasing in a sample"""
-    padded = torch.cat((ids, ids[:, -1:].expand(-1, -ids.shape[1] % TILE)), dim=1).unflatten(1, (-1, TILE))
-    first, last = padded[..., 0], padded[..., -1]                                   # [b, tiles]
+    padded = torch.cat(
+        (ids, ids[:, -1:].expand(-1, -ids.shape[1] % TILE)), dim=1
+    ).unflatten(1, (-1, TILE))
+    # [b, tiles]
+    first = padded[..., 0]
+    last = padded[..., -1]
     seen = (first[:, :, None] <= last[:, None]) & (first[:, None] <= last[:, :, None])
     alike = (first[:, :, None] == last[:, None]) & (first[:, None] == last[:, :, None])
     return ScoreTiles(seen[:, None], alike[:, None])
@@ -80,7 +94,9 @@ def of_documents(ids: torch.Tensor) -> ScoreTiles:
 
 def of_padding(hidden: torch.Tensor) -> ScoreTiles:
     """Tensors [b, 1, 1, tiles]. hidden: bool [b, s], keys that no query sees"""
-    keys = F.pad(hidden, (0, -hidden.shape[1] % TILE), value=True).unflatten(1, (-1, TILE))
+    keys = F.pad(hidden, (0, -hidden.shape[1] % TILE), value=True).unflatten(
+        1, (-1, TILE)
+    )
     return ScoreTiles(~keys.all(2)[:, None, None], ~keys.any(2)[:, None, None])
 
 

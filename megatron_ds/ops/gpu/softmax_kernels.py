@@ -10,24 +10,49 @@ from ..product import has_memory
 from .gpu_kernel import GpuKernel, type_name
 from .packets import BYTES, lanes, packed
 
-EXAMPLES = [                   # of forward and backward
-    ("bf16", 8, 64, 32, False), ("bf16", 8, 64, 32, True), ("fp16", 1, 64, 32, False),
-    ("float", 4, 32, 32, True), ("bf16", 8, 32, 256, True), ("float", 1, 16, 1024, True)]
+EXAMPLES = [  # of forward and backward
+    ("bf16", 8, 64, 32, False),
+    ("bf16", 8, 64, 32, True),
+    ("fp16", 1, 64, 32, False),
+    ("float", 4, 32, 32, True),
+    ("bf16", 8, 32, 256, True),
+    ("float", 1, 16, 1024, True),
+]
 WIDE_EXAMPLES = [("bf16", 8, 32, 1024, False), ("float", 1, 32, 1024, False)]
-FORWARD = GpuKernel("softmax.cu", "softmax_forward",
-                    "ptr ptr ptr ptr ptr i64 i64 i64 i64 i32 i32 i32 i32 u32 f32 f32",
-                    EXAMPLES + WIDE_EXAMPLES)
-BACKWARD = GpuKernel("softmax.cu", "softmax_backward", "ptr ptr ptr ptr i64 i32 i32 i32 u32 f32 f32",
-                     EXAMPLES)
-BACKWARD_LOOPED = GpuKernel("softmax.cu", "softmax_backward_looped", "ptr ptr ptr i32 i32 i32 f32",
-                            [("bf16", 8), ("float", 1)])
+FORWARD = GpuKernel(
+    "softmax.cu",
+    "softmax_forward",
+    "ptr ptr ptr ptr ptr i64 i64 i64 i64 i32 i32 i32 i32 u32 f32 f32",
+    EXAMPLES + WIDE_EXAMPLES,
+)
+BACKWARD = GpuKernel(
+    "softmax.cu",
+    "softmax_backward",
+    "ptr ptr ptr ptr i64 i32 i32 i32 u32 f32 f32",
+    EXAMPLES,
+)
+BACKWARD_LOOPED = GpuKernel(
+    "softmax.cu",
+    "softmax_backward_looped",
+    "ptr ptr ptr i32 i32 i32 f32",
+    [("bf16", 8), ("float", 1)],
+)
 
-LEVELS = 1 << 16               # values of a random number
-MOST_TABLES = (1 << 16) - 1    # in the second dimension of a grid
-ROWS_OF_WARPS = 4              # rows of a block, where each is a warp's
+LEVELS = 1 << 16  # values of a random number
+MOST_TABLES = (1 << 16) - 1  # in the second dimension of a grid
+ROWS_OF_WARPS = 4  # rows of a block, where each is a warp's
 # (threads of a row, its numbers in each thread's registers), in the order of the rows that they take.
-CHOICES = ((32, 8), (32, 16), (32, 32), (32, 64), (256, 16), (256, 32), (1024, 16), (1024, 32))
-WIDE = (1024, 32)              # only of forward without dropout; backward then loops
+CHOICES = (
+    (32, 8),
+    (32, 16),
+    (32, 32),
+    (32, 64),
+    (256, 16),
+    (256, 32),
+    (1024, 16),
+    (1024, 32),
+)
+WIDE = (1024, 32)  # only of forward without dropout; backward then loops
 
 
 @dataclass(frozen=True)
@@ -44,8 +69,13 @@ class TableDropout:
     first_row: int
 
 
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float,
-                   dropout: TableDropout | None = None) -> torch.Tensor:
+def masked_softmax(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: TableDropout | None = None,
+) -> torch.Tensor:
     """softmax(scale * scores) over the last dim of [b, n, sq, sk], of the same shape and dtype.
 
     mask    bool, broadcast to the shape of scores without a copy but in its last dim; True = 0 here
@@ -61,13 +91,18 @@ def fits(scores: torch.Tensor, mask: torch.Tensor | None, drops: bool) -> str:
     """drops: with dropout. Returns "" if the kernels take these arguments, else the reason."""
     if scores.dim() != 4 or not scores.shape[-1]:
         return f"scores of shape {list(scores.shape)}"
-    tables, cols = scores.shape[0] * scores.shape[1], scores.shape[-1]
+    tables = scores.shape[0] * scores.shape[1]
+    cols = scores.shape[-1]
     if tables > MOST_TABLES:
         return f"{tables} samples and heads, more than {MOST_TABLES}"
     if _plan(scores, None, drops) is None:
         return f"rows of {cols} elements of {scores.element_size()} bytes are too long"
-    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[-1] != cols
-                             or mask.stride(-1) != 1):
+    if mask is not None and (
+        mask.dtype != torch.bool
+        or mask.dim() != 4
+        or mask.shape[-1] != cols
+        or mask.stride(-1) != 1
+    ):
         return "a mask that is not bool [b, n, sq, sk] with contiguous rows"
     return ""
 
@@ -87,10 +122,17 @@ class Plan(NamedTuple):
 
 
 def _plan(scores: torch.Tensor, mask: torch.Tensor | None, drops: bool) -> Plan | None:
-    cols, is_wide = scores.shape[-1], scores.element_size() == 4
+    cols = scores.shape[-1]
+    is_wide = scores.element_size() == 4
     width = lanes(scores) if _in_packets(scores, mask) else 1
     for threads, numbers in CHOICES:
-        if threads * numbers < cols or drops and numbers < 16 or is_wide and numbers == 64:
+        if (
+            threads * numbers < cols
+            or drops
+            and numbers < 16
+            or is_wide
+            and numbers == 64
+        ):
             continue
         if (threads, numbers) == WIDE and drops:
             continue
@@ -102,8 +144,10 @@ def _in_packets(scores: torch.Tensor, mask: torch.Tensor | None) -> bool:
     step = lanes(scores)
     if scores.shape[-1] % step or has_memory(scores) and scores.data_ptr() % BYTES:
         return False
-    return mask is None or not any(number % step for number in (
-        *mask.stride()[:3], mask.data_ptr() if has_memory(mask) else 0))
+    return mask is None or not any(
+        number % step
+        for number in (*mask.stride()[:3], mask.data_ptr() if has_memory(mask) else 0)
+    )
 
 
 class _Softmax(torch.autograd.Function):
@@ -115,26 +159,71 @@ class _Softmax(torch.autograd.Function):
         plan = _plan(scores, mask, dropout is not None)
         y = torch.empty_like(scores)
         kept = y if dropout is None else torch.empty_like(scores)
-        seeds, first_row, threshold = ((None, 0, LEVELS) if dropout is None else
-                                       (dropout.seeds, dropout.first_row, dropout.threshold))
+        seeds, first_row, threshold = (
+            (None, 0, LEVELS)
+            if dropout is None
+            else (dropout.seeds, dropout.first_row, dropout.threshold)
+        )
         grid, threads = plan.launch(scores)
-        FORWARD((type_name(scores), *plan, dropout is not None), grid, threads, scores, mask, y, kept, seeds,
-                first_row, *((0, 0, 0) if mask is None else mask.stride()[:3]), n, queries, cols, causal,
-                threshold, LEVELS / threshold, scale)
+        FORWARD(
+            (type_name(scores), *plan, dropout is not None),
+            grid,
+            threads,
+            scores,
+            mask,
+            y,
+            kept,
+            seeds,
+            first_row,
+            *((0, 0, 0) if mask is None else mask.stride()[:3]),
+            n,
+            queries,
+            cols,
+            causal,
+            threshold,
+            LEVELS / threshold,
+            scale,
+        )
         ctx.save_for_backward(kept, seeds)
-        ctx.causal, ctx.scale, ctx.first_row, ctx.threshold = causal, scale, first_row, threshold
+        ctx.causal = causal
+        ctx.scale = scale
+        ctx.first_row = first_row
+        ctx.threshold = threshold
         return y
 
     @staticmethod
     def backward(ctx, dy):
         kept, seeds = ctx.saved_tensors
-        dx, dy = torch.empty_like(kept), packed(dy)
+        dx = torch.empty_like(kept)
+        dy = packed(dy)
         plan = _plan(kept, None, seeds is not None)
         grid, threads = plan.launch(kept)
         if (plan.threads, plan.numbers) == WIDE:
-            BACKWARD_LOOPED((type_name(kept), plan.width), grid, threads, dy, kept, dx, *kept.shape[2:],
-                            ctx.causal, ctx.scale)
+            BACKWARD_LOOPED(
+                (type_name(kept), plan.width),
+                grid,
+                threads,
+                dy,
+                kept,
+                dx,
+                *kept.shape[2:],
+                ctx.causal,
+                ctx.scale,
+            )
             return dx, None, None, None, None
-        BACKWARD((type_name(kept), *plan, seeds is not None), grid, threads, dy, kept, dx, seeds,
-                 ctx.first_row, *kept.shape[2:], ctx.causal, ctx.threshold, LEVELS / ctx.threshold, ctx.scale)
+        BACKWARD(
+            (type_name(kept), *plan, seeds is not None),
+            grid,
+            threads,
+            dy,
+            kept,
+            dx,
+            seeds,
+            ctx.first_row,
+            *kept.shape[2:],
+            ctx.causal,
+            ctx.threshold,
+            LEVELS / ctx.threshold,
+            ctx.scale,
+        )
         return dx, None, None, None, None

@@ -17,8 +17,12 @@ from ...errors import ScheduleError
 from ...registry import Registry
 from ..instruction import Schedule, stage_ranks
 
-MakeSchedule = Callable[..., Schedule]  # (pipeline_size, num_microbatches, chunks, **options)
-Peak = Callable[[int, int, int, int], int]  # (pipeline_size, num_microbatches, chunks, rank) → activations
+MakeSchedule = Callable[
+    ..., Schedule
+]  # (pipeline_size, num_microbatches, chunks, **options)
+Peak = Callable[
+    [int, int, int, int], int
+]  # (pipeline_size, num_microbatches, chunks, rank) → activations
 REMEMBERED = 8  # orders of a family: those of training and of evaluation
 
 
@@ -39,8 +43,13 @@ class ScheduleFamily:
     peak: Peak | None = None
     options: tuple[str, ...] = ()
 
-    def __call__(self, pipeline_size: int, num_microbatches: int, chunks: int | None = None,
-                 **options) -> Schedule:
+    def __call__(
+        self,
+        pipeline_size: int,
+        num_microbatches: int,
+        chunks: int | None = None,
+        **options,
+    ) -> Schedule:
         """Make the schedule. Raises ScheduleError for unsupported sizes. chunks: None for the fewest."""
         chunks = self.default_chunks if chunks is None else chunks
         self.check(pipeline_size, num_microbatches, chunks)
@@ -58,30 +67,43 @@ class ScheduleFamily:
     def check(self, pipeline_size: int, num_microbatches: int, chunks: int) -> None:
         """Raise ScheduleError, with the sizes and the schedules that are valid instead."""
         if pipeline_size < 1:
-            raise ScheduleError(f"schedule {self.name!r} cannot run on {pipeline_size} pipeline ranks: "
-                                "at least one rank has to compute. Use a pipeline size of 1 or more.")
+            raise ScheduleError(
+                f"schedule {self.name!r} cannot run on {pipeline_size} pipeline ranks: "
+                "at least one rank has to compute. Use a pipeline size of 1 or more."
+            )
         if num_microbatches < 1:
-            raise ScheduleError(f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step "
-                                "needs at least one. Use any number from 1 up (global batch / micro-batch / "
-                                "data-parallel size); every schedule accepts all of them.")
+            raise ScheduleError(
+                f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step "
+                "needs at least one. Use any number from 1 up (global batch / micro-batch / "
+                "data-parallel size); every schedule accepts all of them."
+            )
         if not self.supports(chunks):
             counts = self.chunks or ("any number from 1 up",)
             valid = ", ".join(map(str, sorted(counts)))
             able = [name for name in SCHEDULES if SCHEDULES[name].supports(chunks)]
-            raise ScheduleError(f"schedule {self.name!r} does not support {chunks} chunks of the model per "
-                                f"rank. Valid: {valid}. Schedules for {chunks} chunks: "
-                                f"{', '.join(able) or 'none, use 1 or more'}.")
+            raise ScheduleError(
+                f"schedule {self.name!r} does not support {chunks} chunks of the model per "
+                f"rank. Valid: {valid}. Schedules for {chunks} chunks: "
+                f"{', '.join(able) or 'none, use 1 or more'}."
+            )
 
 
 SCHEDULES: Registry[ScheduleFamily] = Registry("pipeline schedule")
 
 
-def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,), peak: Peak | None = None,
-             options: Collection[str] = ()) -> Callable[[MakeSchedule], ScheduleFamily]:
+def schedule(
+    name: str,
+    *aliases: str,
+    chunks: Collection[int] | None = (1,),
+    peak: Peak | None = None,
+    options: Collection[str] = (),
+) -> Callable[[MakeSchedule], ScheduleFamily]:
     """Decorator that registers a function as a `ScheduleFamily`; parameters are its fields."""
 
     def register(make: MakeSchedule) -> ScheduleFamily:
-        family = ScheduleFamily(name, lru_cache(REMEMBERED)(make), chunks, peak, tuple(options))
+        family = ScheduleFamily(
+            name, lru_cache(REMEMBERED)(make), chunks, peak, tuple(options)
+        )
         return SCHEDULES.register(name, *aliases)(family)
 
     return register

@@ -44,34 +44,61 @@ from . import schedule
 @schedule("gpipe", peak=lambda p, m, v, rank: m)
 def gpipe(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards."""
-    return tuple(tuple(Instruction(op, rank, k) for op in (Op.F, Op.B) for k in range(num_microbatches))
-                 for rank in range(pipeline_size))
+    return tuple(
+        tuple(
+            Instruction(op, rank, k)
+            for op in (Op.F, Op.B)
+            for k in range(num_microbatches)
+        )
+        for rank in range(pipeline_size)
+    )
 
 
-def interleaved_peak(p: int, m: int, v: int, rank: int, group_size: int | None = None) -> int:
+def interleaved_peak(
+    p: int, m: int, v: int, rank: int, group_size: int | None = None
+) -> int:
     """Thin stages that `rank` keeps alive at most."""
     ahead = (2 if v > 1 else 1) * (p - rank - 1)
     return min(v * m, ahead + (v - 1) * len(_groups(m, group_size or p)[0]) + 1)
 
 
-@schedule("interleaved", "interleaved_1f1b", chunks=None, peak=interleaved_peak, options=("group_size",))
-def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1, *,
-                group_size: int | None = None) -> Schedule:
+@schedule(
+    "interleaved",
+    "interleaved_1f1b",
+    chunks=None,
+    peak=interleaved_peak,
+    options=("group_size",),
+)
+def interleaved(
+    pipeline_size: int,
+    num_microbatches: int,
+    chunks: int = 1,
+    *,
+    group_size: int | None = None,
+) -> Schedule:
     """1F1B over `chunks` stages per rank. group_size: the fewest micro-batches of a group; None: p."""
     size = pipeline_size if group_size is None else group_size
     if size < pipeline_size:
-        raise ScheduleError(f"schedule 'interleaved' cannot use groups of {size} micro-batches on "
-                            f"{pipeline_size} pipeline ranks: rank 0 would wait for each group to return. "
-                            f"Use {pipeline_size} or more.")
+        raise ScheduleError(
+            f"schedule 'interleaved' cannot use groups of {size} micro-batches on "
+            f"{pipeline_size} pipeline ranks: rank 0 would wait for each group to return. "
+            f"Use {pipeline_size} or more."
+        )
     groups = _groups(num_microbatches, size)
-    return tuple(_interleaved_program(rank, pipeline_size, chunks, groups) for rank in range(pipeline_size))
+    return tuple(
+        _interleaved_program(rank, pipeline_size, chunks, groups)
+        for rank in range(pipeline_size)
+    )
 
 
 @schedule("1f1b", "one_f_one_b", peak=lambda p, m, v, rank: min(m, p - rank))
 def one_f_one_b(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """One forward and one backward in turn, after a warm-up of p - rank - 1 forwards."""
     groups = [range(num_microbatches)]
-    return tuple(_interleaved_program(rank, pipeline_size, 1, groups) for rank in range(pipeline_size))
+    return tuple(
+        _interleaved_program(rank, pipeline_size, 1, groups)
+        for rank in range(pipeline_size)
+    )
 
 
 def _groups(m: int, size: int) -> list[range]:
@@ -83,13 +110,22 @@ def _groups(m: int, size: int) -> list[range]:
 
 
 def _interleaved_program(rank: int, p: int, v: int, groups: list[range]) -> Program:
-    forward = [Instruction(Op.F, c * p + rank, k) for group in groups for c in range(v) for k in group]
-    backward = [Instruction(Op.B, c * p + rank, k)
-                for group in groups for c in reversed(range(v)) for k in group]
+    forward = [
+        Instruction(Op.F, c * p + rank, k)
+        for group in groups
+        for c in range(v)
+        for k in group
+    ]
+    backward = [
+        Instruction(Op.B, c * p + rank, k)
+        for group in groups
+        for c in reversed(range(v))
+        for k in group
+    ]
     ahead = (2 if v > 1 else 1) * (p - rank - 1)
     # The first backward is of the last chunk, after all earlier chunks of the first group. With several
     # chunks, a forward and a backward of neighbouring ranks alternate, which takes two forwards for each
     # later rank.
     warmup = min(len(forward), ahead + (v - 1) * len(groups[0]))
     steady = (i for pair in zip(forward[warmup:], backward) for i in pair)
-    return (*forward[:warmup], *steady, *backward[len(forward) - warmup:])
+    return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])

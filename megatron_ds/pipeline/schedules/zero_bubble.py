@@ -94,34 +94,52 @@ def _program(stage: int, m: int, ahead: int, behind: int) -> Program:
 
 
 EQUAL = StageCosts()
-AUTO_DELAYS, AUTO_FIRST_DELAYS, AUTO_GAPS = (0.25, 0.75), (0.0, 0.5), (0.0, 0.75)
+AUTO_DELAYS = (0.25, 0.75)
+AUTO_FIRST_DELAYS = (0.0, 0.5)
+AUTO_GAPS = (0.0, 0.75)
 V_GAPS = (0.0, 0.5)
 NEVER = float("inf")
-SAME_TIME = 1e-9                     # sums of the same times in another order differ by rounding
+SAME_TIME = 1e-9  # sums of the same times in another order differ by rounding
 
-Choice = tuple[Op, int] | None       # (operation, stage) to begin now; None: wait
+Choice = tuple[Op, int] | None  # (operation, stage) to begin now; None: wait
 # (search, rank, now) → (choice, time of the next look)
 Rule = Callable[["_Search", int, float], tuple[Choice, float]]
 
 
-@schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
-def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs: StageCosts = EQUAL,
-            memory_limit: float | None = None, weight_share: float = 1.0) -> Schedule:
+@schedule(
+    "zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit")
+)
+def zb_auto(
+    pipeline_size: int,
+    num_microbatches: int,
+    chunks: int = 1,
+    *,
+    costs: StageCosts = EQUAL,
+    memory_limit: float | None = None,
+    weight_share: float = 1.0,
+) -> Schedule:
     """The order in which the slowest rank takes the shortest time from its first to its last computation.
 
     memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as for 1F1B
     weight_share    part of an activation that W still needs, from 0 to 1
     """
-    p, m = pipeline_size, num_microbatches
+    p = pipeline_size
+    m = num_microbatches
     limit = p if memory_limit is None else memory_limit
     if not limit >= 1 or not 0 <= weight_share <= 1:
-        raise ScheduleError(f"schedule 'zb-auto' cannot keep at most {limit} activations with a weight share "
-                            f"of {weight_share}: one micro-batch must fit. Use a memory limit of 1 or more "
-                            f"(1F1B's rank 0 keeps {p}; twice that leaves almost no bubble) and a share from "
-                            "0 to 1.")
+        raise ScheduleError(
+            f"schedule 'zb-auto' cannot keep at most {limit} activations with a weight share "
+            f"of {weight_share}: one micro-batch must fit. Use a memory limit of 1 or more "
+            f"(1F1B's rank 0 keeps {p}; twice that leaves almost no bubble) and a share from "
+            "0 to 1."
+        )
     first_gradients = _first_gradients(p, costs)
-    searches = [_Search(range(p), m, costs, _AutoRule(limit, weight_share, first_gradients, *knobs))
-                for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS)]
+    searches = [
+        _Search(
+            range(p), m, costs, _AutoRule(limit, weight_share, first_gradients, *knobs)
+        )
+        for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS)
+    ]
     found = [(search.score, search.schedule) for search in searches]
     for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
         if needed <= limit:
@@ -130,20 +148,39 @@ def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs
     return min(found, key=lambda entry: entry[0])[1]
 
 
-@schedule("zb-v", chunks=(2,), peak=lambda p, m, v, rank: min(2 * m, 2 * p), options=("costs",))
-def zb_v(pipeline_size: int, num_microbatches: int, chunks: int = 2, *,
-         costs: StageCosts = EQUAL) -> Schedule:
+@schedule(
+    "zb-v",
+    chunks=(2,),
+    peak=lambda p, m, v, rank: min(2 * m, 2 * p),
+    options=("costs",),
+)
+def zb_v(
+    pipeline_size: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    *,
+    costs: StageCosts = EQUAL,
+) -> Schedule:
     """The model goes down the ranks and up again."""
-    p, m = pipeline_size, num_microbatches
+    p = pipeline_size
+    m = num_microbatches
     homes = [*range(p), *reversed(range(p))]
     equal = _Search(homes, m, EQUAL, partial(_v_rule, gap=0.0)).schedule
     if costs == EQUAL:
         return equal
-    orders = [equal, *(_Search(homes, m, costs, partial(_v_rule, gap=gap)).schedule for gap in V_GAPS)]
+    orders = [
+        equal,
+        *(
+            _Search(homes, m, costs, partial(_v_rule, gap=gap)).schedule
+            for gap in V_GAPS
+        ),
+    ]
     return min(orders, key=lambda order: score_of(order, 2 * p, costs))
 
 
-def score_of(order: Schedule, num_stages: int, costs: StageCosts) -> tuple[float, float]:
+def score_of(
+    order: Schedule, num_stages: int, costs: StageCosts
+) -> tuple[float, float]:
     """(longest time of a rank from first to last computation, time of all ranks together); less is better."""
     lowered = add_transfers(order, num_stages)
     simulation = Simulation(lowered, *run_clocks(lowered, costs.of))
@@ -161,16 +198,24 @@ class _Search:
     """
 
     def __init__(self, homes: Sequence[int], m: int, costs: StageCosts, rule: Rule):
-        stages, ranks = range(len(homes)), range(max(homes) + 1)
+        stages = range(len(homes))
+        ranks = range(max(homes) + 1)
         self.homes = homes
-        self.cost = {op: [costs.of(Instruction(op, s, 0)) for s in stages]
-                     for op in (Op.F, Op.I, Op.W, Op.SEND_ACT, Op.SEND_GRAD)}
+        self.cost = {
+            op: [costs.of(Instruction(op, s, 0)) for s in stages]
+            for op in (Op.F, Op.I, Op.W, Op.SEND_ACT, Op.SEND_GRAD)
+        }
         self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
-        self.arrived: dict[Op, list[list[float]]] = {op: [[] for _ in stages] for op in (Op.F, Op.I)}
+        self.arrived: dict[Op, list[list[float]]] = {
+            op: [[] for _ in stages] for op in (Op.F, Op.I)
+        }
         self.arrived[Op.F][0] = [0.0] * m
         self.programs: list[list[Instruction]] = [[] for _ in ranks]
-        self.start, self.clock = [NEVER for _ in ranks], [0.0 for _ in ranks]
-        self._events = [(0.0, rank) for rank in ranks]  # (time, rank that looks for its next choice)
+        self.start = [NEVER for _ in ranks]
+        self.clock = [0.0 for _ in ranks]
+        self._events = [
+            (0.0, rank) for rank in ranks
+        ]  # (time, rank that looks for its next choice)
         heapify(self._events)
         while self._events:
             now, rank = heappop(self._events)
@@ -190,11 +235,14 @@ class _Search:
     @property
     def score(self) -> tuple[float, float]:
         """As `score_of`, for the times computed while the order was built."""
-        return max(end - start for start, end in zip(self.start, self.clock)), max(self.clock)
+        return max(end - start for start, end in zip(self.start, self.clock)), max(
+            self.clock
+        )
 
     def arrival(self, op: Op, stage: int) -> float:
         """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet."""
-        k, times = self.done[op][stage], self.arrived[op][stage]
+        k = self.done[op][stage]
+        times = self.arrived[op][stage]
         known = k < len(times) and (op is Op.F or k < self.done[Op.F][stage])
         return times[k] if known else NEVER
 
@@ -209,10 +257,14 @@ class _Search:
         if op is Op.F and stage == last:
             self.arrived[Op.I][last].append(end)
         elif op is Op.F or op is Op.I and stage:
-            send, target = (Op.SEND_ACT, stage + 1) if op is Op.F else (Op.SEND_GRAD, stage - 1)
+            send, target = (
+                (Op.SEND_ACT, stage + 1) if op is Op.F else (Op.SEND_GRAD, stage - 1)
+            )
             home = self.homes[target]
-            self.arrived[op][target].append(end + (self.cost[send][stage] if home != rank else 0))
-            heappush(self._events, (now, home))                            # an arrival there is known now
+            self.arrived[op][target].append(
+                end + (self.cost[send][stage] if home != rank else 0)
+            )
+            heappush(self._events, (now, home))  # an arrival there is known now
 
 
 @dataclass(frozen=True)
@@ -228,7 +280,9 @@ class _AutoRule:
 
     def __call__(self, search: _Search, rank: int, now: float) -> tuple[Choice, float]:
         forwards, inputs, weights = (search.done[op][rank] for op in (Op.F, Op.I, Op.W))
-        known, gradient, activation = search.arrived[Op.I][rank], NEVER, NEVER
+        known = search.arrived[Op.I][rank]
+        gradient = NEVER
+        activation = NEVER
         if inputs < len(known):
             gradient = known[inputs]
         elif inputs == 0:
@@ -240,7 +294,10 @@ class _AutoRule:
             activation = search.arrived[Op.F][rank][forwards]
         foreseen = gradient if gradient > now and inputs < forwards else NEVER
         delay = self.delay if inputs else self.first_delay
-        if activation <= now and now + (1 - delay) * search.cost[Op.F][rank] <= foreseen:
+        if (
+            activation <= now
+            and now + (1 - delay) * search.cost[Op.F][rank] <= foreseen
+        ):
             return (Op.F, rank), NEVER
         later = min(foreseen, activation if activation > now else NEVER)
         if weights < inputs and later - now >= self.gap * search.cost[Op.W][rank]:
@@ -251,23 +308,31 @@ class _AutoRule:
 def _first_gradients(p: int, costs: StageCosts) -> list[float]:
     """When the first gradient reaches each rank if no rank delays it."""
     at = lambda op: [costs.of(Instruction(op, stage, 0)) for stage in range(p)]
-    input_grad, grad_transfer = at(Op.I), at(Op.SEND_GRAD)
-    arrivals, clock = [0.0] * p, sum(at(Op.F)) + sum(at(Op.SEND_ACT)[:-1])
+    input_grad = at(Op.I)
+    grad_transfer = at(Op.SEND_GRAD)
+    arrivals = [0.0] * p
+    clock = sum(at(Op.F)) + sum(at(Op.SEND_ACT)[:-1])
     for rank in reversed(range(p)):
         arrivals[rank] = clock
         clock += input_grad[rank] + grad_transfer[rank]
     return arrivals
 
 
-def _v_rule(search: _Search, rank: int, now: float, *, gap: float) -> tuple[Choice, float]:
+def _v_rule(
+    search: _Search, rank: int, now: float, *, gap: float
+) -> tuple[Choice, float]:
     """The rule of zb-v at the top; W waits if something else arrives within `gap` of its length."""
-    p, done = len(search.homes) // 2, search.done
-    early, late = rank, 2 * p - 1 - rank
+    p = len(search.homes) // 2
+    done = search.done
+    early = rank
+    late = 2 * p - 1 - rank
     live = sum(done[Op.F][s] - done[Op.W][s] for s in (early, late))
     forwards = [(Op.F, late)] * (live < 2 * p) + [(Op.F, early)] * (live < 2 * p - 1)
     wanted = [*forwards, (Op.I, early), (Op.I, late)]
     times = [search.arrival(op, stage) for op, stage in wanted]
-    choice = next((what for what, time in zip(wanted, times) if time <= now + SAME_TIME), None)
+    choice = next(
+        (what for what, time in zip(wanted, times) if time <= now + SAME_TIME), None
+    )
     soonest = min(times)
     if choice is None:
         due = [s for s in (late, early) if done[Op.W][s] < done[Op.I][s]]

@@ -17,9 +17,17 @@ from .tensorboard import scalars_of
 
 PREFIX = "Train/Samples/"
 # Tag of TensorBoard → DeepSpeed's name, where it has one.
-NAMES = {"lm loss": "train_loss", "learning-rate": "lr", "lm loss validation": "eval_loss"}
+NAMES = {
+    "lm loss": "train_loss",
+    "learning-rate": "lr",
+    "lm loss validation": "eval_loss",
+}
 # Phase → DeepSpeed's name of its time in ms.
-TIMES = {"forward-compute": "forward", "backward-compute": "backward", "optimizer": "step"}
+TIMES = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "optimizer": "step",
+}
 
 
 class CsvFiles:
@@ -47,14 +55,22 @@ class CsvMonitor:
     underscores."""
 
     def __init__(self, directory: Path):
-        self.place, self._files = directory, CsvFiles(directory)
+        self.place = directory
+        self._files = CsvFiles(directory)
 
     def write(self, record: Record) -> None:
         """Append the values of the record, or raise OSError."""
         losses, others = scalars_of(record, timers=False)
-        named = {NAMES.get(tag, tag.replace("-", "_").replace(" ", "_")): value
-                 for tag, value in (losses | others).items()}
+        named = {
+            NAMES.get(tag, tag.replace("-", "_").replace(" ", "_")): value
+            for tag, value in (losses | others).items()
+        }
         if isinstance(record, TrainRecord):
-            named |= {f"elapsed_time_ms_{name}": 1000 * max(record.times[phase].values())
-                      for phase, name in TIMES.items() if phase in record.times}
-        self._files.write({PREFIX + name: value for name, value in named.items()}, record.samples)
+            named |= {
+                f"elapsed_time_ms_{name}": 1000 * max(record.times[phase].values())
+                for phase, name in TIMES.items()
+                if phase in record.times
+            }
+        self._files.write(
+            {PREFIX + name: value for name, value in named.items()}, record.samples
+        )

@@ -29,7 +29,9 @@ from .sink import reason_of
 
 logger = logging.getLogger(__name__)
 METRIC_FILE = "autotuning_metric.json"
-FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
+FORWARD = "forward-compute"
+BACKWARD = "backward-compute"
+OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class FlopsProfiler:
     """Times and reports the steps that the options ask for. peak: of a rank's device, FLOP/s, if known."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, peak: float | None):
-        self.config, self.mesh, self._peak = config, mesh, peak
-        self._tuned: list[tuple[float, float]] = []             # (seconds, FLOPs of all ranks) of steps
+        self.config = config
+        self.mesh = mesh
+        self._peak = peak
+        self._tuned: list[
+            tuple[float, float]
+        ] = []  # (seconds, FLOPs of all ranks) of steps
 
     def times(self, done: int) -> PhaseTimes | None:
         """A timer for the step that follows `done` steps; None if it is not profiled."""
@@ -59,7 +65,9 @@ class FlopsProfiler:
         is_due = wanted.flops_profiler and done == wanted.flops_profiler_step
         return PhaseTimes(2, self.mesh.device) if is_due else None
 
-    def report(self, times: Mapping[str, float], step: int, size: StepSize, seconds: float) -> None:
+    def report(
+        self, times: Mapping[str, float], step: int, size: StepSize, seconds: float
+    ) -> None:
         """Print the profile of a step, or write it to the file. Collective over the world.
 
         times: phase → seconds of this rank; seconds: of the whole step
@@ -67,12 +75,27 @@ class FlopsProfiler:
         measured = of_ranks(times, 1, self.mesh.group("world"))
         if self.mesh.rank:
             return
-        rows = layer_rows(self.config, size.samples, size.length, size.dropping, size.kept,
-                          each=self.config.profiler.flops_profiler_detailed)
-        head = (f"FLOPs profile of step {step}: {size.samples} samples of {size.length} tokens on "
-                f"{self.mesh.grid.world_size} rank{'s' * (self.mesh.grid.world_size > 1)}")
-        text = "\n".join([head, *layer_lines(rows), *phase_lines(rows, measured, seconds, self._peak,
-                                                                 self.mesh.grid.world_size)])
+        rows = layer_rows(
+            self.config,
+            size.samples,
+            size.length,
+            size.dropping,
+            size.kept,
+            each=self.config.profiler.flops_profiler_detailed,
+        )
+        head = (
+            f"FLOPs profile of step {step}: {size.samples} samples of {size.length} tokens on "
+            f"{self.mesh.grid.world_size} rank{'s' if self.mesh.grid.world_size > 1 else ''}"
+        )
+        text = "\n".join(
+            [
+                head,
+                *layer_lines(rows),
+                *phase_lines(
+                    rows, measured, seconds, self._peak, self.mesh.grid.world_size
+                ),
+            ]
+        )
         path = self.config.profiler.flops_profiler_output_file
         if path is None:
             logger.info("%s", text)
@@ -91,42 +114,69 @@ class FlopsProfiler:
             return False
         if self.mesh.rank == 0:
             path = Path(wanted.autotuning_metric_path or METRIC_FILE)
-            numbers = tuned_numbers(self._tuned, self.config.train.global_batch_size,
-                                    self.mesh.grid.world_size)
+            numbers = tuned_numbers(
+                self._tuned,
+                self.config.train.global_batch_size,
+                self.mesh.grid.world_size,
+            )
             if _written(path, json.dumps(numbers) + "\n"):
                 logger.info("autotuning: %s, written to %s", numbers, path)
         return True
 
 
-def tuned_numbers(steps: Sequence[tuple[float, float]], samples: int, ranks: int) -> dict[str, float]:
+def tuned_numbers(
+    steps: Sequence[tuple[float, float]], samples: int, ranks: int
+) -> dict[str, float]:
     """The numbers by DeepSpeed's names, in ms, samples per second and FLOP/s of a rank.
 
     steps: (seconds, FLOPs of all ranks) of each; at least one. samples: of a step
     """
     seconds = statistics.fmean(step[0] for step in steps)
-    return {"latency": seconds * 1000, "throughput": samples / seconds,
-            "FLOPS_per_gpu": statistics.fmean(step[1] for step in steps) / seconds / ranks}
+    return {
+        "latency": seconds * 1000,
+        "throughput": samples / seconds,
+        "FLOPS_per_gpu": statistics.fmean(step[1] for step in steps) / seconds / ranks,
+    }
 
 
 def layer_lines(rows: Sequence[LayerRow]) -> Iterator[str]:
     """The table of layers, with the sum."""
     width = max(20, *(len(row.name) for row in rows))
-    parameters, flops = sum(row.parameters for row in rows), sum(row.forward for row in rows)
+    parameters = sum(row.parameters for row in rows)
+    flops = sum(row.forward for row in rows)
     yield f"  {'layers':{width}}{'number':>8}{'parameters':>13}{'FLOPs of forward':>27}"
-    for row in (*rows, LayerRow("all", sum(row.count for row in rows), parameters, flops, None)):
-        yield (f"  {row.name:{width}}{row.count:8}{short(row.parameters):>13}"
-               f"{_share(row.parameters, parameters)}{short(row.forward):>10}{_share(row.forward, flops)}")
+    for row in (
+        *rows,
+        LayerRow("all", sum(row.count for row in rows), parameters, flops, None),
+    ):
+        yield (
+            f"  {row.name:{width}}{row.count:8}{short(row.parameters):>13}"
+            f"{_share(row.parameters, parameters)}{short(row.forward):>10}{_share(row.forward, flops)}"
+        )
 
 
-def phase_lines(rows: Sequence[LayerRow], times: Mapping[str, Mapping[int, float]], seconds: float,
-                peak: float | None, ranks: int) -> Iterator[str]:
+def phase_lines(
+    rows: Sequence[LayerRow],
+    times: Mapping[str, Mapping[int, float]],
+    seconds: float,
+    peak: float | None,
+    ranks: int,
+) -> Iterator[str]:
     """The times of a step and what they mean. times: phase → rank → seconds."""
     forward = sum(row.forward for row in rows)
     of_phase = {FORWARD: forward, BACKWARD: 2 * forward}
     yield f"  {'phase':20}{'largest':>13}{'smallest of all ranks':>24}{'FLOP/s of a rank':>20}"
-    for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward"), (OPTIMIZER, "optimizer")):
+    for phase, name in (
+        (FORWARD, "forward"),
+        (BACKWARD, "backward"),
+        (OPTIMIZER, "optimizer"),
+    ):
         if found := list(times.get(phase, {}).values()):
-            rate = short(of_phase[phase] / sum(found)) if phase in of_phase and sum(found) else ""
+            rate = (
+                short(of_phase[phase] / sum(found))
+                if phase in of_phase and sum(found)
+                else ""
+            )
             yield f"  {name:20}{_ms(max(found)):>13}{_ms(min(found)):>24}{rate:>20}"
     rate = 3 * forward / seconds / ranks
     yield f"  {'step':20}{_ms(seconds):>13}{'':24}{short(rate):>20}"
@@ -138,8 +188,10 @@ def phase_lines(rows: Sequence[LayerRow], times: Mapping[str, Mapping[int, float
         yield "  FLOPs of recomputation are not counted: --recompute-num-layers sets blocks of each stage."
     elif any(again):
         with_it = rate + sum(again) / seconds / ranks
-        yield (f"  recomputation: {short(sum(again))}FLOPs more in backward, {short(with_it)}FLOP/s of a "
-               "rank with it")
+        yield (
+            f"  recomputation: {short(sum(again))}FLOPs more in backward, {short(with_it)}FLOP/s of a "
+            "rank with it"
+        )
 
 
 def short(number: float) -> str:

@@ -29,7 +29,9 @@ from .tensorboard import TensorBoard
 from .wandb_log import WandbLog, check_wandb
 
 logger = logging.getLogger(__name__)
-FORMAT = "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
+FORMAT = (
+    "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
+)
 EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
 
 
@@ -67,7 +69,9 @@ class Log:
     def __init__(self, sinks: Iterable[Sink] = (), stream: TextIO | None = None):
         """stream: where bars are drawn; None: nowhere."""
         self.sinks = [Tolerant(sink) for sink in sinks]
-        self._stream, self._bar, self._redirected = stream, None, []
+        self._stream = stream
+        self._bar = None
+        self._redirected = []
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts after `step` of `steps`. Must be followed by `close`, also after an error.
@@ -85,7 +89,9 @@ class Log:
     def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Update the bar after a step. tqdm draws at most ten times a second."""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f} | {rate(tokens_per_second)}", refresh=False)
+            self._bar.set_postfix_str(
+                f"loss {loss:.4f} | {rate(tokens_per_second)}", refresh=False
+            )
             self._attempt(lambda: self._bar.update(step - self._bar.n))
 
     def write(self, record: Record) -> None:
@@ -95,9 +101,17 @@ class Log:
             sink.write(record)
 
     @contextmanager
-    def evaluating(self, split: str, batches: int, size: int) -> Iterator[Callable[[], Any]]:
+    def evaluating(
+        self, split: str, batches: int, size: int
+    ) -> Iterator[Callable[[], Any]]:
         """A context around an evaluation. Yields a function to call after each batch, of `size` samples."""
-        logger.info("evaluating on %s: %d batch%s of %d samples", split, batches, "es" * (batches > 1), size)
+        logger.info(
+            "evaluating on %s: %d batch%s of %d samples",
+            split,
+            batches,
+            ("es" if batches > 1 else ""),
+            size,
+        )
         # Not `self._bar and …`: a tqdm bar of 0 steps is false.
         bar = None
         if self._bar is not None:
@@ -119,21 +133,29 @@ class Log:
     def _remove_bar(self) -> None:
         """Remove the bar; log lines are written directly to the stream again."""
         for handler in self._redirected:
-            handler.stream = self._stream     # `setStream` would flush, which fails on a closed terminal
+            handler.stream = (
+                self._stream
+            )  # `setStream` would flush, which fails on a closed terminal
         self._redirected.clear()
-        bar, self._bar = self._bar, None
+        bar = self._bar
+        self._bar = None
         if bar is not None:
             self._attempt(bar.close)
 
     def _new(self, **options: Any) -> Any:
         """A new tqdm bar; None when the terminal fails."""
-        return self._attempt(lambda: _tqdm()(file=self._stream, dynamic_ncols=True, leave=False, **options))
+        return self._attempt(
+            lambda: _tqdm()(
+                file=self._stream, dynamic_ncols=True, leave=False, **options
+            )
+        )
 
     def _attempt(self, draw: Callable[[], Any]) -> Any:
         try:
             return draw()
         except OSError:
-            bar, self._bar = self._bar, None
+            bar = self._bar
+            self._bar = None
             if bar is not None:
                 bar.disable = True
             self._remove_bar()
@@ -144,7 +166,11 @@ def console_text(record: Record) -> str:
     """Megatron's line; on a terminal that is too narrow for it, the short one."""
     text = record.line()
     widest = max(map(len, text.splitlines()))
-    return record.short() if _is_terminal() and widest > shutil.get_terminal_size().columns else text
+    return (
+        record.short()
+        if _is_terminal() and widest > shutil.get_terminal_size().columns
+        else text
+    )
 
 
 def _is_terminal() -> bool:
@@ -173,10 +199,18 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     if path := metrics_path(config):
         sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
     if folder := config.logging.tensorboard_dir:
-        sinks.append(TensorBoard(Path(folder), progress, config.logging.log_timers_to_tensorboard))
+        sinks.append(
+            TensorBoard(
+                Path(folder), progress, config.logging.log_timers_to_tensorboard
+            )
+        )
     if folder := config.logging.csv_monitor_dir:
         sinks.append(CsvMonitor(Path(folder)))
     if config.logging.wandb_project:
         sinks.append(WandbLog(config, run_id or secrets.token_hex(8)))
-    draws = config.logging.progress_bar and _is_terminal() and os.environ.get("TERM") != "dumb"
+    draws = (
+        config.logging.progress_bar
+        and _is_terminal()
+        and os.environ.get("TERM") != "dumb"
+    )
     return Log(sinks, sys.stdout if draws else None)

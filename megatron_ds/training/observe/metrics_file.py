@@ -23,27 +23,38 @@ from ...errors import ConfigError, DataError
 from .records import Record
 from .sink import AppendedFile, check_folder
 
-FIRST_KEY = b'{"kind": '                                   # each line begins with it
+FIRST_KEY = b'{"kind": '  # each line begins with it
 
 
 class MetricsFile:
     """The sink for `metrics.jsonl`. Values that are not finite are written as null."""
 
     def __init__(self, path: Path, run_id: str):
-        self.place, self.run_id, self.start = path, run_id, _now()
+        self.place = path
+        self.run_id = run_id
+        self.start = _now()
         self._file = AppendedFile(path, is_lines=True)
 
     def write(self, record: Record) -> None:
         """Append the record as one line, or raise OSError and leave the file as it was."""
-        fields = {"kind": record.kind, "run": self.run_id, "start": self.start, "time": _now(),
-                  **record.fields()}
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        fields = {
+            "kind": record.kind,
+            "run": self.run_id,
+            "start": self.start,
+            "time": _now(),
+            **record.fields(),
+        }
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in fields.items()
+        }
         self._file.append(json.dumps(clean).encode() + b"\n")
 
 
 def metrics_path(config: RunConfig) -> Path | None:
     """--metrics-path, by default metrics.jsonl in the --save folder; None without either."""
-    path, save = config.logging.metrics_path, config.checkpoint.save
+    path = config.logging.metrics_path
+    save = config.checkpoint.save
     return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
 
 
@@ -51,12 +62,16 @@ def check_metrics_file(path: Path) -> None:
     """Raises ConfigError when records cannot be appended to the file."""
     check_folder("--metrics-path", path.parent)
     if path.exists() and not path.is_file():
-        raise ConfigError(f"--metrics-path {path} is not a file. Give a file, such as {path}/metrics.jsonl.")
+        raise ConfigError(
+            f"--metrics-path {path} is not a file. Give a file, such as {path}/metrics.jsonl."
+        )
     with path.open("rb") if path.exists() else io.BytesIO() as file:
         first = file.readline()
     if not (_is_cut(first) or _record(first)):
-        raise ConfigError(f"--metrics-path {path} exists and does not hold metrics, so no records can be "
-                          "appended to it. Give another file, or remove this one.")
+        raise ConfigError(
+            f"--metrics-path {path} exists and does not hold metrics, so no records can be "
+            "appended to it. Give another file, or remove this one."
+        )
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -71,8 +86,10 @@ def read_metrics(path: Path) -> list[dict]:
         if record:
             records.append(record)
         elif not _is_cut(line):
-            raise DataError(f"{path}, line {number}: not a record of a run. Restore the file if it was "
-                            "edited, or remove that line.")
+            raise DataError(
+                f"{path}, line {number}: not a record of a run. Restore the file if it was "
+                "edited, or remove that line."
+            )
     run = records[-1].get("run") if records else None
     last = {(r["step"], r["kind"]): r for r in records if r.get("run") in (run, None)}
     return sorted(last.values(), key=lambda r: r["step"])
@@ -81,14 +98,18 @@ def read_metrics(path: Path) -> list[dict]:
 def _record(line: bytes) -> dict | None:
     try:
         record = json.loads(line)
-        return record if isinstance(record["step"], int) and isinstance(record["kind"], str) else None
+        return (
+            record
+            if isinstance(record["step"], int) and isinstance(record["kind"], str)
+            else None
+        )
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _is_cut(line: bytes) -> bool:
     """Whether a line is empty, zero bytes (after a crash of the machine) or the beginning of a record."""
-    start = line.strip(b"\0\r\n")[:len(FIRST_KEY)]
+    start = line.strip(b"\0\r\n")[: len(FIRST_KEY)]
     return FIRST_KEY.startswith(start)
 
 

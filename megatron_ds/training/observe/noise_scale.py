@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ...batch.batch import Batch
 from ..build import Engine
 
-KEPT = 0.9                      # weight of the earlier measurements at each new one
+KEPT = 0.9  # weight of the earlier measurements at each new one
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,14 @@ class Estimate:
     noise: float
 
 
-def estimate(small_square: float, large_square: float, small: float, large: float) -> Estimate:
+def estimate(
+    small_square: float, large_square: float, small: float, large: float
+) -> Estimate:
     """From the squared norms of the mean gradients of `small` and of `large` samples; small < large."""
-    return Estimate((large * large_square - small * small_square) / (large - small),
-                    (small_square - large_square) / (1 / small - 1 / large))
+    return Estimate(
+        (large * large_square - small * small_square) / (large - small),
+        (small_square - large_square) / (1 / small - 1 / large),
+    )
 
 
 class NoiseScale:
@@ -40,7 +44,9 @@ class NoiseScale:
         self._signal = self._noise = 0.0
         self.last: Estimate | None = None
 
-    def add(self, small_square: float, large_square: float, small: float, large: float) -> None:
+    def add(
+        self, small_square: float, large_square: float, small: float, large: float
+    ) -> None:
         """Count a measurement, unless a gradient is not finite. Arguments of `estimate`."""
         if math.isfinite(small_square) and math.isfinite(large_square):
             one = self.last = estimate(small_square, large_square, small, large)
@@ -49,8 +55,14 @@ class NoiseScale:
 
     def tags(self) -> dict[str, float]:
         """The parts of the last measurement, for TensorBoard."""
-        return {} if self.last is None else {"grad-noise-scale/signal": self.last.signal,
-                                             "grad-noise-scale/noise": self.last.noise}
+        return (
+            {}
+            if self.last is None
+            else {
+                "grad-noise-scale/signal": self.last.signal,
+                "grad-noise-scale/noise": self.last.noise,
+            }
+        )
 
     @property
     def samples(self) -> float | None:
@@ -66,12 +78,20 @@ def first_square(engine: Engine, batch: Batch) -> float:
     the gradients are discarded when the step begins. The host waits for the device. Collective over the
     world.
     """
-    config, optimizer = engine.config, engine.optimizer
-    per_token, scale = config.train.calculate_per_token_loss, optimizer.loss_scale
+    config = engine.config
+    optimizer = engine.optimizer
+    per_token = config.train.calculate_per_token_loss
+    scale = optimizer.loss_scale
     optimizer.begin_step()
-    losses = engine.executor.run(batch.split(config.train.micro_batch_size)[:1],
-                                 scale if per_token else scale / engine.mesh.samples.size)
+    losses = engine.executor.run(
+        batch.split(config.train.micro_batch_size)[:1],
+        scale if per_token else scale / engine.mesh.samples.size,
+    )
     square = optimizer.measure().tolist()[0]
-    tokens = engine.metrics.reduce(losses, engine.executor.entries).tokens if per_token else 1.0
+    tokens = (
+        engine.metrics.reduce(losses, engine.executor.entries).tokens
+        if per_token
+        else 1.0
+    )
     engine.step_state.forget()
     return square / (scale * max(tokens, 1.0)) ** 2

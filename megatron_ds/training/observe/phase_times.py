@@ -20,13 +20,21 @@ from ...pipeline.executor import Executor
 from ...pipeline.instruction import Op
 from ...pipeline.timeline import Timeline
 
-NAMES = {Op.F: "forward-compute", Op.B: "backward-compute", Op.I: "backward-compute",
-         Op.W: "backward-compute", Op.RECV_ACT: "forward-recv", Op.SEND_ACT: "forward-send",
-         Op.RECV_GRAD: "backward-recv", Op.SEND_GRAD: "backward-send",
-         Op.TIE: "embedding-grads-all-reduce", Op.GATHER: "params-all-gather"}
+NAMES = {
+    Op.F: "forward-compute",
+    Op.B: "backward-compute",
+    Op.I: "backward-compute",
+    Op.W: "backward-compute",
+    Op.RECV_ACT: "forward-recv",
+    Op.SEND_ACT: "forward-send",
+    Op.RECV_GRAD: "backward-recv",
+    Op.SEND_GRAD: "backward-send",
+    Op.TIE: "embedding-grads-all-reduce",
+    Op.GATHER: "params-all-gather",
+}
 
 
-PARTS = {"forward-backward", "optimizer"}              # of level 1
+PARTS = {"forward-backward", "optimizer"}  # of level 1
 
 
 class PhaseTimes:
@@ -89,7 +97,9 @@ class PhaseTimes:
         return dict(mine)
 
 
-def of_ranks(mine: Mapping[str, float], steps: int, world: Group) -> dict[str, dict[int, float]]:
+def of_ranks(
+    mine: Mapping[str, float], steps: int, world: Group
+) -> dict[str, dict[int, float]]:
     """Phase → rank → seconds per step, of each rank that had it. Collective over the world."""
     ranks: dict[str, dict[int, float]] = defaultdict(dict)
     for rank, times in enumerate(all_gather_object(dict(mine), world)):
@@ -101,14 +111,32 @@ def of_ranks(mine: Mapping[str, float], steps: int, world: Group) -> dict[str, d
 def times_text(times: Mapping[str, Mapping[int, float]], option: str) -> str:
     """The times of `PhaseTimes.read` in milliseconds, in Megatron's format. option: --timing-log-option."""
     if option == "all":
-        return "\n".join(["times across ranks (ms):", *(
-            "\n".join([f"  {name}:", *(f"     rank {rank:2d}: {seconds * 1000:.2f}"
-                                        for rank, seconds in values.items())])
-            for name, values in times.items())])
-    title = "max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"
+        return "\n".join(
+            [
+                "times across ranks (ms):",
+                *(
+                    "\n".join(
+                        [
+                            f"  {name}:",
+                            *(
+                                f"     rank {rank:2d}: {seconds * 1000:.2f}"
+                                for rank, seconds in values.items()
+                            ),
+                        ]
+                    )
+                    for name, values in times.items()
+                ),
+            ]
+        )
+    title = (
+        "max time across ranks (ms):"
+        if option == "max"
+        else "(min, max) time across ranks (ms):"
+    )
     lines = [title]
     for name, values in times.items():
-        least, most = min(values.values()) * 1000, max(values.values()) * 1000
+        least = min(values.values()) * 1000
+        most = max(values.values()) * 1000
         number = f"{most:.2f}" if option == "max" else f"({least:.2f}, {most:.2f})"
         lines.append(f"    {(name + ' ').ljust(48, '.')}: {number}")
     return "\n".join(lines)

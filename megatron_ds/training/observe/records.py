@@ -72,27 +72,45 @@ class TrainRecord:
     def line(self) -> str:
         """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the remaining time."""
         digits = 1 if self.tflops_per_rank >= 1 else 3
-        dropping = [] if self.kept_tokens is None else [
-            f"random ltd reserved length: {self.kept_tokens:5d}",
-            f"actual seqlen: {self.actual_seq_length:5d}",
-            f"consumed layer tokens: {self.layer_tokens:12d}"]
+        dropping = (
+            []
+            if self.kept_tokens is None
+            else [
+                f"random ltd reserved length: {self.kept_tokens:5d}",
+                f"actual seqlen: {self.actual_seq_length:5d}",
+                f"consumed layer tokens: {self.layer_tokens:12d}",
+            ]
+        )
         fields = [
             f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
             f"consumed samples: {self.samples:12d}",
             f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{digits}f}",
             f"learning rate: {self.learning_rate:.6E}",
-            *([] if self.decoupled_learning_rate is None
-              else [f"decoupled learning rate: {self.decoupled_learning_rate:.6E}"]),
+            *(
+                []
+                if self.decoupled_learning_rate is None
+                else [f"decoupled learning rate: {self.decoupled_learning_rate:.6E}"]
+            ),
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
-            *(f"{name}: {mean:.6E}" for name, mean in over_layers(self.metrics).items()),
+            *(
+                f"{name}: {mean:.6E}"
+                for name, mean in over_layers(self.metrics).items()
+            ),
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
             *([] if self.num_zeros is None else [f"num zeros: {self.num_zeros}"]),
-            *([] if self.grad_noise_scale is None
-              else [f"gradient noise scale: {self.grad_noise_scale:.1f}"]),
-            *([] if self.params_norm is None else [f"params norm: {self.params_norm:.3f}"]),
+            *(
+                []
+                if self.grad_noise_scale is None
+                else [f"gradient noise scale: {self.grad_noise_scale:.1f}"]
+            ),
+            *(
+                []
+                if self.params_norm is None
+                else [f"params norm: {self.params_norm:.3f}"]
+            ),
             f"number of skipped iterations: {self.skipped_steps:3d}",
             f"number of nan iterations: {self.nan_steps:3d}",
             f"seq length: {self.seq_length:5d}",
@@ -107,14 +125,23 @@ class TrainRecord:
 
     def short(self) -> str:
         """The most important fields; numbers of skipped and NaN steps only if they are not 0."""
-        return " | ".join((
-            f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}",
-            *(f"{name} {mean:.4f}" for name, mean in over_layers(self.metrics).items()),
-            f"grad norm {self.grad_norm:.3f}", f"lr {self.learning_rate:.2e}", rate(self.tokens_per_second),
-            *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
-            *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
-            *([f"{self.nan_steps} NaN"] if self.nan_steps else []),
-            f"ETA {timedelta(seconds=round(self.eta_seconds))}"))
+        return " | ".join(
+            (
+                f"step {self.step}/{self.steps}",
+                f"loss {self.loss:.4f}",
+                *(
+                    f"{name} {mean:.4f}"
+                    for name, mean in over_layers(self.metrics).items()
+                ),
+                f"grad norm {self.grad_norm:.3f}",
+                f"lr {self.learning_rate:.2e}",
+                rate(self.tokens_per_second),
+                *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
+                *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
+                *([f"{self.nan_steps} NaN"] if self.nan_steps else []),
+                f"ETA {timedelta(seconds=round(self.eta_seconds))}",
+            )
+        )
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
@@ -144,16 +171,30 @@ class EvalRecord:
 
     def line(self) -> str:
         """Megatron-LM's three lines."""
-        metrics = "".join(f"{name} value: {mean:.6E} | " for name, mean in over_layers(self.metrics).items())
-        text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | lm loss "
-                f"PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | ")
+        metrics = "".join(
+            f"{name} value: {mean:.6E} | "
+            for name, mean in over_layers(self.metrics).items()
+        )
+        text = (
+            f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | lm loss "
+            f"PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | "
+        )
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
     def short(self) -> str:
         """One line for a narrow terminal."""
-        return " | ".join((f"{self.split} at step {self.step}", f"loss {self.loss:.4f}",
-                           *(f"{name} {mean:.4f}" for name, mean in over_layers(self.metrics).items()),
-                           f"perplexity {self.perplexity:.2f}", f"{self.eval_seconds:.2f} s"))
+        return " | ".join(
+            (
+                f"{self.split} at step {self.step}",
+                f"loss {self.loss:.4f}",
+                *(
+                    f"{name} {mean:.4f}"
+                    for name, mean in over_layers(self.metrics).items()
+                ),
+                f"perplexity {self.perplexity:.2f}",
+                f"{self.eval_seconds:.2f} s",
+            )
+        )
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
@@ -172,11 +213,16 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for name, mean in metrics.items():
         of_layer = OF_LAYER.fullmatch(name)
-        kind = name if of_layer is None else (
-            f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
+        kind = (
+            name
+            if of_layer is None
+            else (f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
+        )
         values.setdefault(kind, []).append(mean)
-    return {kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
-            for kind, means in values.items()}
+    return {
+        kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
+        for kind, means in values.items()
+    }
 
 
 def _extreme(values: Sequence[float], sign: int) -> float:
@@ -196,9 +242,18 @@ def _flat(record: Record) -> dict[str, Any]:
     """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
     fields.pop("tags", None)
-    for name in ("num_zeros", "params_norm", "grad_noise_scale", "decoupled_learning_rate"):
+    for name in (
+        "num_zeros",
+        "params_norm",
+        "grad_noise_scale",
+        "decoupled_learning_rate",
+    ):
         if fields.get(name, 0) is None:
             del fields[name]
-    fields |= {f"{name.replace('-', '_')}_seconds": max(seconds.values())
-               for name, seconds in fields.pop("times", {}).items()}
-    return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()}
+    fields |= {
+        f"{name.replace('-', '_')}_seconds": max(seconds.values())
+        for name, seconds in fields.pop("times", {}).items()
+    }
+    return fields | {
+        name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()
+    }

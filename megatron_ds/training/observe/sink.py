@@ -35,7 +35,9 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, header: bytes = b"", is_lines: bool = False):
-        self.path, self.header, self.is_lines = path, header, is_lines
+        self.path = path
+        self.header = header
+        self.is_lines = is_lines
         self._has_written = False
 
     def append(self, data: bytes) -> None:
@@ -45,18 +47,21 @@ class AppendedFile:
             size = file.seek(0, os.SEEK_END)
             if size == 0:
                 if self._has_written:
-                    logger.warning("%s was removed or emptied during the run; it has only records from here "
-                                   "on.", self.path)
+                    logger.warning(
+                        "%s was removed or emptied during the run; it has only records from here "
+                        "on.",
+                        self.path,
+                    )
                 data = self.header + data
             elif self.is_lines and not self._has_written and not _ends_a_line(file):
                 data = b"\n" + data
             try:
                 rest = memoryview(data)
                 while rest:
-                    rest = rest[file.write(rest):]
+                    rest = rest[file.write(rest) :]
             except OSError:
                 with suppress(OSError):
-                    file.truncate(size)              # readers fail at an incomplete record
+                    file.truncate(size)  # readers fail at an incomplete record
                 raise
         self._has_written = True
 
@@ -81,15 +86,23 @@ class Tolerant:
         except OSError as error:
             self.lost += 1
             if not self._why:
-                logger.warning("cannot write to %s: %s. Training continues without these records; each new "
-                               "record is tried again.", self.sink.place, reason_of(error))
+                logger.warning(
+                    "cannot write to %s: %s. Training continues without these records; each new "
+                    "record is tried again.",
+                    self.sink.place,
+                    reason_of(error),
+                )
             self._why = reason_of(error)
 
     def close(self) -> None:
         """Log how many records were lost."""
         if self.lost:
-            logger.warning("%d record(s) of this run are missing in %s: %s.", self.lost, self.sink.place,
-                           self._why)
+            logger.warning(
+                "%d record(s) of this run are missing in %s: %s.",
+                self.lost,
+                self.sink.place,
+                self._why,
+            )
 
 
 def reason_of(error: OSError) -> str:
@@ -105,5 +118,7 @@ def check_folder(flag: str, folder: Path) -> None:
             pass
     except OSError as error:
         why = "it is a file" if folder.is_file() else reason_of(error)
-        raise ConfigError(f"{flag}: nothing can be written in {folder} ({why}). Give a folder that this user "
-                          f"may write to, or omit {flag}.") from error
+        raise ConfigError(
+            f"{flag}: nothing can be written in {folder} ({why}). Give a folder that this user "
+            f"may write to, or omit {flag}."
+        ) from error

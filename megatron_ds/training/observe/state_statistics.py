@@ -40,38 +40,65 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
         if name is None or not piece.tensor.numel():
             continue
         for which, values in [(name, piece.tensor)] + (
-                [("variance_sqrt", piece.tensor.sqrt())] if name == "variance" else []):
+            [("variance_sqrt", piece.tensor.sqrt())] if name == "variance" else []
+        ):
             at = TAG_ORDER.index(which)
             sums[0, at] += _squares(values).to(mesh.device)
             sums[1, at] += values.abs().sum(dtype=torch.float64).to(mesh.device)
-            largest[at] = torch.maximum(largest[at], values.abs().max().double().to(mesh.device))
+            largest[at] = torch.maximum(
+                largest[at], values.abs().max().double().to(mesh.device)
+            )
     all_reduce_(sums, mesh.group("world"))
     all_reduce_(largest, mesh.group("world"), op="max")
     (squares, absolutes), most = sums.tolist(), largest.tolist()
-    return {f"optimizer/{name}_{norm}": value for at, name in enumerate(TAG_ORDER)
-            for norm, value in (("l2", math.sqrt(squares[at])), ("l1", absolutes[at]),
-                                ("abs_max", most[at]))}
+    return {
+        f"optimizer/{name}_{norm}": value
+        for at, name in enumerate(TAG_ORDER)
+        for norm, value in (
+            ("l2", math.sqrt(squares[at])),
+            ("l1", absolutes[at]),
+            ("abs_max", most[at]),
+        )
+    }
 
 
 def memory_tags(device: torch.device) -> dict[str, float]:
     """Megatron's tags of the memory of this rank, in bytes; on a CPU only the largest resident size."""
     if device.type != "cuda":
         import resource
-        return {"mem-max-allocated-bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10}
+
+        return {
+            "mem-max-allocated-bytes": resource.getrusage(
+                resource.RUSAGE_SELF
+            ).ru_maxrss
+            * 2**10
+        }
     stats = torch.cuda.memory_stats(device)
-    return {"mem-reserved-bytes": stats["reserved_bytes.all.current"],
-            "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-            "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-            "mem-allocated-count": stats["allocation.all.current"]}
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
 
 
 def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterable[StatePiece]:
     """The pieces that no other rank counts."""
     tp_rank = mesh.coordinate("tp")
-    return (piece for piece in pieces if piece.replica == 0 and is_counted(piece.spec, tp_rank))
+    return (
+        piece
+        for piece in pieces
+        if piece.replica == 0 and is_counted(piece.spec, tp_rank)
+    )
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:
     """Sum of squares, float64, in parts: no float64 copy of a large tensor is made."""
     parts = values.detach().reshape(-1).split(2**16)
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()
+    return (
+        torch.stack(
+            [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        )
+        .square()
+        .sum()
+    )

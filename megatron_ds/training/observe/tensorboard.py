@@ -23,15 +23,26 @@ from ...progress.ramps import Progress
 from .records import EvalRecord, Record
 from .sink import AppendedFile
 
-TAGS = {"learning-rate": "learning_rate", "decoupled-learning-rate": "decoupled_learning_rate",
-        "batch-size": "global_batch_size", "loss-scale": "loss_scale",
-        "grad-norm": "grad_norm", "grad-noise-scale": "grad_noise_scale",
-        "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
-        "batch-generator-time": "data_seconds", "num-zeros": "num_zeros", "params-norm": "params_norm",
-        "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
-TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",
-              "seqlen/actual_seq_length": "actual_seq_length",
-              "consumed-layer-tokens": "layer_tokens"}
+TAGS = {
+    "learning-rate": "learning_rate",
+    "decoupled-learning-rate": "decoupled_learning_rate",
+    "batch-size": "global_batch_size",
+    "loss-scale": "loss_scale",
+    "grad-norm": "grad_norm",
+    "grad-noise-scale": "grad_noise_scale",
+    "iteration-time": "step_seconds",
+    "throughput": "tflops_per_rank",
+    "batch-generator-time": "data_seconds",
+    "num-zeros": "num_zeros",
+    "params-norm": "params_norm",
+    "tokens-per-second": "tokens_per_second",
+    "mfu": "mfu",
+}
+TOKEN_TAGS = {
+    "seqlen/random_ltd_reserved_length": "kept_tokens",
+    "seqlen/actual_seq_length": "actual_seq_length",
+    "consumed-layer-tokens": "layer_tokens",
+}
 
 
 class TensorBoard:
@@ -39,7 +50,8 @@ class TensorBoard:
 
     def __init__(self, directory: Path, progress: Progress, timers: bool = False):
         """timers: whether to write the times of phases."""
-        self.place, self._timers = directory, timers
+        self.place = directory
+        self._timers = timers
         self._steps = EventFile(directory, progress.step + 1)
         self._samples = EventFile(directory / "samples", progress.samples + 1)
 
@@ -48,23 +60,38 @@ class TensorBoard:
         # Losses and metrics are drawn against steps and against samples, other values against steps only.
         losses, others = scalars_of(record, self._timers)
         self._steps.write(losses | others, record.step)
-        self._samples.write({f"{tag} vs samples": value for tag, value in losses.items()}, record.samples)
+        self._samples.write(
+            {f"{tag} vs samples": value for tag, value in losses.items()},
+            record.samples,
+        )
 
 
-def scalars_of(record: Record, timers: bool) -> tuple[dict[str, float], dict[str, float]]:
+def scalars_of(
+    record: Record, timers: bool
+) -> tuple[dict[str, float], dict[str, float]]:
     """(losses and metrics, other values) of a record by tag. timers: with the times of phases."""
     if isinstance(record, EvalRecord):
-        split, others = record.split, {}
-        losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
-                  **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
+        split = record.split
+        others = {}
+        losses = {
+            f"lm loss {split}": record.loss,
+            f"lm loss {split} ppl": record.perplexity,
+            **{f"{name} {split}": mean for name, mean in record.metrics.items()},
+        }
     else:
         losses = {"lm loss": record.loss, **record.metrics}
         tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
         values = ((tag, getattr(record, name)) for tag, name in tags.items())
         times = record.times if timers else {}
-        others = {tag: value for tag, value in values if value is not None} | dict(record.tags) | {
-            f"{name}-time": max(seconds.values()) for name, seconds in times.items()
-            if name != "batch-generator"}
+        others = (
+            {tag: value for tag, value in values if value is not None}
+            | dict(record.tags)
+            | {
+                f"{name}-time": max(seconds.values())
+                for name, seconds in times.items()
+                if name != "batch-generator"
+            }
+        )
     return losses, others
 
 
@@ -74,26 +101,40 @@ class EventFile:
     def __init__(self, directory: Path, first: int | None = None):
         """first: x from which on TensorBoard drops the points of earlier files; None: it keeps them."""
         from tensorboard.compat.proto import event_pb2
+
         now = time.time()
         # Readers sort the files of a folder by name: fractional digits order two starts within one second.
-        path = directory / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        path = (
+            directory
+            / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        )
         header = _framed(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
         if first is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            header += _framed(event_pb2.Event(wall_time=now, step=first, session_log=start))
-        self.place, self._file = directory, AppendedFile(path, header=header)
+            header += _framed(
+                event_pb2.Event(wall_time=now, step=first, session_log=start)
+            )
+        self.place = directory
+        self._file = AppendedFile(path, header=header)
 
     def write(self, values: Mapping[str, float], x: int) -> None:
         """Write one event with a point for each tag completely, or raise OSError and write nothing."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        scalars = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+
+        scalars = [
+            summary_pb2.Summary.Value(tag=tag, simple_value=value)
+            for tag, value in values.items()
+        ]
         summary = summary_pb2.Summary(value=scalars)
-        self._file.append(_framed(event_pb2.Event(wall_time=time.time(), step=x, summary=summary)))
+        self._file.append(
+            _framed(event_pb2.Event(wall_time=time.time(), step=x, summary=summary))
+        )
 
 
 def _framed(event) -> bytes:
     """The event with its length and checksums, as in an event file."""
     from tensorboard.summary.writer.record_writer import RecordWriter
+
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()

@@ -19,12 +19,20 @@ class WandbLog:
         self._timers = logging.log_timers_to_tensorboard
         try:
             self._run = import_module("wandb").init(
-                project=logging.wandb_project, name=logging.wandb_exp_name, entity=logging.wandb_entity,
-                group=logging.wandb_group, dir=logging.wandb_save_dir, id=run_id, resume="allow",
-                config=to_dict(config))
-        except Exception as error:                  # W&B's own errors have no common base with OSError
-            raise ConfigError(f"--wandb-project: W&B cannot start a run: {error}. Run wandb login, or set "
-                              "WANDB_MODE=offline.") from error
+                project=logging.wandb_project,
+                name=logging.wandb_exp_name,
+                entity=logging.wandb_entity,
+                group=logging.wandb_group,
+                dir=logging.wandb_save_dir,
+                id=run_id,
+                resume="allow",
+                config=to_dict(config),
+            )
+        except Exception as error:  # W&B's own errors have no common base with OSError
+            raise ConfigError(
+                f"--wandb-project: W&B cannot start a run: {error}. Run wandb login, or set "
+                "WANDB_MODE=offline."
+            ) from error
 
     def write(self, record: Record) -> None:
         """Log the values of the record at its step. Raises OSError."""
@@ -33,7 +41,7 @@ class WandbLog:
         try:
             # Not committed: W&B adds the values of later records of the same step, such as validation losses.
             self._run.log(values, step=record.step)
-        except Exception as error:                                                      # any kind, as above
+        except Exception as error:  # any kind, as above
             raise OSError(str(error)) from error
 
 
@@ -42,6 +50,8 @@ def check_wandb() -> None:
     try:
         import_module("wandb")
     except ImportError:
-        raise ConfigError("--wandb-project: the package wandb is not installed in this Python. Run pip "
-                          "install wandb, or remove the flag: metrics also go to --tensorboard-dir and to "
-                          "--metrics-jsonl.") from None
+        raise ConfigError(
+            "--wandb-project: the package wandb is not installed in this Python. Run pip "
+            "install wandb, or remove the flag: metrics also go to --tensorboard-dir and to "
+            "--metrics-jsonl."
+        ) from None

@@ -12,5 +12,7 @@ from collections.abc import Callable
 
 def small_launches() -> dict[str, Callable[[], None]]:
     """Source in csrc/gpu → the function that launches its kernels."""
-    return {f"{module.name}.cu": importlib.import_module(f"{__name__}.{module.name}").launch
-            for module in pkgutil.iter_modules(__path__)}
+    return {
+        f"{module.name}.cu": importlib.import_module(f"{__name__}.{module.name}").launch
+        for module in pkgutil.iter_modules(__path__)
+    }

@@ -18,13 +18,24 @@ def launch() -> None:
     """
     for dtype in (torch.float32, torch.bfloat16):
         numbers = () if dtype == torch.float32 else (torch.ones(()), torch.zeros(()))
-        for shifted in range(6):                                        # 5: none
+        for shifted in range(6):  # 5: none
             memory = torch.ones(5 * (NUMEL + 4))
-            parts = [part[i == shifted:] for i, part in enumerate(memory.split(NUMEL + 4))]
+            parts = [
+                part[i == shifted :] for i, part in enumerate(memory.split(NUMEL + 4))
+            ]
             p, grads, m, v = parts[0], parts[1].view(dtype), *parts[2:4]
             lows = None if dtype == torch.float32 else parts[4].view(dtype)
-            rows = [AdamRow(p[a:b], grads[a:b], m[a:b], v[a:b], 1, None if lows is None else lows[a:b])
-                    for a, b in zip(CUTS, CUTS[1:])]
+            rows = [
+                AdamRow(
+                    p[a:b],
+                    grads[a:b],
+                    m[a:b],
+                    v[a:b],
+                    1,
+                    None if lows is None else lows[a:b],
+                )
+                for a, b in zip(CUTS, CUTS[1:])
+            ]
             for planned in adam_kernels.plan(rows):
                 table = planned.table.clone()
                 table[:, :5] -= memory.data_ptr()

@@ -16,6 +16,9 @@ def launch() -> None:
     seeds = torch.tensor([[1, 2, 3], [4, 5, 6]])
     for cols in (5, 1040):
         table = {"threshold": 40000, "first_row": 6, "cols": cols}
-        dropout_kernels.fill_keep_masks_(torch.empty(2, 3, 3, cols, dtype=torch.bool), seeds, **table)
-        dropout_kernels.fill_keep_masks_(torch.empty(2, 3, 3, 3, dtype=torch.bool), seeds, **table,
-                                         picked=picked)
+        dropout_kernels.fill_keep_masks_(
+            torch.empty(2, 3, 3, cols, dtype=torch.bool), seeds, **table
+        )
+        dropout_kernels.fill_keep_masks_(
+            torch.empty(2, 3, 3, 3, dtype=torch.bool), seeds, **table, picked=picked
+        )

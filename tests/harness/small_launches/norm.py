@@ -11,8 +11,16 @@ def launch() -> None:
     """Rows of a warp, of several warps, and looped ones; five rows in two chunks."""
     with mock.patch.object(norm_kernels, "chunks_of", lambda threads: 2):
         for cols, most in ((8, 32), (1032, 32), (1032, 0)):
-            with mock.patch.multiple(norm_kernels, FORWARD_NUMBERS=most,
-                                     BACKWARD_NUMBERS=dict.fromkeys(norm_kernels.BACKWARD_NUMBERS, most)):
-                x, weight, bias = (torch.ones(shape, requires_grad=True)
-                                   for shape in ((5, cols), (cols,), (cols,)))
-                sum(t.sum() for t in norm_kernels.residual_norm(x, x, weight, bias, 1e-5)).backward()
+            with mock.patch.multiple(
+                norm_kernels,
+                FORWARD_NUMBERS=most,
+                BACKWARD_NUMBERS=dict.fromkeys(norm_kernels.BACKWARD_NUMBERS, most),
+            ):
+                x, weight, bias = (
+                    torch.ones(shape, requires_grad=True)
+                    for shape in ((5, cols), (cols,), (cols,))
+                )
+                sum(
+                    t.sum()
+                    for t in norm_kernels.residual_norm(x, x, weight, bias, 1e-5)
+                ).backward()

@@ -12,5 +12,7 @@ def launch() -> None:
         qkv = torch.ones(3, 2, 21, 4, d, dtype=dtype, requires_grad=True)
         cos, sin = rotary_tables(torch.arange(6).view(2, 3), channels)
         q, k, v = rotary_kernels.split_rotary(qkv, cos, sin)
-        torch.autograd.backward((rotary_kernels.rotary(q, cos, sin), k, v),
-                                (torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)))
+        torch.autograd.backward(
+            (rotary_kernels.rotary(q, cos, sin), k, v),
+            (torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)),
+        )

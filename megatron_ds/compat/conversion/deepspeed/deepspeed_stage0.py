@@ -19,35 +19,69 @@ from .zero_shards import Slice, joined
 ALONE = "Load the weights alone"
 
 
-def stage0_state(inner: Mapping[str, Any], masters: Any, weights: Mapping[str, StoredTensor], place: object
-                 ) -> dict[str, dict[str, StoredTensor]]:
+def stage0_state(
+    inner: Mapping[str, Any],
+    masters: Any,
+    weights: Mapping[str, StoredTensor],
+    place: object,
+) -> dict[str, dict[str, StoredTensor]]:
     """kind → name → tensor; with the kind "master" if there are fp32 weights beside those of the module.
 
     inner    {"state": {number: {kind: tensor}}, "param_groups": [{"params": [number, …]}, …]}
     masters  [[fp32 tensor of a parameter, …] for each group] of fp16 training; None
     weights  of the module, in the order of registration
     """
-    state, groups = inner.get("state") or {}, inner.get("param_groups")
-    if not isinstance(state, Mapping) or not isinstance(groups, list) or not all(
-            isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointError(f"{place}: the optimizer's state has no groups of parameters. {ALONE}.")
+    state = inner.get("state") or {}
+    groups = inner.get("param_groups")
+    if (
+        not isinstance(state, Mapping)
+        or not isinstance(groups, list)
+        or not all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), list)
+            for group in groups
+        )
+    ):
+        raise CheckpointError(
+            f"{place}: the optimizer's state has no groups of parameters. {ALONE}."
+        )
     found: dict[str, dict[str, StoredTensor]] = {}
     taken: set[str] = set()
     for g, group in enumerate(groups):
-        states = [{kind: value for kind, value in (state.get(number) or {}).items()
-                   if isinstance(value, StoredTensor) and value.shape} for number in group["params"]]
+        states = [
+            {
+                kind: value
+                for kind, value in (state.get(number) or {}).items()
+                if isinstance(value, StoredTensor) and value.shape
+            }
+            for number in group["params"]
+        ]
         if masters is not None:
-            if not isinstance(masters, list) or g >= len(masters) or len(masters[g]) != len(states):
-                raise CheckpointError(f"{place}: group {g} of the optimizer has {len(states)} parameters, "
-                                      "and its fp32 weights are others. The file is damaged.")
-            states = [{MASTER: master, **one} for master, one in zip(masters[g], states)]
+            if (
+                not isinstance(masters, list)
+                or g >= len(masters)
+                or len(masters[g]) != len(states)
+            ):
+                raise CheckpointError(
+                    f"{place}: group {g} of the optimizer has {len(states)} parameters, "
+                    "and its fp32 weights are others. The file is damaged."
+                )
+            states = [
+                {MASTER: master, **one} for master, one in zip(masters[g], states)
+            ]
         if not any(states):
             continue
         if flat := _flat(states, weights, len(groups)):
             states = flat
-        names = _assigned([_shape(one, place) for one in states],
-                          {name: tensor.shape for name, tensor in weights.items() if name not in taken},
-                          len(groups) > 1, place)
+        names = _assigned(
+            [_shape(one, place) for one in states],
+            {
+                name: tensor.shape
+                for name, tensor in weights.items()
+                if name not in taken
+            },
+            len(groups) > 1,
+            place,
+        )
         taken.update(names)
         for name, one in zip(names, states):
             for kind, tensor in one.items():
@@ -55,36 +89,57 @@ def stage0_state(inner: Mapping[str, Any], masters: Any, weights: Mapping[str, S
     return found
 
 
-def _flat(states: Sequence[Mapping[str, StoredTensor]], weights: Mapping[str, StoredTensor], groups: int
-          ) -> list[dict[str, StoredTensor]] | None:
+def _flat(
+    states: Sequence[Mapping[str, StoredTensor]],
+    weights: Mapping[str, StoredTensor],
+    groups: int,
+) -> list[dict[str, StoredTensor]] | None:
     """State of a fused optimizer: one vector of all parameters of the only group. None if it is not that."""
     sizes = [math.prod(tensor.shape) for tensor in weights.values()]
-    if groups != 1 or len(states) != 1 or len(weights) == 1 or any(
-            tensor.shape != (sum(sizes),) for tensor in states[0].values()):
+    if (
+        groups != 1
+        or len(states) != 1
+        or len(weights) == 1
+        or any(tensor.shape != (sum(sizes),) for tensor in states[0].values())
+    ):
         return None
     starts = accumulate(sizes, initial=0)
-    return [{kind: joined(name, weight.shape, [Slice(vector, start, size)], vector.place)
-             for kind, vector in states[0].items()}
-            for (name, weight), start, size in zip(weights.items(), starts, sizes)]
+    return [
+        {
+            kind: joined(name, weight.shape, [Slice(vector, start, size)], vector.place)
+            for kind, vector in states[0].items()
+        }
+        for (name, weight), start, size in zip(weights.items(), starts, sizes)
+    ]
 
 
 def _shape(state: Mapping[str, StoredTensor], place: object) -> tuple[int, ...]:
     shapes = {tensor.shape for tensor in state.values()}
     if len(shapes) != 1:
-        raise CheckpointError(f"{place}: tensors of the state of one parameter have the shapes "
-                              f"{sorted(shapes)}. {ALONE}.")
+        raise CheckpointError(
+            f"{place}: tensors of the state of one parameter have the shapes "
+            f"{sorted(shapes)}. {ALONE}."
+        )
     return shapes.pop()
 
 
-def _assigned(shapes: Sequence[tuple[int, ...]], weights: Mapping[str, tuple[int, ...]], several: bool,
-              place: object) -> list[str]:
+def _assigned(
+    shapes: Sequence[tuple[int, ...]],
+    weights: Mapping[str, tuple[int, ...]],
+    several: bool,
+    place: object,
+) -> list[str]:
     """Names of the parameters of one group. Raises CheckpointError unless there is exactly one way.
 
     several: there are other groups; then matrices and vectors are in different ones
     """
     matrices = {len(shape) >= 2 for shape in shapes}
     if several and len(matrices) == 1:
-        weights = {name: shape for name, shape in weights.items() if (len(shape) >= 2) in matrices}
+        weights = {
+            name: shape
+            for name, shape in weights.items()
+            if (len(shape) >= 2) in matrices
+        }
     names = list(weights)
 
     @cache
@@ -102,8 +157,10 @@ def _assigned(shapes: Sequence[tuple[int, ...]], weights: Mapping[str, tuple[int
         raise CheckpointError(
             f"{place}: the state of {len(shapes)} parameters has no names, and fits the {len(names)} "
             f"parameters of the model in {'several ways' if number else 'no way'}, in their order. {ALONE}, "
-            "or save with ZeRO stage 1, which records names.")
-    result, name = [], 0
+            "or save with ZeRO stage 1, which records names."
+        )
+    result = []
+    name = 0
     for state in range(len(shapes)):
         while weights[names[name]] != shapes[state] or not ways(state + 1, name + 1):
             name += 1

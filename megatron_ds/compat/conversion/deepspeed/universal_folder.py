@@ -35,14 +35,20 @@ from .deepspeed_optimizer_files import optimizer_steps, scaler_numbers
 from .foreign_names import save_with_names, scaler_object
 from .zero_shards import merged_fragments
 
-POINTER, ZERO, OPTIMIZER, STEP = "latest_universal", "zero", "optimizer_state.pt", "step"
+POINTER = "latest_universal"
+ZERO = "zero"
+OPTIMIZER = "optimizer_state.pt"
+STEP = "step"
 WEIGHT_FILE = "fp32"
 VERSION = 0.4
-MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+MODEL_FILES = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+)
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 # DeepSpeed loads no more groups of parameters than a file lists, and ignores those beyond its own.
 GROUPS = 64
-DEEPSPEED = "0.19.8"        # whose format is written
+DEEPSPEED = "0.19.8"  # whose format is written
 
 
 def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
@@ -60,41 +66,69 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 @refuses_malformed
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
-    models = {name: open_file(folder / name) for name in sorted(os.listdir(folder))
-              if _MODEL_FILE.fullmatch(name)}
+    models = {
+        name: open_file(folder / name)
+        for name in sorted(os.listdir(folder))
+        if _MODEL_FILE.fullmatch(name)
+    }
     if not models:
-        raise CheckpointError(f"{folder} has no model_states file, which DeepSpeed copies there. Copy one "
-                              "from the folder that was converted.")
+        raise CheckpointError(
+            f"{folder} has no model_states file, which DeepSpeed copies there. Copy one "
+            "from the folder that was converted."
+        )
     contents = [file.content for file in models.values()]
     ignored = {name for file in models.values() for name in file.ignored}
-    first, place = contents[0], folder / next(iter(models))
-    shapes, shared, buffers = {}, {}, set()
+    first = contents[0]
+    place = folder / next(iter(models))
+    shapes = {}
+    shared = {}
+    buffers = set()
     for content in contents:
         for group in entry(content, "param_shapes", list, place, []):
             shapes |= shapes_in(group, place)
         shared |= entry(content, "shared_params", Mapping, place, {})
         buffers |= set(entry(content, "buffer_names", list, place, []))
     tensors, steps = _tensors(folder / ZERO, shapes, set(shared), weights_only)
-    tensors[BUFFER] = {name: tensors[WEIGHT].pop(name) for name in buffers if name in tensors[WEIGHT]}
+    tensors[BUFFER] = {
+        name: tensors[WEIGHT].pop(name) for name in buffers if name in tensors[WEIGHT]
+    }
     if not tensors[BUFFER]:
-        tensors[BUFFER] = {name: tensor for content in contents
-                           for name, tensor in entry(content, "module", Mapping, place, {}).items()
-                           if name in buffers and isinstance(tensor, StoredTensor)}
+        tensors[BUFFER] = {
+            name: tensor
+            for content in contents
+            for name, tensor in entry(content, "module", Mapping, place, {}).items()
+            if name in buffers and isinstance(tensor, StoredTensor)
+        }
     frozen = shapes_in(first.get("frozen_param_shapes") or {}, place)
-    if absent := {name: shape for name, shape in frozen.items() if name not in tensors[WEIGHT]}:
+    if absent := {
+        name: shape for name, shape in frozen.items() if name not in tensors[WEIGHT]
+    }:
         parts = [content.get("frozen_param_fragments") or {} for content in contents]
         tensors[WEIGHT] |= merged_fragments(absent, parts, place)
     state = _optimizer_state(folder / ZERO / OPTIMIZER, ignored)
     inner = state.get("optimizer_state_dict")
-    steps |= optimizer_steps(inner, folder / ZERO / OPTIMIZER) if isinstance(inner, Mapping) else set()
+    steps |= (
+        optimizer_steps(inner, folder / ZERO / OPTIMIZER)
+        if isinstance(inner, Mapping)
+        else set()
+    )
     if len(steps) > 1:
-        raise CheckpointError(f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of "
-                              "several checkpoints are mixed up.")
-    progress = StoredProgress(count(first, "global_steps", place), count(first, "global_samples", place),
-                              count(first, "tokens", place), count(first, "skipped_steps", place),
-                              max(steps, default=None), scaler_numbers(state.get("loss_scaler")))
+        raise CheckpointError(
+            f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of "
+            "several checkpoints are mixed up."
+        )
+    progress = StoredProgress(
+        count(first, "global_steps", place),
+        count(first, "global_samples", place),
+        count(first, "tokens", place),
+        count(first, "skipped_steps", place),
+        max(steps, default=None),
+        scaler_numbers(state.get("loss_scaler")),
+    )
     settings = plain_settings(first, state.get("param_groups"), shared)
-    return RawCheckpoint(folder, tensors, settings, progress, tuple(sorted(ignored - READ)))
+    return RawCheckpoint(
+        folder, tensors, settings, progress, tuple(sorted(ignored - READ))
+    )
 
 
 def _optimizer_state(path: Path, ignored: set[str]) -> Mapping[str, Any]:
@@ -105,8 +139,12 @@ def _optimizer_state(path: Path, ignored: set[str]) -> Mapping[str, Any]:
     return file.content
 
 
-def _tensors(zero: Path, shapes: Mapping[str, tuple[int, ...]], others: set[str], weights_only: bool
-             ) -> tuple[dict[str, dict[str, StoredTensor]], set[int]]:
+def _tensors(
+    zero: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    others: set[str],
+    weights_only: bool,
+) -> tuple[dict[str, dict[str, StoredTensor]], set[int]]:
     """(kind → name → tensor, numbers of steps). others: names of shared parameters."""
     found: dict[str, dict[str, StoredTensor]] = {WEIGHT: {}}
     steps: set[int] = set()
@@ -115,8 +153,10 @@ def _tensors(zero: Path, shapes: Mapping[str, tuple[int, ...]], others: set[str]
             continue
         files = {path.stem: path for path in sorted((zero / name).glob("*.pt"))}
         if WEIGHT_FILE not in files:
-            raise CheckpointError(f"{zero / name} has no {WEIGHT_FILE}.pt, the weight. Copy the folder "
-                                  "again.")
+            raise CheckpointError(
+                f"{zero / name} has no {WEIGHT_FILE}.pt, the weight. Copy the folder "
+                "again."
+            )
         for kind, path in files.items():
             if kind == STEP:
                 number = read_torch_file(path).content
@@ -126,8 +166,10 @@ def _tensors(zero: Path, shapes: Mapping[str, tuple[int, ...]], others: set[str]
                 named = found.setdefault(WEIGHT if kind == WEIGHT_FILE else kind, {})
                 named[name] = _tensor(path, shapes.get(name))
     if absent := shapes.keys() - found[WEIGHT].keys() - others:
-        raise CheckpointError(f"{zero} lacks {len(absent)} parameters that the model file lists, first "
-                              f"{sorted(absent)[0]}. Copy the folder again.")
+        raise CheckpointError(
+            f"{zero} lacks {len(absent)} parameters that the model file lists, first "
+            f"{sorted(absent)[0]}. Copy the folder again."
+        )
     return found, steps
 
 
@@ -138,15 +180,26 @@ def _tensor(path: Path, shape: tuple[int, ...] | None) -> StoredTensor:
     content = read_torch_file(path).content
     tensor = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(tensor, StoredTensor):
-        raise CheckpointError(f"{path} holds no tensor. It is damaged, or another file.")
-    if tensor is not content or shape is None or len(tensor.shape) != 1 or tensor.shape[0] < math.prod(shape):
+        raise CheckpointError(
+            f"{path} holds no tensor. It is damaged, or another file."
+        )
+    if (
+        tensor is not content
+        or shape is None
+        or len(tensor.shape) != 1
+        or tensor.shape[0] < math.prod(shape)
+    ):
         return tensor
     return interval(tensor, 0, shape)
 
 
 # ------------------------------------------------------------------ writing
-def write_universal(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, Any]] | None = None,
-                    done: Any = lambda count: None) -> Path:
+def write_universal(
+    raw: RawCheckpoint,
+    folder: Path,
+    about: Mapping[str, Mapping[str, Any]] | None = None,
+    done: Any = lambda count: None,
+) -> Path:
     """Write `folder`/global_stepN_universal, complete or not at all, and `latest_universal`. Returns the
     path.
 
@@ -156,7 +209,8 @@ def write_universal(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mappin
     done   called with the bytes of each tensor
     Raises CheckpointError where the path exists or cannot be written.
     """
-    tag, is_new = f"global_step{raw.progress.iteration or 0}_universal", not folder.exists()
+    tag = f"global_step{raw.progress.iteration or 0}_universal"
+    is_new = not folder.exists()
     try:
         _write(raw, folder / tag, about or {}, done)
     except BaseException:
@@ -168,7 +222,9 @@ def write_universal(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mappin
     return folder / tag
 
 
-def _write(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, Any]], done: Any) -> None:
+def _write(
+    raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, Any]], done: Any
+) -> None:
     with published(folder) as hidden:
         for kind, named in raw.tensors.items():
             for name, tensor in named.items():
@@ -176,10 +232,17 @@ def _write(raw: RawCheckpoint, folder: Path, about: Mapping[str, Mapping[str, An
                 place.mkdir(parents=True, exist_ok=True)
                 value = tensor.read().float().contiguous()
                 beside = {"cat_dim": 0} | dict(about.get(name, {}))
-                torch.save(beside | {"param": value.clone()},
-                           place / f"{WEIGHT_FILE if kind == WEIGHT else kind}.pt")
-                if kind == WEIGHT and (len(raw.tensors) > 1 or raw.progress.num_updates is not None):
-                    torch.save(torch.tensor(float(updates_in(raw.progress))), place / f"{STEP}.pt")
+                torch.save(
+                    beside | {"param": value.clone()},
+                    place / f"{WEIGHT_FILE if kind == WEIGHT else kind}.pt",
+                )
+                if kind == WEIGHT and (
+                    len(raw.tensors) > 1 or raw.progress.num_updates is not None
+                ):
+                    torch.save(
+                        torch.tensor(float(updates_in(raw.progress))),
+                        place / f"{STEP}.pt",
+                    )
                 done(value.nbytes)
         save_with_names(_state_to_write(raw), hidden / ZERO / OPTIMIZER)
         for name in MODEL_FILES:
@@ -194,28 +257,55 @@ def _checked(name: str) -> str:
 
 def _state_to_write(raw: RawCheckpoint) -> dict[str, Any]:
     rate = raw.settings.get("lr")
-    groups = [{"params": [], **({} if rate is None else {"lr": rate})} for _ in range(GROUPS)]
+    groups = [
+        {"params": [], **({} if rate is None else {"lr": rate})} for _ in range(GROUPS)
+    ]
     step = torch.tensor(float(updates_in(raw.progress)))
-    state = {"param_groups": groups, "ds_version": DEEPSPEED, "overflow": False,
-             "optimizer_state_dict": {"state": {0: {STEP: step}}, "param_groups": groups}}
+    state = {
+        "param_groups": groups,
+        "ds_version": DEEPSPEED,
+        "overflow": False,
+        "optimizer_state_dict": {"state": {0: {STEP: step}}, "param_groups": groups},
+    }
     if raw.progress.scaler:
-        state |= {"loss_scaler": scaler_object(raw.progress.scaler), "dynamic_loss_scale": True}
+        state |= {
+            "loss_scaler": scaler_object(raw.progress.scaler),
+            "dynamic_loss_scale": True,
+        }
     return state
 
 
 def _model_file(raw: RawCheckpoint) -> dict[str, Any]:
-    progress, settings = raw.progress, raw.settings
+    progress = raw.progress
+    settings = raw.settings
     steps = progress.iteration or 0
     last = steps - (progress.skipped_steps or 0) - 1
     scheduler = settings.get("lr_scheduler") or {"last_batch_iteration": last}
-    shapes = {name: torch.Size(tensor.shape) for name, tensor in raw.tensors[WEIGHT].items()}
-    client = {key: value for key, value in (settings.get("client_state") or {}).items()
-              if key not in OWN_KEYS}
+    shapes = {
+        name: torch.Size(tensor.shape) for name, tensor in raw.tensors[WEIGHT].items()
+    }
+    client = {
+        key: value
+        for key, value in (settings.get("client_state") or {}).items()
+        if key not in OWN_KEYS
+    }
     return client | {
-        "module": None, "buffer_names": [], "optimizer": None, "param_shapes": [shapes],
-        "frozen_param_shapes": None, "frozen_param_fragments": None,
-        "shared_params": dict(settings.get("shared") or {}), "lr_scheduler": scheduler, "data_sampler": None,
-        "random_ltd": None, "skipped_steps": progress.skipped_steps or 0, "global_steps": steps,
-        "global_samples": progress.samples or 0, "dp_world_size": 1, "mp_world_size": 1,
-        "ds_config": settings.get("ds_config") or {}, "ds_version": DEEPSPEED,
-        "universal_checkpoint_info": {"universal_checkpoint_version": VERSION}}
+        "module": None,
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": dict(settings.get("shared") or {}),
+        "lr_scheduler": scheduler,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": progress.skipped_steps or 0,
+        "global_steps": steps,
+        "global_samples": progress.samples or 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": settings.get("ds_config") or {},
+        "ds_version": DEEPSPEED,
+        "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
+    }

@@ -26,8 +26,10 @@ from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import MASTER, StoredTensor
 
 Shapes = Mapping[str, tuple[int, ...]]
-MIXED = ("Files of several checkpoints or ranks are mixed up, or one is damaged. Copy all files of one "
-         "checkpoint again")
+MIXED = (
+    "Files of several checkpoints or ranks are mixed up, or one is damaged. Copy all files of one "
+    "checkpoint again"
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Slice:
 
     def read(self) -> torch.Tensor:
         """The elements, flat."""
-        return self.vector.read().reshape(-1)[self.start:self.start + self.numel]
+        return self.vector.read().reshape(-1)[self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)
@@ -53,41 +55,60 @@ class Shard:
     @property
     def size(self) -> int:
         """Number of elements, with padding: the largest of any kind, since masters may lack it."""
-        return max(sum(vector.shape[0] for vector in vectors) for vectors in self.vectors.values())
+        return max(
+            sum(vector.shape[0] for vector in vectors)
+            for vectors in self.vectors.values()
+        )
 
     def cut(self, kind: str, start: int, numel: int) -> Iterator[Slice]:
         """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
         ends = list(accumulate(vector.shape[0] for vector in self.vectors[kind]))
         if start < 0 or numel < 0 or start + numel > (ends[-1] if ends else 0):
-            raise CheckpointError(f"{self.place}: a parameter has elements {start} to {start + numel} of "
-                                  f"{kind}, which has {ends[-1] if ends else 0}. {MIXED}.")
+            raise CheckpointError(
+                f"{self.place}: a parameter has elements {start} to {start + numel} of "
+                f"{kind}, which has {ends[-1] if ends else 0}. {MIXED}."
+            )
         for vector, end in zip(self.vectors[kind], ends):
             first = end - vector.shape[0]
-            low, high = max(start, first), min(start + numel, end)
+            low = max(start, first)
+            high = min(start + numel, end)
             if low < high:
                 yield Slice(vector, low - first, high - low)
 
 
-def joined(name: str, shape: tuple[int, ...], slices: Sequence[Slice], place: object) -> StoredTensor:
+def joined(
+    name: str, shape: tuple[int, ...], slices: Sequence[Slice], place: object
+) -> StoredTensor:
     """The tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
-    held, wanted = sum(one.numel for one in slices), math.prod(shape)
+    held = sum(one.numel for one in slices)
+    wanted = math.prod(shape)
     dtypes = {one.vector.dtype for one in slices}
     if held != wanted or len(dtypes) > 1:
-        raise CheckpointError(f"{place}: shards hold {held} elements of {name}, in {len(dtypes)} dtype(s), "
-                              f"and its shape is {list(shape)}. {MIXED}.")
+        raise CheckpointError(
+            f"{place}: shards hold {held} elements of {name}, in {len(dtypes)} dtype(s), "
+            f"and its shape is {list(shape)}. {MIXED}."
+        )
 
     def read() -> torch.Tensor:
-        whole = torch.cat([one.read() for one in slices]) if len(slices) != 1 else slices[0].read()
+        whole = (
+            torch.cat([one.read() for one in slices])
+            if len(slices) != 1
+            else slices[0].read()
+        )
         return whole.view(shape)
 
     where = slices[0].vector.place if slices else str(place)
-    return StoredTensor(shape, dtypes.pop() if dtypes else torch.float32, read, f"{name} in {where}")
+    return StoredTensor(
+        shape, dtypes.pop() if dtypes else torch.float32, read, f"{name} in {where}"
+    )
 
 
 # ---- Stages 1 and 2, and BF16_Optimizer.
 
-def merged_slices(shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Mapping[str, Any]]
-                  ) -> dict[str, dict[str, StoredTensor]]:
+
+def merged_slices(
+    shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, StoredTensor]]:
     """kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
 
     Raises CheckpointError unless the slices of all ranks, in order, are the parameters in order.
@@ -95,39 +116,69 @@ def merged_slices(shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Ma
     kinds = _kinds_of(shards)
     slices: dict[str, list[tuple[Shard, int, int]]] = {name: [] for name in shapes}
     waiting = iter([(name, math.prod(shape)) for name, shape in shapes.items()])
-    current, left = None, 0
+    current = None
+    left = 0
     for shard, mapping in zip(shards, mappings):
         at = 0
         for name, fragment in mapping.items():
-            start, numel = (fields_of(fragment).get(field) for field in ("start", "numel"))
+            start, numel = (
+                fields_of(fragment).get(field) for field in ("start", "numel")
+            )
             if not all(type(n) is int and n >= 0 for n in (start, numel)):
-                raise CheckpointError(f"{shard.place}: the slice of {name} is {fragment!r}. It is damaged.")
+                raise CheckpointError(
+                    f"{shard.place}: the slice of {name} is {fragment!r}. It is damaged."
+                )
             if left == 0:
                 current, left = next(waiting, (None, 0))
             if name != current or start < at or numel > left:
-                raise CheckpointError(f"{shard.place}: elements {start} to {start + numel} of it are of "
-                                      f"{name}, where {left} elements of {current} should follow. {MIXED}.")
+                raise CheckpointError(
+                    f"{shard.place}: elements {start} to {start + numel} of it are of "
+                    f"{name}, where {left} elements of {current} should follow. {MIXED}."
+                )
             slices[name].append((shard, start, numel))
-            at, left = start + numel, left - numel
+            at = start + numel
+            left = left - numel
         if left and at != shard.size:
-            raise CheckpointError(f"{shard.place}: it holds {shard.size} elements, and {current}, which "
-                                  f"continues on the next rank, ends at {at}. {MIXED}.")
+            raise CheckpointError(
+                f"{shard.place}: it holds {shard.size} elements, and {current}, which "
+                f"continues on the next rank, ends at {at}. {MIXED}."
+            )
     absent = [*([current] if left else []), *(name for name, numel in waiting if numel)]
     if absent:
-        raise CheckpointError(f"{shards[0].place} and the other {len(shards) - 1} shards lack elements of "
-                              f"{len(absent)} parameters, first {absent[0]}. {MIXED}.")
-    return {kind: {name: joined(name, shape, [part for shard, start, numel in slices[name]
-                                              for part in shard.cut(kind, start, numel)], shards[0].place)
-                   for name, shape in shapes.items()} for kind in kinds}
+        raise CheckpointError(
+            f"{shards[0].place} and the other {len(shards) - 1} shards lack elements of "
+            f"{len(absent)} parameters, first {absent[0]}. {MIXED}."
+        )
+    return {
+        kind: {
+            name: joined(
+                name,
+                shape,
+                [
+                    part
+                    for shard, start, numel in slices[name]
+                    for part in shard.cut(kind, start, numel)
+                ],
+                shards[0].place,
+            )
+            for name, shape in shapes.items()
+        }
+        for kind in kinds
+    }
 
 
-def replayed_slices(shapes: Shapes, shards: Sequence[Shard]) -> list[dict[str, dict[str, int]]]:
+def replayed_slices(
+    shapes: Shapes, shards: Sequence[Shard]
+) -> list[dict[str, dict[str, int]]]:
     """`param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
-    size, mappings, at = shards[0].size, [{} for _ in shards], 0
+    size = shards[0].size
+    mappings = [{} for _ in shards]
+    at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
         for rank in range(at // size if size else 0, len(shards)):
-            low, high = max(at, rank * size), min(end, (rank + 1) * size)
+            low = max(at, rank * size)
+            high = min(end, (rank + 1) * size)
             if low < high:
                 mappings[rank][name] = {"start": low - rank * size, "numel": high - low}
         at = end
@@ -136,46 +187,70 @@ def replayed_slices(shapes: Shapes, shards: Sequence[Shard]) -> list[dict[str, d
 
 # ---- Stage 3.
 
-def merged_parts(shapes: Shapes, shards: Sequence[Shard]) -> dict[str, dict[str, StoredTensor]]:
+
+def merged_parts(
+    shapes: Shapes, shards: Sequence[Shard]
+) -> dict[str, dict[str, StoredTensor]]:
     """kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
-    ranks, kinds = len(shards), _kinds_of(shards)
+    ranks = len(shards)
+    kinds = _kinds_of(shards)
     parts = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
     expected = sum(parts.values())
     for shard in shards:
         for kind, vectors in shard.vectors.items():
             if (held := sum(vector.shape[0] for vector in vectors)) != expected:
-                raise CheckpointError(f"{shard.place}: it holds {held} elements of {kind}, and a rank of "
-                                      f"{ranks} holds {expected} of these parameters. {MIXED}.")
+                raise CheckpointError(
+                    f"{shard.place}: it holds {held} elements of {kind}, and a rank of "
+                    f"{ranks} holds {expected} of these parameters. {MIXED}."
+                )
     starts = dict(zip(parts, accumulate(parts.values(), initial=0)))
-    return {kind: {name: _part(name, shape, kind, shards, starts[name], parts[name])
-                   for name, shape in shapes.items()} for kind in kinds}
+    return {
+        kind: {
+            name: _part(name, shape, kind, shards, starts[name], parts[name])
+            for name, shape in shapes.items()
+        }
+        for kind in kinds
+    }
 
 
 def _kinds_of(shards: Sequence[Shard]) -> list[str]:
     for shard in shards:
         if shard.vectors.keys() != shards[0].vectors.keys():
-            raise CheckpointError(f"{shard.place} holds {', '.join(shard.vectors)}, and {shards[0].place} "
-                                  f"{', '.join(shards[0].vectors)}. {MIXED}.")
+            raise CheckpointError(
+                f"{shard.place} holds {', '.join(shard.vectors)}, and {shards[0].place} "
+                f"{', '.join(shards[0].vectors)}. {MIXED}."
+            )
     return list(shards[0].vectors)
 
 
-def _part(name: str, shape: tuple[int, ...], kind: str, shards: Sequence[Shard], start: int, size: int
-          ) -> StoredTensor:
-    numel, slices = math.prod(shape), []
+def _part(
+    name: str,
+    shape: tuple[int, ...],
+    kind: str,
+    shards: Sequence[Shard],
+    start: int,
+    size: int,
+) -> StoredTensor:
+    numel = math.prod(shape)
+    slices = []
     for rank, shard in enumerate(shards):
         slices += shard.cut(kind, start, max(0, min(size, numel - rank * size)))
     return joined(name, shape, slices, shards[0].place)
 
 
-def merged_fragments(shapes: Shapes, fragments: Sequence[Mapping[str, StoredTensor]], place: object
-                     ) -> dict[str, StoredTensor]:
+def merged_fragments(
+    shapes: Shapes, fragments: Sequence[Mapping[str, StoredTensor]], place: object
+) -> dict[str, StoredTensor]:
     """Frozen parameters, of which stage 3 stores a part in the model file of each rank."""
     found = {}
     for name, shape in shapes.items():
         held = [one.get(name) for one in fragments]
         if not all(isinstance(part, StoredTensor) for part in held):
-            raise CheckpointError(f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}.")
-        left, slices = math.prod(shape), []
+            raise CheckpointError(
+                f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
+            )
+        left = math.prod(shape)
+        slices = []
         for part in held:
             numel = min(left, math.prod(part.shape))
             slices += [Slice(part, 0, numel)] if numel else []
@@ -190,11 +265,17 @@ def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredT
     state: {"step", "exp_avg", …} of torch's optimizer; empty before its first step
     """
     if not isinstance(master, StoredTensor) or len(master.shape) != 1:
-        raise CheckpointError(f"{place}: the fp32 weights of a group are {type(master).__name__}, not a flat "
-                              "tensor. They may have been offloaded to a disk: save with DeepSpeed after "
-                              "loading there without offloading.")
+        raise CheckpointError(
+            f"{place}: the fp32 weights of a group are {type(master).__name__}, not a flat "
+            "tensor. They may have been offloaded to a disk: save with DeepSpeed after "
+            "loading there without offloading."
+        )
     kinds = {MASTER: [master]}
     for kind, value in (state or {}).items():
-        if isinstance(value, StoredTensor) and len(value.shape) == 1 and value.shape[0] >= master.shape[0]:
+        if (
+            isinstance(value, StoredTensor)
+            and len(value.shape) == 1
+            and value.shape[0] >= master.shape[0]
+        ):
             kinds[kind] = [value]
     return kinds

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST_DEPTH = 200
-SPARE = 1_000_000           # elements of any pickle
-TIMES = 10                  # elements of a larger pickle, as a multiple of its bytes
+SPARE = 1_000_000  # elements of any pickle
+TIMES = 10  # elements of a larger pickle, as a multiple of its bytes
 
 
-def check_nesting(content: Any, nbytes: int, parts_of: Callable[[Any], Iterable | None]) -> None:
+def check_nesting(
+    content: Any, nbytes: int, parts_of: Callable[[Any], Iterable | None]
+) -> None:
     """Raises UnpicklingError for content that is nested deeper than 200 levels, or whose elements are many
     times the bytes of its pickle.
 
@@ -30,7 +32,9 @@ def check_nesting(content: Any, nbytes: int, parts_of: Callable[[Any], Iterable 
             return 1, 0
         elements, levels = measured.get(id(value), (0, 0))
         if depth + levels > MOST_DEPTH:
-            raise pickle.UnpicklingError(f"its values are nested deeper than {MOST_DEPTH} levels")
+            raise pickle.UnpicklingError(
+                f"its values are nested deeper than {MOST_DEPTH} levels"
+            )
         if not elements:
             measured[id(value)] = elements, levels = 1, 0
             for part in parts:
@@ -39,8 +43,10 @@ def check_nesting(content: Any, nbytes: int, parts_of: Callable[[Any], Iterable 
                 levels = max(levels, deeper + 1)
             measured[id(value)] = elements, levels
         if elements > most:
-            raise pickle.UnpicklingError(f"its values share parts so often that they have over {most:,} "
-                                         f"elements, and the pickle has {nbytes:,} bytes")
+            raise pickle.UnpicklingError(
+                f"its values share parts so often that they have over {most:,} "
+                f"elements, and the pickle has {nbytes:,} bytes"
+            )
         return elements, levels
 
     measure(content, 0)

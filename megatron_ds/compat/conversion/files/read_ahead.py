@@ -14,7 +14,9 @@ from ....host.reused_pages import reused_pages
 from .stored_tensor import StoredTensor, in_dtype
 
 THREADS = 2
-MOST_BYTES = 500_000_000        # read and not yet used, with packed copies; one tensor may be larger
+MOST_BYTES = (
+    500_000_000  # read and not yet used, with packed copies; one tensor may be larger
+)
 
 
 class ReadAhead:
@@ -24,12 +26,19 @@ class ReadAhead:
     done    called with the bytes of a stored tensor, before the cast, when it is taken
     """
 
-    def __init__(self, tensors: Sequence[StoredTensor], dtypes: Sequence[torch.dtype],
-                 done: Callable[[int], object] = lambda count: None):
-        self._tensors, self._dtypes, self._done = tensors, dtypes, done
+    def __init__(
+        self,
+        tensors: Sequence[StoredTensor],
+        dtypes: Sequence[torch.dtype],
+        done: Callable[[int], object] = lambda count: None,
+    ):
+        self._tensors = tensors
+        self._dtypes = dtypes
+        self._done = done
         self._pool = ThreadPoolExecutor(THREADS, "read-ahead")
         self._waiting: dict[int, Future] = {}
-        self._next, self._bytes = 0, 0
+        self._next = 0
+        self._bytes = 0
         self._memory = reused_pages()
 
     def __enter__(self) -> "ReadAhead":
@@ -54,7 +63,8 @@ class ReadAhead:
     def _submit(self) -> None:
         """Start reading the next tensors, as far as the limit allows, and at least one."""
         while self._next < len(self._tensors) and (
-                not self._waiting or self._bytes + self._cost(self._next) <= MOST_BYTES):
+            not self._waiting or self._bytes + self._cost(self._next) <= MOST_BYTES
+        ):
             self._waiting[self._next] = self._pool.submit(self._read, self._next)
             self._bytes += self._cost(self._next)
             self._next += 1
@@ -64,6 +74,9 @@ class ReadAhead:
         return 2 * self._tensors[index].nbytes
 
     def _read(self, index: int) -> torch.Tensor:
-        tensor, dtype = self._tensors[index], self._dtypes[index]
+        tensor = self._tensors[index]
+        dtype = self._dtypes[index]
         values = tensor.read()
-        return (in_dtype(values, dtype, tensor.place) if dtype == torch.float16 else values).contiguous()
+        return (
+            in_dtype(values, dtype, tensor.place) if dtype == torch.float16 else values
+        ).contiguous()

@@ -1,8 +1,8 @@
 """Tensors in safetensors files, read one at a time. All sizes in a header are compared with the file first.
 
-    8 bytes   length of the header
-    header    JSON: name → {"dtype", "shape", "data_offsets": [begin, end]}, offsets from its end
-    rest      the tensors, without gaps or overlaps
+8 bytes   length of the header
+header    JSON: name → {"dtype", "shape", "data_offsets": [begin, end]}, offsets from its end
+rest      the tensors, without gaps or overlaps
 """
 
 import json
@@ -21,9 +21,11 @@ from ....errors import CheckpointError
 from ....host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
-MOST_HEADER = 100_000_000      # bytes, as in the safetensors library
+MOST_HEADER = 100_000_000  # bytes, as in the safetensors library
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -32,30 +34,50 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         return _read_sharded(folder)
     if (folder / SINGLE).is_file():
         return read_file(folder / SINGLE)
-    old = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth") for path in folder.glob(pattern))
-    advice = (f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of transformers first, which "
-              "writes safetensors." if old else " Complete the download.")
+    old = sorted(
+        path.name
+        for pattern in ("pytorch_model*.bin", "*.pth")
+        for path in folder.glob(pattern)
+    )
+    advice = (
+        f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of transformers first, which "
+        "writes safetensors."
+        if old
+        else " Complete the download."
+    )
     raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}.{advice}")
 
 
 def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
     places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(file, str) and Path(file).name == file
-                                                             for file in places.values()):
-        raise CheckpointError(f"{folder / INDEX} is damaged: weight_map is not a table of file names.")
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(
+            isinstance(file, str) and Path(file).name == file
+            for file in places.values()
+        )
+    ):
+        raise CheckpointError(
+            f"{folder / INDEX} is damaged: weight_map is not a table of file names."
+        )
     files = sorted({*places.values()})
     if absent := [name for name in files if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} names, first "
-                              f"{absent[0]}. Complete the download.")
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} names, first "
+            f"{absent[0]}. Complete the download."
+        )
     found: dict[str, StoredTensor] = {}
     for file in files:
         tensors = read_file(folder / file)
         expected = {name for name, place in places.items() if place == file}
         if differing := sorted(expected ^ tensors.keys()):
             where = "is not in" if differing[0] in expected else "is in"
-            raise CheckpointError(f"{folder / file} does not belong to {INDEX}: {differing[0]} {where} the "
-                                  f"file, and so {len(differing) - 1} others. Files are swapped, or of "
-                                  "another model.")
+            raise CheckpointError(
+                f"{folder / file} does not belong to {INDEX}: {differing[0]} {where} the "
+                f"file, and so {len(differing) - 1} others. Files are swapped, or of "
+                "another model."
+            )
         found |= tensors
     return {name: found[name] for name in places}
 
@@ -71,15 +93,20 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
         return _tensors_of(path, header, 8 + length, size)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}. Download or save it "
-                              "again.") from error
+        raise CheckpointError(
+            f"{path} is damaged or no safetensors file: {error}. Download or save it "
+            "again."
+        ) from error
 
 
-def _tensors_of(path: Path, header: Any, start: int, size: int) -> dict[str, StoredTensor]:
+def _tensors_of(
+    path: Path, header: Any, start: int, size: int
+) -> dict[str, StoredTensor]:
     """Raises ValueError for entries that do not cover the file."""
     if not isinstance(header, dict):
         raise ValueError("its header is not a table")
-    found, intervals = {}, []
+    found = {}
+    intervals = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -95,22 +122,35 @@ def _tensors_of(path: Path, header: Any, start: int, size: int) -> dict[str, Sto
             raise ValueError(f"byte {at} after its header is in no tensor or in two")
         at = end
     if start + at != size:
-        raise ValueError(f"its tensors end at byte {start + at}, and it has {size} bytes: it is truncated")
+        raise ValueError(
+            f"its tensors end at byte {start + at}, and it has {size} bytes: it is truncated"
+        )
     return found
 
 
-def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
+def _entry(
+    name: str, entry: Any
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
     is_count = lambda value: type(value) is int and 0 <= value < 2**62
     is_list = lambda value: isinstance(value, list) and all(map(is_count, value))
-    if not (isinstance(entry, dict) and is_list(entry.get("shape")) and is_list(entry.get("data_offsets"))
-            and len(entry["data_offsets"]) == 2 and len(entry["shape"]) <= 16):
+    if not (
+        isinstance(entry, dict)
+        and is_list(entry.get("shape"))
+        and is_list(entry.get("data_offsets"))
+        and len(entry["data_offsets"]) == 2
+        and len(entry["shape"]) <= 16
+    ):
         raise ValueError(f"the entry of {name} is not one of a tensor")
     if entry.get("dtype") not in DTYPES:
-        raise ValueError(f"{name} has the dtype {entry.get('dtype')!r}, and {', '.join(DTYPES)} are known")
+        raise ValueError(
+            f"{name} has the dtype {entry.get('dtype')!r}, and {', '.join(DTYPES)} are known"
+        )
     return DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(entry["data_offsets"])
 
 
-def _read(path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _read(
+    path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         flat = read_range(path, offset, nbytes)

@@ -17,7 +17,8 @@ import torch
 
 from ....errors import CheckpointError
 
-WEIGHT, MASTER = "weight", "master"
+WEIGHT = "weight"
+MASTER = "master"
 Tensors = Mapping[str, Mapping[str, "StoredTensor"]]
 
 
@@ -45,11 +46,15 @@ def compared_with(weight: StoredTensor, master: StoredTensor, why: str) -> Store
 
     why: end of the message of the CheckpointError where they differ
     """
+
     def read() -> torch.Tensor:
-        values, rounded = master.read(), weight.read()
+        values = master.read()
+        rounded = weight.read()
         if not torch.equal(values.to(rounded.dtype), rounded):
-            raise CheckpointError(f"{master.place} is not what the weight was rounded from: the largest "
-                                  f"difference is {float((values - rounded).abs().max()):.3g}. {why}")
+            raise CheckpointError(
+                f"{master.place} is not what the weight was rounded from: the largest "
+                f"difference is {float((values - rounded).abs().max()):.3g}. {why}"
+            )
         return values
 
     return replace(master, read=read)
@@ -62,9 +67,11 @@ def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tens
     """
     cast = values.to(dtype)
     if dtype == torch.float16 and cast.isinf().sum() > values.isinf().sum():
-        raise CheckpointError(f"{place} has values that float16 cannot hold: the largest is "
-                              f"{values[values.isfinite()].abs().max():.6g}, that of float16 "
-                              f"{torch.finfo(torch.float16).max:.0f}. Use --dtype bfloat16.")
+        raise CheckpointError(
+            f"{place} has values that float16 cannot hold: the largest is "
+            f"{values[values.isfinite()].abs().max():.6g}, that of float16 "
+            f"{torch.finfo(torch.float16).max:.0f}. Use --dtype bfloat16."
+        )
     return cast
 
 

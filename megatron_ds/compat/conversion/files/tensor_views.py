@@ -20,10 +20,15 @@ class StoredBox:
     tensor: StoredTensor
 
 
-def changed(tensor: StoredTensor, shape: Sequence[int],
-            function: Callable[[torch.Tensor], torch.Tensor]) -> StoredTensor:
+def changed(
+    tensor: StoredTensor,
+    shape: Sequence[int],
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> StoredTensor:
     """`function` of the tensor, which has this shape."""
-    return StoredTensor(tuple(shape), tensor.dtype, lambda: function(tensor.read()), tensor.place)
+    return StoredTensor(
+        tuple(shape), tensor.dtype, lambda: function(tensor.read()), tensor.place
+    )
 
 
 def first_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
@@ -39,25 +44,37 @@ def interval(tensor: StoredTensor, start: int, shape: Sequence[int]) -> StoredTe
     return changed(tensor, shape, lambda flat: flat[start:stop].view(tuple(shape)))
 
 
-def assembled(shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[StoredBox],
-              place: str) -> StoredTensor:
+def assembled(
+    shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[StoredBox], place: str
+) -> StoredTensor:
     """The tensor that the boxes form. Raises CheckpointError unless they hold each element once."""
     shape = tuple(shape)
-    chunks = [SimpleNamespace(offsets=box.offset, sizes=box.tensor.shape) for box in boxes]
-    inside = all(len(chunk.sizes) == len(shape) and all(
-        0 <= at <= at + n <= total for at, n, total in zip(chunk.offsets, chunk.sizes, shape))
-        for chunk in chunks)
+    chunks = [
+        SimpleNamespace(offsets=box.offset, sizes=box.tensor.shape) for box in boxes
+    ]
+    inside = all(
+        len(chunk.sizes) == len(shape)
+        and all(
+            0 <= at <= at + n <= total
+            for at, n, total in zip(chunk.offsets, chunk.sizes, shape)
+        )
+        for chunk in chunks
+    )
     if not inside or not covers_once(shape, chunks):
         held = sum(math.prod(chunk.sizes) for chunk in chunks)
-        raise CheckpointError(f"{place}: its {len(boxes)} parts overlap or leave holes: they have {held} "
-                              f"elements, and its shape {list(shape)} has {math.prod(shape)}.")
+        raise CheckpointError(
+            f"{place}: its {len(boxes)} parts overlap or leave holes: they have {held} "
+            f"elements, and its shape {list(shape)} has {math.prod(shape)}."
+        )
     if len(boxes) == 1:
         return boxes[0].tensor
 
     def read() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
         for box in boxes:
-            target = whole[tuple(slice(at, at + n) for at, n in zip(box.offset, box.tensor.shape))]
+            target = whole[
+                tuple(slice(at, at + n) for at, n in zip(box.offset, box.tensor.shape))
+            ]
             target.copy_(box.tensor.read())
         return whole
 
@@ -66,21 +83,33 @@ def assembled(shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[StoredBo
 
 def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
     """The parts one after the other along `dim`. Raises CheckpointError if other dimensions differ."""
-    boxes, at = [], 0
+    boxes = []
+    at = 0
     for part in parts:
-        boxes.append(StoredBox(tuple(at if d == dim else 0 for d in range(len(part.shape))), part))
+        boxes.append(
+            StoredBox(
+                tuple(at if d == dim else 0 for d in range(len(part.shape))), part
+            )
+        )
         at += part.shape[dim]
     first = parts[0]
-    return assembled((*first.shape[:dim], at, *first.shape[dim + 1:]), first.dtype, boxes, place)
+    return assembled(
+        (*first.shape[:dim], at, *first.shape[dim + 1 :]), first.dtype, boxes, place
+    )
 
 
 def stacked(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
     """The parts along a new first dimension."""
-    return joined([changed(part, (1, *part.shape), lambda whole: whole[None]) for part in parts], 0, place)
+    return joined(
+        [changed(part, (1, *part.shape), lambda whole: whole[None]) for part in parts],
+        0,
+        place,
+    )
 
 
-def merged_over_ranks(parts: Sequence[StoredTensor], dim: int | None, blocks: int,
-                      place: str) -> StoredTensor:
+def merged_over_ranks(
+    parts: Sequence[StoredTensor], dim: int | None, blocks: int, place: str
+) -> StoredTensor:
     """The logical tensor of tensor-parallel ranks' parts.
 
     dim     that is split; None: the ranks hold copies, which are compared when they are read
@@ -90,18 +119,27 @@ def merged_over_ranks(parts: Sequence[StoredTensor], dim: int | None, blocks: in
         return _compared(parts, place)
     if len(parts) == 1:
         return parts[0]
-    if any(len(part.shape) != len(parts[0].shape) or len(part.shape) <= dim for part in parts):
-        raise CheckpointError(f"{place}: ranks hold the shapes {sorted({part.shape for part in parts})}, "
-                              f"which are not parts along dimension {dim} of one tensor.")
+    if any(
+        len(part.shape) != len(parts[0].shape) or len(part.shape) <= dim
+        for part in parts
+    ):
+        raise CheckpointError(
+            f"{place}: ranks hold the shapes {sorted({part.shape for part in parts})}, "
+            f"which are not parts along dimension {dim} of one tensor."
+        )
     if any(part.shape[dim] % blocks for part in parts):
-        raise CheckpointError(f"{place}: {parts[0].shape[dim]} rows are not {blocks} equal blocks.")
-    pieces = [_block(part, dim, block, blocks) for block in range(blocks) for part in parts]
+        raise CheckpointError(
+            f"{place}: {parts[0].shape[dim]} rows are not {blocks} equal blocks."
+        )
+    pieces = [
+        _block(part, dim, block, blocks) for block in range(blocks) for part in parts
+    ]
     return joined(pieces, dim, place)
 
 
 def _block(part: StoredTensor, dim: int, block: int, blocks: int) -> StoredTensor:
     size = part.shape[dim] // blocks
-    shape = (*part.shape[:dim], size, *part.shape[dim + 1:])
+    shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
     return changed(part, shape, lambda whole: whole.narrow(dim, block * size, size))
 
 
@@ -109,16 +147,20 @@ def _compared(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
     if len(parts) == 1:
         return parts[0]
     if len({(part.shape, part.dtype) for part in parts}) > 1:
-        raise CheckpointError(f"{place}: the ranks hold copies of different shapes, "
-                              f"{list(parts[0].shape)} and others. The files are not of one save.")
+        raise CheckpointError(
+            f"{place}: the ranks hold copies of different shapes, "
+            f"{list(parts[0].shape)} and others. The files are not of one save."
+        )
 
     def read() -> torch.Tensor:
         first = parts[0].read()
         for other in parts[1:]:
             if not torch.equal(first, other.read()):
-                raise CheckpointError(f"{place} differs between {parts[0].place} and {other.place}, which "
-                                      "hold copies of it. The files are not of one save; take all of them "
-                                      "from one folder.")
+                raise CheckpointError(
+                    f"{place} differs between {parts[0].place} and {other.place}, which "
+                    "hold copies of it. The files are not of one save; take all of them "
+                    "from one folder."
+                )
         return first
 
     return StoredTensor(parts[0].shape, parts[0].dtype, read, place)

@@ -29,7 +29,7 @@ from .foreign_pickle import OPCODES, Storage, unpickled
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MOST_BYTES_OF_PICKLE = 2**30
-_LOCAL_HEADER = 30      # bytes of the fixed part of a record's header in a zip file
+_LOCAL_HEADER = 30  # bytes of the fixed part of a record's header in a zip file
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class ForeignFile:
     ignored: tuple[str, ...]
 
 
-def read_torch_file(path: str | os.PathLike, start: int = 0, length: int | None = None) -> ForeignFile:
+def read_torch_file(
+    path: str | os.PathLike, start: int = 0, length: int | None = None
+) -> ForeignFile:
     """The content of the file, or of the archive in bytes [start, start + length).
 
     Raises CheckpointError naming the file when it is missing, damaged, or names code.
@@ -51,7 +53,9 @@ def read_torch_file(path: str | os.PathLike, start: int = 0, length: int | None 
             total = os.fstat(file.fileno()).st_size
             length = total - start if length is None else length
             if start < 0 or length <= 0 or start + length > total:
-                raise ValueError(f"it has {total} bytes, and bytes {start} to {start + length} are wanted")
+                raise ValueError(
+                    f"it has {total} bytes, and bytes {start} to {start + length} are wanted"
+                )
             file.seek(start)
             if file.read(2) == b"PK":
                 return _archive(path, _Window(file, start, length))
@@ -62,18 +66,26 @@ def read_torch_file(path: str | os.PathLike, start: int = 0, length: int | None 
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:      # a damaged pickle or zip raises almost anything
-        raise CheckpointError(f"{path} is refused or damaged: {reason_of(error)}.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}."
+        ) from error
+    except Exception as error:  # a damaged pickle or zip raises almost anything
+        raise CheckpointError(
+            f"{path} is refused or damaged: {reason_of(error)}."
+        ) from error
 
 
 # ---- Archives.
+
 
 class _Window:
     """An interval of an open file as a file, read only."""
 
     def __init__(self, file: Any, start: int, length: int):
-        self._file, self.start, self._length, self._at = file, start, length, 0
+        self._file = file
+        self.start = start
+        self._length = length
+        self._at = 0
 
     def seekable(self) -> bool:
         return True
@@ -82,7 +94,9 @@ class _Window:
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[
+            whence
+        ]
         if base + offset < 0:
             raise ValueError(f"a position {base + offset} before its begin")
         self._at = base + offset
@@ -91,7 +105,9 @@ class _Window:
     def read(self, count: int = -1) -> bytes:
         left = max(0, self._length - self._at)
         self._file.seek(self.start + self._at)
-        found = self._file.read(left if count is None or count < 0 else min(count, left))
+        found = self._file.read(
+            left if count is None or count < 0 else min(count, left)
+        )
         self._at += len(found)
         return found
 
@@ -100,14 +116,23 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
     with zipfile.ZipFile(window) as archive:
         records = {}
         for record in archive.infolist():
-            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-                raise ValueError(f"its record {record.filename} is compressed, which torch.save never does")
+            if (
+                record.compress_type != zipfile.ZIP_STORED
+                or record.file_size != record.compress_size
+            ):
+                raise ValueError(
+                    f"its record {record.filename} is compressed, which torch.save never does"
+                )
             records[record.filename.partition("/")[2]] = record
         for name in ("data.pkl",):
             if name not in records:
-                raise ValueError(f"its archive has no {name}: torch.save did not write it")
+                raise ValueError(
+                    f"its archive has no {name}: torch.save did not write it"
+                )
         if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-            raise ValueError("its numbers are big-endian. Save it on a little-endian machine")
+            raise ValueError(
+                "its numbers are big-endian. Save it on a little-endian machine"
+            )
         if records["data.pkl"].file_size > MOST_BYTES_OF_PICKLE:
             raise ValueError(f"its data.pkl has {records['data.pkl'].file_size} bytes")
 
@@ -115,12 +140,18 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
             record = records.get(f"data/{key}")
             nbytes = numel * dtype.itemsize
             if record is None or record.file_size < nbytes:
-                found = "missing" if record is None else f"{record.file_size} bytes long"
-                raise ValueError(f"its record data/{key} is {found}, and a tensor needs {nbytes} bytes")
+                found = (
+                    "missing" if record is None else f"{record.file_size} bytes long"
+                )
+                raise ValueError(
+                    f"its record data/{key} is {found}, and a tensor needs {nbytes} bytes"
+                )
             at = _data_start(window, record)
             if at + nbytes > window.start + window._length:
                 raise ValueError(f"its record data/{key} ends beyond the file")
-            return Storage(dtype, numel, _mapping(path, at, nbytes), f"{path}, data/{key}")
+            return Storage(
+                dtype, numel, _mapping(path, at, nbytes), f"{path}, data/{key}"
+            )
 
         return ForeignFile(*unpickled(archive.read(records["data.pkl"]), storage_of))
 
@@ -131,14 +162,17 @@ def _data_start(window: _Window, record: zipfile.ZipInfo) -> int:
     header = window.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
         raise ValueError(f"its record {record.filename} has no header")
-    name, extra = (int.from_bytes(header[at:at + 2], "little") for at in (26, 28))
+    name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     return window.start + record.header_offset + _LOCAL_HEADER + name + extra
 
 
 # ---- The format before torch 1.6.
 
+
 def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
-    at, parts, named = 0, [], {}
+    at = 0
+    parts = []
+    named = {}
 
     def storage_of(dtype: torch.dtype, key: str, numel: int) -> Storage:
         if named.setdefault(key, (dtype, numel)) != (dtype, numel):
@@ -151,15 +185,22 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
         parts.append(unpickled(content[at:stop], storage_of))
         at = stop
         if parts[0][0] != MAGIC:
-            raise ValueError("it is neither an archive nor a sequence of pickles that torch.save wrote")
+            raise ValueError(
+                "it is neither an archive nor a sequence of pickles that torch.save wrote"
+            )
     starts: dict[str, int] = {}
-    if not isinstance(parts[4][0], list) or not all(isinstance(key, str | int) for key in parts[4][0]):
+    if not isinstance(parts[4][0], list) or not all(
+        isinstance(key, str | int) for key in parts[4][0]
+    ):
         raise ValueError("its keys of storages are no list of texts")
     for key in parts[4][0]:
         dtype, numel = named[str(key)]
-        if int.from_bytes(content[at:at + 8], "little") != numel or at + 8 + numel * dtype.itemsize > len(
-                content):
-            raise ValueError(f"its storage {key} at byte {at} does not have {numel} elements")
+        if int.from_bytes(
+            content[at : at + 8], "little"
+        ) != numel or at + 8 + numel * dtype.itemsize > len(content):
+            raise ValueError(
+                f"its storage {key} at byte {at} does not have {numel} elements"
+            )
         starts[str(key)] = at + 8
         at += 8 + numel * dtype.itemsize
     if missing := named.keys() - starts.keys():
@@ -169,13 +210,16 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
 
 def _mapping(path: Path, start: int, nbytes: int) -> Callable[[], torch.Tensor]:
     """A function that maps bytes of the file as a private uint8 tensor."""
+
     def read() -> torch.Tensor:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         try:
             mapped = torch.from_numpy(np.memmap(path, np.uint8, "c", start, (nbytes,)))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read from byte {start} on: {error}.") from error
+            raise CheckpointError(
+                f"{path} cannot be read from byte {start} on: {error}."
+            ) from error
         return mapped if mapped.data_ptr() % 16 == 0 else mapped.clone()
 
     return read

@@ -21,23 +21,39 @@ from ....config.options.model_options import ModelConfig
 from ....errors import CheckpointError
 
 Settings = Mapping[str, Any]
-EXPERT_KEYS = frozenset({"num_local_experts", "num_experts", "decoder_sparse_step", "mlp_only_layers",
-                         "router_aux_loss_coef", "output_router_logits"})
-AUX_LOSS = 0.001            # router_aux_loss_coef where it is absent
+EXPERT_KEYS = frozenset(
+    {
+        "num_local_experts",
+        "num_experts",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "router_aux_loss_coef",
+        "output_router_logits",
+    }
+)
+AUX_LOSS = 0.001  # router_aux_loss_coef where it is absent
 
 
 def expert_options(settings: Settings) -> dict[str, Any]:
     """Our options. Raises CheckpointError."""
-    numbers = {settings[name] for name in ("num_local_experts", "num_experts") if name in settings}
+    numbers = {
+        settings[name]
+        for name in ("num_local_experts", "num_experts")
+        if name in settings
+    }
     if len(numbers) > 1:
-        raise CheckpointError(f"num_local_experts is {settings['num_local_experts']!r} and num_experts "
-                              f"{settings['num_experts']!r}, which are two names of one number")
+        raise CheckpointError(
+            f"num_local_experts is {settings['num_local_experts']!r} and num_experts "
+            f"{settings['num_experts']!r}, which are two names of one number"
+        )
     number = numbers.pop() if numbers else None
     if type(number) is not int or number < 1:
         raise CheckpointError(f"num_experts is {number!r}, not a number of experts")
     topk = settings.get("num_experts_per_tok")
     if type(topk) is not int or not 1 <= topk <= number:
-        raise CheckpointError(f"num_experts_per_tok is {topk!r}, and a layer has {number} experts")
+        raise CheckpointError(
+            f"num_experts_per_tok is {topk!r}, and a layer has {number} experts"
+        )
     pattern = expert_layers(settings)
     found: dict[str, Any] = {"num_experts": (number,)}
     if not all(pattern):
@@ -51,11 +67,16 @@ def expert_options(settings: Settings) -> dict[str, Any]:
 
 def expert_layers(settings: Settings) -> list[int]:
     """1 for each layer that has experts, 0 for a dense one. Raises CheckpointError."""
-    layers, step = settings["num_hidden_layers"], settings.get("decoder_sparse_step", 1)
-    if not all(type(count) is int and 1 <= count <= MOST_LAYERS for count in (layers, step)):
-        raise CheckpointError(f"num_hidden_layers is {layers!r} and decoder_sparse_step {step!r}, not "
-                              f"numbers of layers up to {MOST_LAYERS}")
-    if settings.get("model_type") == "mixtral":     # reads neither setting
+    layers = settings["num_hidden_layers"]
+    step = settings.get("decoder_sparse_step", 1)
+    if not all(
+        type(count) is int and 1 <= count <= MOST_LAYERS for count in (layers, step)
+    ):
+        raise CheckpointError(
+            f"num_hidden_layers is {layers!r} and decoder_sparse_step {step!r}, not "
+            f"numbers of layers up to {MOST_LAYERS}"
+        )
+    if settings.get("model_type") == "mixtral":  # reads neither setting
         return [1] * layers
     dense = settings.get("mlp_only_layers") or ()
     return [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
@@ -70,11 +91,22 @@ def aux_loss_scale(settings: Settings) -> tuple[int, int]:
 def expert_settings(model: ModelConfig) -> dict[str, Any]:
     """Their settings; {} without experts."""
     dense = [i for i, number in enumerate(model.experts) if not number]
-    layers, numbers = model.num_layers - len(dense), sorted({number for number in model.experts if number})
+    layers = model.num_layers - len(dense)
+    numbers = sorted({number for number in model.experts if number})
     if not numbers:
         return {}
     weights = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff)
     weight = next((weight for kind, weight in weights if kind == "aux_loss"), 0.0)
-    aux = {"router_aux_loss_coef": round(weight * layers / model.moe_router_topk, 12)} if weight else {}
-    return {"num_local_experts": numbers[-1], "num_experts": numbers[-1], "decoder_sparse_step": 1,
-            "mlp_only_layers": dense, "output_router_logits": bool(weight), **aux}
+    aux = (
+        {"router_aux_loss_coef": round(weight * layers / model.moe_router_topk, 12)}
+        if weight
+        else {}
+    )
+    return {
+        "num_local_experts": numbers[-1],
+        "num_experts": numbers[-1],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+        "output_router_logits": bool(weight),
+        **aux,
+    }

@@ -18,7 +18,8 @@ from .huggingface_rotary import THETA, rope_table
 
 Settings = Mapping[str, Any]
 # Names, files, kernels, generation, heads for other tasks, and what transformers 4 wrote and 5 ignores.
-WITHOUT_EFFECT = frozenset("""
+WITHOUT_EFFECT = frozenset(
+    """
     architectures model_type transformers_version converted_by name_or_path _name_or_path _commit_hash
     auto_map dtype torch_dtype use_cache attn_implementation _attn_implementation _attn_implementation_autoset
     experts_implementation _experts_implementation pretraining_tp gradient_checkpointing
@@ -32,19 +33,28 @@ WITHOUT_EFFECT = frozenset("""
     bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty
-    """.split())
-ROTARY_KEYS = frozenset("""
+    """.split()
+)
+ROTARY_KEYS = frozenset(
+    """
     rope_parameters rope_scaling rope_theta partial_rotary_factor rotary_emb_base rotary_pct
-    original_max_position_embeddings""".split())
-WINDOW_KEYS = frozenset("sliding_window use_sliding_window max_window_layers layer_types".split())
+    original_max_position_embeddings""".split()
+)
+WINDOW_KEYS = frozenset(
+    "sliding_window use_sliding_window max_window_layers layer_types".split()
+)
 # Of tables of rotary settings, all types together.
-ROPE_KEYS = frozenset("""
+ROPE_KEYS = frozenset(
+    """
     rope_type type rope_theta partial_rotary_factor factor attention_factor beta_fast beta_slow
     mscale mscale_all_dim truncate low_freq_factor high_freq_factor
-    original_max_position_embeddings""".split())
+    original_max_position_embeddings""".split()
+)
 # Settings that make another model whatever the family → the reason.
-REFUSED_KEYS = {"per_layer_config": "layers of other sizes than the rest are not computed",
-                "pruned_heads": "heads that were removed from some layers are not computed"}
+REFUSED_KEYS = {
+    "per_layer_config": "layers of other sizes than the rest are not computed",
+    "pruned_heads": "heads that were removed from some layers are not computed",
+}
 
 
 def check_keys(settings: Settings) -> None:
@@ -54,18 +64,35 @@ def check_keys(settings: Settings) -> None:
             raise CheckpointError(f"{name} is {settings[name]!r}: {why}")
 
 
-def notes_of(table: Sequence[Entry], extra: frozenset[str], settings: Settings) -> list[str]:
+def notes_of(
+    table: Sequence[Entry], extra: frozenset[str], settings: Settings
+) -> list[str]:
     """Sentences on the settings that a run does not follow.
 
     extra: settings that rules of the family read beside its table
     """
-    known = {entry.theirs for entry in table if not isinstance(entry, Fixed)} | extra | WITHOUT_EFFECT
+    known = (
+        {entry.theirs for entry in table if not isinstance(entry, Fixed)}
+        | extra
+        | WITHOUT_EFFECT
+    )
     notes = [note for rule in RULES if (note := rule(known, settings))]
-    explained = {"pad_token_id", "layerdrop", "router_jitter_noise", *REFUSED_KEYS, "quantization_config"}
-    unknown = [f"{name} {_short(value)}" for name, value in settings.items()
-               if name not in known and name not in explained and value is not None]
+    explained = {
+        "pad_token_id",
+        "layerdrop",
+        "router_jitter_noise",
+        *REFUSED_KEYS,
+        "quantization_config",
+    }
+    unknown = [
+        f"{name} {_short(value)}"
+        for name, value in settings.items()
+        if name not in known and name not in explained and value is not None
+    ]
     if unknown:
-        notes.append(f"not known for this model_type, and not used: {', '.join(sorted(unknown))}")
+        notes.append(
+            f"not known for this model_type, and not used: {', '.join(sorted(unknown))}"
+        )
     return notes
 
 
@@ -78,26 +105,42 @@ def _padding(known: set[str], settings: Settings) -> str:
     pad = settings.get("pad_token_id")
     if type(pad) is not int or pad < 0:
         return ""
-    return (f"pad_token_id {pad}: transformers gives the row of this token in the input embedding no "
-            "gradient; here it is trained as other rows are, where the text has the token")
+    return (
+        f"pad_token_id {pad}: transformers gives the row of this token in the input embedding no "
+        "gradient; here it is trained as other rows are, where the text has the token"
+    )
 
 
 def _layer_drop(known: set[str], settings: Settings) -> str:
     rate = settings.get("layerdrop") if "enable_bias" in known else None
-    return (f"layerdrop {rate}: transformers leaves out whole layers at random in training; here all layers "
-            "are computed" if rate else "")
+    return (
+        f"layerdrop {rate}: transformers leaves out whole layers at random in training; here all layers "
+        "are computed"
+        if rate
+        else ""
+    )
 
 
 def _jitter(known: set[str], settings: Settings) -> str:
-    noise = settings.get("router_jitter_noise") if "num_local_experts" in known else None
-    return (f"router_jitter_noise {noise}: transformers multiplies the inputs of router and experts by noise "
-            "in training; here they have none" if noise else "")
+    noise = (
+        settings.get("router_jitter_noise") if "num_local_experts" in known else None
+    )
+    return (
+        f"router_jitter_noise {noise}: transformers multiplies the inputs of router and experts by noise "
+        "in training; here they have none"
+        if noise
+        else ""
+    )
 
 
 def _dropout_of_embeddings(known: set[str], settings: Settings) -> str:
     rate = settings.get("dropout", 0.1) if "enable_bias" in known else None
-    return (f"dropout {rate} is --hidden-dropout, which is applied to the embeddings too; in OPT of "
-            "transformers it is not" if rate else "")
+    return (
+        f"dropout {rate} is --hidden-dropout, which is applied to the embeddings too; in OPT of "
+        "transformers it is not"
+        if rate
+        else ""
+    )
 
 
 def _rope(known: set[str], settings: Settings) -> str:
@@ -105,17 +148,26 @@ def _rope(known: set[str], settings: Settings) -> str:
     if "rope_scaling" not in known:
         return ""
     name, rope = rope_table(settings)
-    parts = [f"{key} of {name} is not known: {_short(value)}" for key, value in rope.items()
-             if key not in ROPE_KEYS]
+    parts = [
+        f"{key} of {name} is not known: {_short(value)}"
+        for key, value in rope.items()
+        if key not in ROPE_KEYS
+    ]
     other = settings.get("rope_parameters") if name == "rope_scaling" else None
     if other and _without_theta(other) != _without_theta(rope):
-        parts.append(f"rope_parameters {_short(other)} is not used, because rope_scaling is there too, which "
-                     "transformers 5 prefers")
+        parts.append(
+            f"rope_parameters {_short(other)} is not used, because rope_scaling is there too, which "
+            "transformers 5 prefers"
+        )
     return "; ".join(parts)
 
 
 def _without_theta(rope: object) -> object:
-    return {key: value for key, value in rope.items() if key != THETA} if isinstance(rope, Mapping) else rope
+    return (
+        {key: value for key, value in rope.items() if key != THETA}
+        if isinstance(rope, Mapping)
+        else rope
+    )
 
 
 def _aux_loss(known: set[str], settings: Settings) -> str:
@@ -125,14 +177,24 @@ def _aux_loss(known: set[str], settings: Settings) -> str:
     if "router_aux_loss_coef" not in known or not given:
         return ""
     if not is_on:
-        return (f"router_aux_loss_coef {given}: --moe-aux-loss-coeff is 0 unless it is given, because "
-                "output_router_logits is not true, and transformers then trains without this loss")
+        return (
+            f"router_aux_loss_coef {given}: --moe-aux-loss-coeff is 0 unless it is given, because "
+            "output_router_logits is not true, and transformers then trains without this loss"
+        )
     layers, topk = aux_loss_scale(settings)
-    return (f"router_aux_loss_coef {given}: transformers has one loss over {layers} layers together, {topk} "
-            "at an even load; here each layer has its own, 1 at an even load. --moe-aux-loss-coeff is "
-            f"{given * topk / layers:.6g} = {given} × {topk} / {layers} unless it is given: the same term "
-            "only where all layers have the same load")
+    return (
+        f"router_aux_loss_coef {given}: transformers has one loss over {layers} layers together, {topk} "
+        "at an even load; here each layer has its own, 1 at an even load. --moe-aux-loss-coeff is "
+        f"{given * topk / layers:.6g} = {given} × {topk} / {layers} unless it is given: the same term "
+        "only where all layers have the same load"
+    )
 
 
 RULES: tuple[Callable[[set[str], Settings], str], ...] = (
-    _aux_loss, _rope, _dropout_of_embeddings, _layer_drop, _jitter, _padding)
+    _aux_loss,
+    _rope,
+    _dropout_of_embeddings,
+    _layer_drop,
+    _jitter,
+    _padding,
+)

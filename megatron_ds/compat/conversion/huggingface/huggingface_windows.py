@@ -17,9 +17,10 @@ from ....config.options.layer_pattern import MOST_LAYERS
 from ....config.options.model_options import ModelConfig
 from ....errors import CheckpointError
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-USUAL = 4096                # sliding_window where it is absent, but in mixtral
-FIRST = 28                  # max_window_layers where it is absent
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+USUAL = 4096  # sliding_window where it is absent, but in mixtral
+FIRST = 28  # max_window_layers where it is absent
 Settings = Mapping[str, Any]
 
 
@@ -28,8 +29,10 @@ def all_layers(settings: Settings, count: int) -> list[bool]:
     these models."""
     if listed := settings.get("layer_types"):
         if odd := sorted({*map(str, listed)} - {SLIDING}):
-            raise CheckpointError(f"layer_types has {odd[0]!r}, but all layers of this model_type have the "
-                                  f"window. Set it to {SLIDING!r} for all layers, or remove it")
+            raise CheckpointError(
+                f"layer_types has {odd[0]!r}, but all layers of this model_type have the "
+                f"window. Set it to {SLIDING!r} for all layers, or remove it"
+            )
     return [True] * count
 
 
@@ -46,9 +49,15 @@ def layers_from_first(settings: Settings, count: int) -> list[bool]:
 def listed_layers(settings: Settings, count: int) -> list[bool]:
     """Layers by layer_types. Raises CheckpointError."""
     listed = settings.get("layer_types")
-    if not isinstance(listed, list) or len(listed) != count or {*map(str, listed)} - {SLIDING, FULL}:
-        raise CheckpointError(f"layer_types is {listed!r}, and with use_sliding_window it must name "
-                              f"{SLIDING!r} or {FULL!r} for each of {count} layers")
+    if (
+        not isinstance(listed, list)
+        or len(listed) != count
+        or {*map(str, listed)} - {SLIDING, FULL}
+    ):
+        raise CheckpointError(
+            f"layer_types is {listed!r}, and with use_sliding_window it must name "
+            f"{SLIDING!r} or {FULL!r} for each of {count} layers"
+        )
     return [kind == SLIDING for kind in listed]
 
 
@@ -69,33 +78,51 @@ class Window:
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Our two options; {} where no window hides a token. Raises CheckpointError."""
         window = settings.get(self.theirs, self.default)
-        if self.has_switch and not settings.get("use_sliding_window", False) or window is None:
+        if (
+            self.has_switch
+            and not settings.get("use_sliding_window", False)
+            or window is None
+        ):
             if SLIDING in (settings.get("layer_types") or ()):
-                raise CheckpointError(f"layer_types has {SLIDING!r}, but no window is set. Set "
-                                      f"sliding_window{' and use_sliding_window' * self.has_switch}, or "
-                                      "remove layer_types")
+                raise CheckpointError(
+                    f"layer_types has {SLIDING!r}, but no window is set. Set "
+                    f"sliding_window{' and use_sliding_window' * self.has_switch}, or "
+                    "remove layer_types"
+                )
             return {}
         if type(window) is not int or window < 2:
-            raise CheckpointError(f"sliding_window is {window!r}, not a number of tokens from 2 up")
-        count, positions = settings.get("num_hidden_layers"), settings.get("max_position_embeddings")
-        if type(count) is not int or not 0 < count <= MOST_LAYERS or type(positions) is not int:
-            return {}                   # other entries of the table report these settings
+            raise CheckpointError(
+                f"sliding_window is {window!r}, not a number of tokens from 2 up"
+            )
+        count = settings.get("num_hidden_layers")
+        positions = settings.get("max_position_embeddings")
+        if (
+            type(count) is not int
+            or not 0 < count <= MOST_LAYERS
+            or type(positions) is not int
+        ):
+            return {}  # other entries of the table report these settings
         windowed = self.layers(settings, count)
         if window >= positions or not any(windowed):
             return {}
         frequency = skip_frequency(windowed)
         return {"window_size": (window - 1, 0)} | (
-            {"window_attn_skip_freq": frequency} if frequency else {})
+            {"window_attn_skip_freq": frequency} if frequency else {}
+        )
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Their settings."""
         windowed = model.windowed
-        found: dict[str, Any] = {self.theirs: model.window_size[0] + 1 if any(windowed) else None}
+        found: dict[str, Any] = {
+            self.theirs: model.window_size[0] + 1 if any(windowed) else None
+        }
         if self.has_switch:
             found["use_sliding_window"] = any(windowed)
         if self.layers is not all_layers:
-            found["layer_types"] = [SLIDING if has_window else FULL for has_window in windowed]
-            if any(windowed):           # earlier versions of transformers read this one alone
+            found["layer_types"] = [
+                SLIDING if has_window else FULL for has_window in windowed
+            ]
+            if any(windowed):  # earlier versions of transformers read this one alone
                 found["max_window_layers"] = windowed.index(True)
         return found
 
@@ -106,6 +133,8 @@ def skip_frequency(windowed: list[bool] | tuple[bool, ...]) -> str | None:
     if all(windowed):
         return None
     every = [*windowed].index(False) + 1
-    if all(has_window == bool((i + 1) % every) for i, has_window in enumerate(windowed)):
+    if all(
+        has_window == bool((i + 1) % every) for i, has_window in enumerate(windowed)
+    ):
         return str(every)
     return str([int(has_window) for has_window in windowed])

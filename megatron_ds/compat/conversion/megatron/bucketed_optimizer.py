@@ -22,27 +22,45 @@ from ....errors import CheckpointError
 from ..files.stored_tensor import StoredTensor
 from ..files.tensor_views import interval, merged_over_ranks, stacked
 from ..files.torch_dist_folder import Sharded, TorchDistFolder
-from .flat_buffers import KINDS, REMEDY, LocalParameter, bucket_sizes, is_of_experts, is_shared, places_of
+from .flat_buffers import (
+    KINDS,
+    REMEDY,
+    LocalParameter,
+    bucket_sizes,
+    is_of_experts,
+    is_shared,
+    places_of,
+)
 from .megatron_names import EMBEDDING, HEAD, Part
 from .megatron_ranks import split_of
 
-_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
-                  r"\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)")
+_KEY = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
 _BEFORE = (EMBEDDING, "embedding.position_embeddings.weight")
-_ATTENTION = ("input_layernorm.{}", "self_attention.linear_proj.{}", "self_attention.linear_qkv.{}",
-              "self_attention.q_layernorm.{}", "self_attention.k_layernorm.{}", "pre_mlp_layernorm.{}")
+_ATTENTION = (
+    "input_layernorm.{}",
+    "self_attention.linear_proj.{}",
+    "self_attention.linear_qkv.{}",
+    "self_attention.q_layernorm.{}",
+    "self_attention.k_layernorm.{}",
+    "pre_mlp_layernorm.{}",
+)
 _TE_ATTENTION = (_ATTENTION[1], _ATTENTION[0], *_ATTENTION[2:])
 _MLP = ("mlp.linear_fc1.{}", "mlp.linear_fc2.{}")
-_SHARED = ("mlp.shared_experts.gate_{}", "mlp.shared_experts.linear_fc1.{}",
-           "mlp.shared_experts.linear_fc2.{}")
+_SHARED = (
+    "mlp.shared_experts.gate_{}",
+    "mlp.shared_experts.linear_fc1.{}",
+    "mlp.shared_experts.linear_fc2.{}",
+)
 _EXPERTS = ("mlp.experts.linear_fc1.{}", "mlp.experts.linear_fc2.{}")
-Buckets = dict[int, dict[str, Sharded]]             # number → key of the state → flat tensor
+Buckets = dict[int, dict[str, Sharded]]  # number → key of the state → flat tensor
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of one buffer. optimizer: 1 of experts, 0 of the others; tp, ep, pp: of its rank; chunk: of the model.
-    """
+    """Of one buffer. optimizer: 1 of experts, 0 of the others; tp, ep, pp: of its rank; chunk: of the model."""
 
     optimizer: int
     tp: int
@@ -74,50 +92,77 @@ class Layout:
 
     def places(self) -> set[Place]:
         """All places, if each pipeline stage has experts."""
-        ranks = {0: self.tp * self.pp} | ({1: self.experts_tp * self.ep * self.pp} if self.is_chained else {})
-        return {self.place(optimizer, rank, chunk) for optimizer, count in ranks.items()
-                for rank in range(count) for chunk in range(self.chunks)}
+        ranks = {0: self.tp * self.pp} | (
+            {1: self.experts_tp * self.ep * self.pp} if self.is_chained else {}
+        )
+        return {
+            self.place(optimizer, rank, chunk)
+            for optimizer, count in ranks.items()
+            for rank in range(count)
+            for chunk in range(self.chunks)
+        }
 
 
-def from_buckets(stored: TorchDistFolder, buffers: Mapping[str, Sharded],
-                 weights: Mapping[str, StoredTensor], args: Mapping[str, Any]
-                 ) -> dict[str, dict[str, StoredTensor]]:
+def from_buckets(
+    stored: TorchDistFolder,
+    buffers: Mapping[str, Sharded],
+    weights: Mapping[str, StoredTensor],
+    args: Mapping[str, Any],
+) -> dict[str, dict[str, StoredTensor]]:
     """kind → our name → tensor, merged over ranks. weights: by our names, with padded vocabulary.
 
     Raises CheckpointError if the layout cannot be replayed.
     """
     found = {key: _KEY.fullmatch(key) for key in buffers}
     if odd := [key for key, match in found.items() if match is None]:
-        raise CheckpointError(f"{stored.path}: the optimizer stores {odd[0]}, by rank and without names. "
-                              f"{REMEDY}")
+        raise CheckpointError(
+            f"{stored.path}: the optimizer stores {odd[0]}, by rank and without names. "
+            f"{REMEDY}"
+        )
     size = lambda name: args.get(name) or 1
     tp = size("tensor_model_parallel_size")
-    layout = Layout(tp, size("pipeline_model_parallel_size"), size("expert_model_parallel_size"),
-                    args.get("expert_tensor_parallel_size") or tp,
-                    1 + max(int(match[3]) for match in found.values()),
-                    any(match[1] is not None for match in found.values()))
+    layout = Layout(
+        tp,
+        size("pipeline_model_parallel_size"),
+        size("expert_model_parallel_size"),
+        args.get("expert_tensor_parallel_size") or tp,
+        1 + max(int(match[3]) for match in found.values()),
+        any(match[1] is not None for match in found.values()),
+    )
     buckets: dict[Place, Buckets] = {}
     for key, match in found.items():
         place = layout.place(int(match[1] or 0), int(match[2]), int(match[3]))
-        buckets.setdefault(place, {}).setdefault(int(match[4]), {})[match[5]] = buffers[key]
+        buckets.setdefault(place, {}).setdefault(int(match[4]), {})[match[5]] = buffers[
+            key
+        ]
     if buckets.keys() != layout.places():
-        raise CheckpointError(f"{stored.path} has flat optimizer state of {len(buckets)} ranks and chunks, "
-                              f"and its arguments describe {len(layout.places())}. {REMEDY}")
-    parts: dict[str, dict[Part, dict[int, StoredTensor]]] = {kind: {} for kind in KINDS.values()}
+        raise CheckpointError(
+            f"{stored.path} has flat optimizer state of {len(buckets)} ranks and chunks, "
+            f"and its arguments describe {len(layout.places())}. {REMEDY}"
+        )
+    parts: dict[str, dict[Part, dict[int, StoredTensor]]] = {
+        kind: {} for kind in KINDS.values()
+    }
     for place, of_place in buckets.items():
-        for kind, part, tensor in _of_place(stored, of_place, weights, args, (layout, place)):
+        for kind, part, tensor in _of_place(
+            stored, of_place, weights, args, (layout, place)
+        ):
             parts[kind].setdefault(part, {})[place.tp] = tensor
     return {kind: _merged(of_kind, args) for kind, of_kind in parts.items()}
 
 
-def _merged(parts: Mapping[Part, Mapping[int, StoredTensor]], args: Mapping[str, Any]
-            ) -> dict[str, StoredTensor]:
+def _merged(
+    parts: Mapping[Part, Mapping[int, StoredTensor]], args: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
     """Tensors over tensor-parallel ranks, and those of experts stacked."""
     found: dict[str, StoredTensor] = {}
     experts: dict[str, dict[int, StoredTensor]] = {}
     for part, by_rank in parts.items():
-        tensor = merged_over_ranks([by_rank[rank] for rank in sorted(by_rank)], *split_of(part.name, args),
-                                   part.name)
+        tensor = merged_over_ranks(
+            [by_rank[rank] for rank in sorted(by_rank)],
+            *split_of(part.name, args),
+            part.name,
+        )
         if part.expert is None:
             found[part.name] = tensor
         else:
@@ -127,67 +172,119 @@ def _merged(parts: Mapping[Part, Mapping[int, StoredTensor]], args: Mapping[str,
     return found
 
 
-def _of_place(stored: TorchDistFolder, buckets: Buckets, weights: Mapping[str, StoredTensor],
-              args: Mapping[str, Any], where: tuple[Layout, Place]
-              ) -> Iterator[tuple[str, Part, StoredTensor]]:
+def _of_place(
+    stored: TorchDistFolder,
+    buckets: Buckets,
+    weights: Mapping[str, StoredTensor],
+    args: Mapping[str, Any],
+    where: tuple[Layout, Place],
+) -> Iterator[tuple[str, Part, StoredTensor]]:
     """(kind, part of ours, local tensor) of one buffer."""
     lengths = [buckets[i]["param"].shape[0] for i in range(len(buckets))]
-    starts = [{box.offset[0] for box in buckets[i]["param"].boxes} for i in range(len(buckets))]
+    starts = [
+        {box.offset[0] for box in buckets[i]["param"].boxes}
+        for i in range(len(buckets))
+    ]
     for attention in (_TE_ATTENTION, _ATTENTION):
         parameters = _registered(weights, args, where, attention)
         for size in bucket_sizes(args, sum(lengths)):
             places, replayed = places_of(parameters, size)
-            if replayed == lengths and all(start in starts[bucket] for bucket, start in places):
+            if replayed == lengths and all(
+                start in starts[bucket] for bucket, start in places
+            ):
                 for key, kind in KINDS.items():
                     for parameter, (bucket, start) in zip(parameters, places):
-                        yield kind, parameter.part, interval(buckets[bucket][key].whole(), start,
-                                                             parameter.shape)
+                        yield (
+                            kind,
+                            parameter.part,
+                            interval(
+                                buckets[bucket][key].whole(), start, parameter.shape
+                            ),
+                        )
                 return
-    raise CheckpointError(f"{stored.path}: the optimizer state of pipeline rank {where[1].pp} is stored in "
-                          f"flat buffers of {lengths} elements without names, in an order that is not that "
-                          f"of megatron-core's layers. {REMEDY}")
+    raise CheckpointError(
+        f"{stored.path}: the optimizer state of pipeline rank {where[1].pp} is stored in "
+        f"flat buffers of {lengths} elements without names, in an order that is not that "
+        f"of megatron-core's layers. {REMEDY}"
+    )
 
 
-def _registered(weights: Mapping[str, StoredTensor], args: Mapping[str, Any], where: tuple[Layout, Place],
-                attention: Sequence[str]) -> list[LocalParameter]:
+def _registered(
+    weights: Mapping[str, StoredTensor],
+    args: Mapping[str, Any],
+    where: tuple[Layout, Place],
+    attention: Sequence[str],
+) -> list[LocalParameter]:
     """Parameters of a buffer in the order of registration of megatron-core's GPT."""
     layout, place = where
     stages = layout.pp * layout.chunks
-    count, stage = args["num_layers"] // stages, place.chunk * layout.pp + place.pp
+    count = args["num_layers"] // stages
+    stage = place.chunk * layout.pp + place.pp
     parts = [Part(name) for name in _BEFORE] if stage == 0 else []
     for layer in range(stage * count, (stage + 1) * count):
         parts += _of_layer(f"decoder.layers.{layer}.", weights, args, where, attention)
     if stage == stages - 1:
-        parts += [Part("decoder.final_layernorm.weight"), Part("decoder.final_layernorm.bias"), Part(HEAD)]
+        parts += [
+            Part("decoder.final_layernorm.weight"),
+            Part("decoder.final_layernorm.bias"),
+            Part(HEAD),
+        ]
     found = []
     for part in parts:
-        like = (EMBEDDING if part.name == HEAD and HEAD not in weights and is_shared(HEAD, args)
-                else part.name)
-        if like not in weights or (layout.is_chained
-                                   and is_of_experts(part.name) != bool(place.optimizer)):
+        like = (
+            EMBEDDING
+            if part.name == HEAD and HEAD not in weights and is_shared(HEAD, args)
+            else part.name
+        )
+        if like not in weights or (
+            layout.is_chained and is_of_experts(part.name) != bool(place.optimizer)
+        ):
             continue
-        shape = list(weights[like].shape if part.expert is None else weights[like].shape[1:])
+        shape = list(
+            weights[like].shape if part.expert is None else weights[like].shape[1:]
+        )
         dim, _ = split_of(part.name, args)
         if dim is not None:
             shape[dim] //= layout.tp if part.expert is None else layout.experts_tp
-        found.append(LocalParameter(part, tuple(shape), weights[like].dtype, is_shared(part.name, args)))
+        found.append(
+            LocalParameter(
+                part, tuple(shape), weights[like].dtype, is_shared(part.name, args)
+            )
+        )
     return found
 
 
-def _of_layer(prefix: str, weights: Mapping[str, StoredTensor], args: Mapping[str, Any],
-              where: tuple[Layout, Place], attention: Sequence[str]) -> list[Part]:
+def _of_layer(
+    prefix: str,
+    weights: Mapping[str, StoredTensor],
+    args: Mapping[str, Any],
+    where: tuple[Layout, Place],
+    attention: Sequence[str],
+) -> list[Part]:
     """Also of parameters that the model lacks."""
     layout, place = where
-    named = lambda patterns: [Part(prefix + pattern.format(leaf)) for pattern in patterns
-                              for leaf in ("weight", "bias")]
+    named = lambda patterns: [
+        Part(prefix + pattern.format(leaf))
+        for pattern in patterns
+        for leaf in ("weight", "bias")
+    ]
     first = _EXPERTS[0].format("weight")
     if prefix + first not in weights:
         return named((*attention, *_MLP))
     per_rank = weights[prefix + first].shape[0] // layout.ep
     numbers = range(place.ep * per_rank, (place.ep + 1) * per_rank)
-    if args.get("moe_grouped_gemm"):            # all of one matrix, then those of the other
-        experts = [replace(part, expert=e) for pattern in _EXPERTS for part in named([pattern])
-                   for e in numbers]
+    if args.get("moe_grouped_gemm"):  # all of one matrix, then those of the other
+        experts = [
+            replace(part, expert=e)
+            for pattern in _EXPERTS
+            for part in named([pattern])
+            for e in numbers
+        ]
     else:
         experts = [replace(part, expert=e) for e in numbers for part in named(_EXPERTS)]
-    return [*named(attention), Part(f"{prefix}mlp.router.weight"), *experts, *named(_SHARED)]
+    return [
+        *named(attention),
+        Part(f"{prefix}mlp.router.weight"),
+        *experts,
+        *named(_SHARED),
+    ]

@@ -23,9 +23,11 @@ from .megatron_names import EMBEDDING, HEAD, Part
 
 ALIGNMENT = 64
 KINDS = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-REMEDY = ("To load the weights alone, give --no-optim (in training, --no-load-optim). To keep the "
-          "optimizer, save once more in Megatron-LM with --dist-ckpt-optim-fully-reshardable.")
-Place = tuple[int, int]             # bucket, first element in it
+REMEDY = (
+    "To load the weights alone, give --no-optim (in training, --no-load-optim). To keep the "
+    "optimizer, save once more in Megatron-LM with --dist-ckpt-optim-fully-reshardable."
+)
+Place = tuple[int, int]  # bucket, first element in it
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,26 @@ class LocalParameter:
     own_bucket: bool = False
 
 
-def places_of(parameters: Sequence[LocalParameter],
-              bucket_size: int | None) -> tuple[list[Place], list[int]]:
+def places_of(
+    parameters: Sequence[LocalParameter], bucket_size: int | None
+) -> tuple[list[Place], list[int]]:
     """(place of each parameter, lengths of the buckets without padding at their ends)."""
     places: list[Place] = []
     lengths: list[int] = []
-    at, is_empty = 0, True
+    at = 0
+    is_empty = True
     for parameter in reversed(parameters):
         start = -(-at // ALIGNMENT) * ALIGNMENT
         if parameter.own_bucket and not is_empty:
             lengths.append(start)
             start = 0
         places.append((len(lengths), start))
-        at, is_empty = start + math.prod(parameter.shape), False
+        at = start + math.prod(parameter.shape)
+        is_empty = False
         if parameter.own_bucket or bucket_size is not None and at >= bucket_size:
             lengths.append(at)
-            at, is_empty = 0, True
+            at = 0
+            is_empty = True
     if not is_empty:
         lengths.append(at)
     return places[::-1], lengths
@@ -65,7 +71,9 @@ def places_of(parameters: Sequence[LocalParameter],
 def bucket_sizes(args: Mapping[str, Any], numel: int) -> list[int | None]:
     """Bucket sizes that these arguments may have led to, the most probable first."""
     ranks = args.get("data_parallel_size") or 1
-    default = max(40_000_000, 1_000_000 * ranks * (args.get("context_parallel_size") or 1))
+    default = max(
+        40_000_000, 1_000_000 * ranks * (args.get("context_parallel_size") or 1)
+    )
     chosen = args.get("ddp_bucket_size")
     if args.get("ddp_num_buckets"):
         chosen = numel // args["ddp_num_buckets"]
@@ -81,13 +89,22 @@ def is_of_experts(name: str) -> bool:
 def is_shared(name: str, args: Mapping[str, Any]) -> bool:
     """Whether a parameter is a tied embedding that two pipeline stages hold."""
     tied = not args.get("untie_embeddings_and_output_weights")
-    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and name in (EMBEDDING, HEAD)
+    return (
+        tied
+        and (args.get("pipeline_model_parallel_size") or 1) > 1
+        and name in (EMBEDDING, HEAD)
+    )
 
 
 # ---- distrib_optim.pt: one file for each model-parallel rank, buckets one after the other.
 
-def from_file(content: Any, chunks: Sequence[Sequence[LocalParameter]], args: Mapping[str, Any],
-              place: str) -> dict[str, dict[Part, StoredTensor]]:
+
+def from_file(
+    content: Any,
+    chunks: Sequence[Sequence[LocalParameter]],
+    args: Mapping[str, Any],
+    place: str,
+) -> dict[str, dict[Part, StoredTensor]]:
     """kind → part → tensor of this rank. chunks: parameters of each model chunk.
 
     Raises CheckpointError if the layout cannot be replayed.
@@ -96,20 +113,31 @@ def from_file(content: Any, chunks: Sequence[Sequence[LocalParameter]], args: Ma
     found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
     for number, state in enumerate(states):
         if state is None and len(states) > 1:
-            continue                # other expert-parallel ranks have the state of dense parameters
-        if len(states) > 1:         # the dense parameters, then those of experts
-            chosen = [[p for p in chunk if is_of_experts(p.part.name) == bool(number)] for chunk in chunks]
+            continue  # other expert-parallel ranks have the state of dense parameters
+        if len(states) > 1:  # the dense parameters, then those of experts
+            chosen = [
+                [p for p in chunk if is_of_experts(p.part.name) == bool(number)]
+                for chunk in chunks
+            ]
         else:
             chosen = [list(chunk) for chunk in chunks]
         if not isinstance(state, Mapping) or not state.get("buckets_coalesced"):
-            raise CheckpointError(f"{place} is of a version of Megatron-LM before 0.6, which stored buckets "
-                                  f"one by one. {REMEDY}")
+            raise CheckpointError(
+                f"{place} is of a version of Megatron-LM before 0.6, which stored buckets "
+                f"one by one. {REMEDY}"
+            )
         groups = [group for chunk in chosen for group in _by_dtype(chunk)]
-        buffers = [buffer for index, value in state.items() if isinstance(index, int)
-                   for buffer in value.values()]
+        buffers = [
+            buffer
+            for index, value in state.items()
+            if isinstance(index, int)
+            for buffer in value.values()
+        ]
         if len(groups) != len(buffers):
-            raise CheckpointError(f"{place} has {len(buffers)} buffers, and the parameters of this rank need "
-                                  f"{len(groups)}. {REMEDY}")
+            raise CheckpointError(
+                f"{place} has {len(buffers)} buffers, and the parameters of this rank need "
+                f"{len(groups)}. {REMEDY}"
+            )
         for group, buffer in zip(groups, buffers):
             _split(group, buffer, args, place, found)
     return found
@@ -122,19 +150,30 @@ def _by_dtype(parameters: Iterable[LocalParameter]) -> list[list[LocalParameter]
     return list(groups.values())
 
 
-def _split(group: Sequence[LocalParameter], buffer: Mapping[str, Any], args: Mapping[str, Any], place: str,
-           found: dict[str, dict[Part, StoredTensor]]) -> None:
+def _split(
+    group: Sequence[LocalParameter],
+    buffer: Mapping[str, Any],
+    args: Mapping[str, Any],
+    place: str,
+    found: dict[str, dict[Part, StoredTensor]],
+) -> None:
     numel = buffer.get("numel_unpadded")
     for size in bucket_sizes(args, numel or 0):
         places, lengths = places_of(group, size)
         if sum(lengths) == numel:
             break
     else:
-        raise CheckpointError(f"{place}: a buffer has {numel} elements, and the parameters of this rank make "
-                              f"{sum(lengths)}. The file belongs to another rank or model. {REMEDY}")
+        raise CheckpointError(
+            f"{place}: a buffer has {numel} elements, and the parameters of this rank make "
+            f"{sum(lengths)}. The file belongs to another rank or model. {REMEDY}"
+        )
     for key, kind in KINDS.items():
         flat = buffer.get(key)
         if not isinstance(flat, StoredTensor) or flat.shape != (numel,):
-            raise CheckpointError(f"{place}: {key} is not a flat tensor of {numel} elements.")
+            raise CheckpointError(
+                f"{place}: {key} is not a flat tensor of {numel} elements."
+            )
         for parameter, (bucket, start) in zip(group, places):
-            found[kind][parameter.part] = interval(flat, sum(lengths[:bucket]) + start, parameter.shape)
+            found[kind][parameter.part] = interval(
+                flat, sum(lengths[:bucket]) + start, parameter.shape
+            )

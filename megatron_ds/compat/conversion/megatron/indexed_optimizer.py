@@ -19,27 +19,42 @@ from .megatron_names import Part
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
-def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[LocalParameter], place: str
-                 ) -> dict[str, dict[Part, StoredTensor]]:
+def from_indices(
+    states: Sequence[Mapping[str, Any]],
+    parameters: Sequence[LocalParameter],
+    place: str,
+) -> dict[str, dict[Part, StoredTensor]]:
     """kind → part → tensor. states: of the optimizers that are chained, usually one.
 
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """
     found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
-    apart = any(group.get("is_expert_parallel") for state in states for group in groups_of(state))
+    apart = any(
+        group.get("is_expert_parallel")
+        for state in states
+        for group in groups_of(state)
+    )
     for state in states:
-        inner = fields_of(state.get("optimizer")) or fields_of(state.get("optimizer_state_dict")) or state
+        inner = (
+            fields_of(state.get("optimizer"))
+            or fields_of(state.get("optimizer_state_dict"))
+            or state
+        )
         by_index = fields_of(inner.get("state"))
         masters = next((state[name] for name in MASTERS if name in state), None)
         for g, group in enumerate(groups_of(state)):
             members = [p for p in parameters if _is_in(p, group, apart)]
             indices = group.get("params", [])
             if len(members) != len(indices):
-                raise CheckpointError(f"{place}: a parameter group of the optimizer has {len(indices)} "
-                                      f"parameters, and {len(members)} of the model belong to it. {REMEDY}")
+                raise CheckpointError(
+                    f"{place}: a parameter group of the optimizer has {len(indices)} "
+                    f"parameters, and {len(members)} of the model belong to it. {REMEDY}"
+                )
             for position, (index, parameter) in enumerate(zip(indices, members)):
                 state_of = fields_of(by_index.get(index))
-                values = {kind: state_of.get(kind) for kind in ("exp_avg", "exp_avg_sq")}
+                values = {
+                    kind: state_of.get(kind) for kind in ("exp_avg", "exp_avg_sq")
+                }
                 if masters is not None:
                     values[MASTER] = _at(masters, g, position)
                 for kind, tensor in values.items():
@@ -50,7 +65,11 @@ def from_indices(states: Sequence[Mapping[str, Any]], parameters: Sequence[Local
 
 def groups_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer's state, in any of Megatron-LM's nestings."""
-    inner = fields_of(state.get("optimizer")) or fields_of(state.get("optimizer_state_dict")) or state
+    inner = (
+        fields_of(state.get("optimizer"))
+        or fields_of(state.get("optimizer_state_dict"))
+        or state
+    )
     return [fields_of(group) for group in inner.get("param_groups") or ()]
 
 
@@ -75,8 +94,14 @@ def _at(masters: Any, group: int, position: int) -> StoredTensor | None:
 
 def _checked(tensor: Any, parameter: LocalParameter, place: str) -> StoredTensor:
     if not isinstance(tensor, StoredTensor) or tensor.shape != parameter.shape:
-        shape = list(tensor.shape) if isinstance(tensor, StoredTensor) else type(tensor).__name__
-        raise CheckpointError(f"{place}: optimizer state of {parameter.part.name} has shape {shape}, and the "
-                              f"parameter {list(parameter.shape)}: their order is not that of the modules. "
-                              f"{REMEDY}")
+        shape = (
+            list(tensor.shape)
+            if isinstance(tensor, StoredTensor)
+            else type(tensor).__name__
+        )
+        raise CheckpointError(
+            f"{place}: optimizer state of {parameter.part.name} has shape {shape}, and the "
+            f"parameter {list(parameter.shape)}: their order is not that of the modules. "
+            f"{REMEDY}"
+        )
     return tensor

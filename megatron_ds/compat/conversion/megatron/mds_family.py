@@ -19,22 +19,35 @@ from ..files.stored_tensor import RawCheckpoint, StoredTensor
 from ..packings import QKV_ROWS, SAME
 from ..settings_table import Fixed, Key, Only, options_of, settings_of
 
-NAME, PIPELINE = "mds-gpt", "mds-gpt-pipeline"         # as --family takes them
+# as --family takes them
+NAME = "mds-gpt"
+PIPELINE = "mds-gpt-pipeline"
 PACKINGS = {"heads": SAME, "thirds": QKV_ROWS}
-ROOT, OURS = "language_model.", "decoder.layers.{i}."
+ROOT = "language_model."
+OURS = "decoder.layers.{i}."
 THEIRS = f"{ROOT}encoder.layers.{{i}}."
 EMBEDDING = f"{ROOT}embedding."
 QKV = "self_attention.query_key_value.weight"
-LAYER = {"input_layernorm": "input_layernorm", "self_attention.linear_qkv": "self_attention.query_key_value",
-         "self_attention.linear_proj": "self_attention.dense",
-         "pre_mlp_layernorm": "post_attention_layernorm",
-         "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
+LAYER = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
 ROWS = (
     Row("embedding.word_embeddings.weight", f"{EMBEDDING}word_embeddings.weight"),
-    Row("embedding.position_embeddings.weight", f"{EMBEDDING}position_embeddings.weight"),
-    *(Row(f"{OURS}{ours}.{{leaf}}", f"{THEIRS}{theirs}.{{leaf}}") for ours, theirs in LAYER.items()),
+    Row(
+        "embedding.position_embeddings.weight", f"{EMBEDDING}position_embeddings.weight"
+    ),
+    *(
+        Row(f"{OURS}{ours}.{{leaf}}", f"{THEIRS}{theirs}.{{leaf}}")
+        for ours, theirs in LAYER.items()
+    ),
     Row("decoder.final_layernorm.{leaf}", f"{ROOT}encoder.final_layernorm.{{leaf}}"),
-    Row("output_layer.weight", f"{ROOT}output_layer.weight"))
+    Row("output_layer.weight", f"{ROOT}output_layer.weight"),
+)
 
 # Arguments as Megatron-DeepSpeed stores them. A switch that is absent is off.
 ARGUMENTS = (
@@ -43,14 +56,32 @@ ARGUMENTS = (
     Key("kv_channels", "head_dim", None, option="kv_channels"),
     Key("max_position_embeddings", "positions", None, option="max_position_embeddings"),
     Key("layernorm_epsilon", "norm_epsilon", 1e-5),
-    Key("normalization", "normalization", "layernorm",
-        {"layernorm": "LayerNorm", "LayerNorm": "LayerNorm", "rmsnorm": "RMSNorm", "RMSNorm": "RMSNorm"}),
+    Key(
+        "normalization",
+        "normalization",
+        "layernorm",
+        {
+            "layernorm": "LayerNorm",
+            "LayerNorm": "LayerNorm",
+            "rmsnorm": "RMSNorm",
+            "RMSNorm": "RMSNorm",
+        },
+    ),
     Key("apply_layernorm_1p", "apply_layernorm_1p", False),
     Key("add_bias_linear", "add_bias_linear", True),
-    Key("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights", False),
+    Key(
+        "untie_embeddings_and_output_weights",
+        "untie_embeddings_and_output_weights",
+        False,
+    ),
     Key("rotary_percent", "rotary_percent", None),
     Only("transformer_impl", ("local",), "tensors under other names"),
-    Only("num_experts", (None, 1, [1]), "experts with DeepSpeed's gate, which an engine computes"))
+    Only(
+        "num_experts",
+        (None, 1, [1]),
+        "experts with DeepSpeed's gate, which an engine computes",
+    ),
+)
 FIXED = (Fixed("model", "gpt"),)
 
 
@@ -59,9 +90,12 @@ def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
     options = options_of((*ARGUMENTS, *FIXED), args)
     rotary = bool(args.get("use_rotary_position_embeddings"))
     learned = args.get("add_position_embedding", not rotary)
-    options["position_embedding_type"] = "rope" if rotary else "learned_absolute" if learned else "none"
+    options["position_embedding_type"] = (
+        "rope" if rotary else "learned_absolute" if learned else "none"
+    )
     options["activation"] = activation_of(args)
-    heads, groups = args.get("num_attention_heads"), args.get("num_key_value_heads")
+    heads = args.get("num_attention_heads")
+    groups = args.get("num_key_value_heads")
     if groups is not None and groups != heads:
         options["num_query_groups"] = groups
     if not rotary:
@@ -71,48 +105,87 @@ def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def activation_of(args: Mapping[str, Any]) -> str:
     """Our activation. Fused with its bias, their gelu is the one with tanh; otherwise it is exact."""
-    switches = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu",
-                "onnx_safe": "gelu_exact"}
+    switches = {
+        "swiglu": "swiglu",
+        "squared_relu": "squared_relu",
+        "openai_gelu": "gelu",
+        "onnx_safe": "gelu_exact",
+    }
     chosen = [ours for theirs, ours in switches.items() if args.get(theirs)]
     if len(chosen) > 1:
-        raise CheckpointError(f"the arguments choose several activations: {', '.join(chosen)}")
-    return chosen[0] if chosen else "gelu" if args.get("bias_gelu_fusion", True) else "gelu_exact"
+        raise CheckpointError(
+            f"the arguments choose several activations: {', '.join(chosen)}"
+        )
+    return (
+        chosen[0]
+        if chosen
+        else "gelu"
+        if args.get("bias_gelu_fusion", True)
+        else "gelu_exact"
+    )
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
     if model.window_size is not None or model.softmax_type != "vanilla":
-        raise CheckpointError("Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "
-                              "Choose another format.")
-    scaled = model.use_rope_scaling or model.rotary_seq_len_interpolation_factor not in (None, 1)
-    if model.position_embedding_type in ("alibi", "yarn") or scaled or model.rotary_ntk_factor is not None:
-        raise CheckpointError("Megatron-DeepSpeed computes neither ALiBi nor scaled rotary frequencies. "
-                              "Choose another format.")
+        raise CheckpointError(
+            "Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "
+            "Choose another format."
+        )
+    scaled = (
+        model.use_rope_scaling
+        or model.rotary_seq_len_interpolation_factor not in (None, 1)
+    )
+    if (
+        model.position_embedding_type in ("alibi", "yarn")
+        or scaled
+        or model.rotary_ntk_factor is not None
+    ):
+        raise CheckpointError(
+            "Megatron-DeepSpeed computes neither ALiBi nor scaled rotary frequencies. "
+            "Choose another format."
+        )
     found = settings_of(ARGUMENTS, model) | {"seq_length": model.seq_length}
-    found |= {"use_rotary_position_embeddings": model.position_embedding_type == "rope",
-              "add_position_embedding": model.position_embedding_type == "learned_absolute",
-              "num_key_value_heads": model.query_groups, "swiglu": model.activation == "swiglu",
-              "squared_relu": model.activation == "squared_relu",
-              "bias_gelu_fusion": model.activation == "gelu"}
+    found |= {
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "num_key_value_heads": model.query_groups,
+        "swiglu": model.activation == "swiglu",
+        "squared_relu": model.activation == "squared_relu",
+        "bias_gelu_fusion": model.activation == "gelu",
+    }
     return found
 
 
 def family(packing: str, name: str = NAME) -> Family:
     """The family with query_key_value packed as "heads" or "thirds"; its tensors under the module's names."""
-    rows = tuple(replace(row, packing=PACKINGS[packing]) if "query_key_value" in row.theirs else row
-                 for row in ROWS)
-    return Family(name, rows, model_options, arguments_of, ignored=("*.inv_freq", "*.rotary_pos_emb.*"),
-                  tied=((f"{ROOT}output_layer.weight", f"{EMBEDDING}word_embeddings.weight"),))
+    rows = tuple(
+        replace(row, packing=PACKINGS[packing])
+        if "query_key_value" in row.theirs
+        else row
+        for row in ROWS
+    )
+    return Family(
+        name,
+        rows,
+        model_options,
+        arguments_of,
+        ignored=("*.inv_freq", "*.rotary_pos_emb.*"),
+        tied=((f"{ROOT}output_layer.weight", f"{EMBEDDING}word_embeddings.weight"),),
+    )
 
 
 # ---- Names.
+
 
 def pipeline_name(name: str, model: ModelConfig) -> str:
     """Name in a pipeline of a tensor that has `name` in the module."""
     leaf = name.removeprefix(ROOT)
     if leaf.startswith("embedding."):
         tied = not model.untie_embeddings_and_output_weights
-        return f"{'tied_modules.embed' if tied else 1}.{leaf.removeprefix('embedding.')}"
+        return (
+            f"{'tied_modules.embed' if tied else 1}.{leaf.removeprefix('embedding.')}"
+        )
     if leaf.startswith("output_layer."):
         return f"{model.num_layers + 3}.lm_head.weight"
     if leaf.startswith("encoder.final_layernorm."):
@@ -135,44 +208,64 @@ def with_module_names(raw: RawCheckpoint) -> RawCheckpoint:
     """The checkpoint under the names of the module. Raises CheckpointError for layers that are not known."""
     weights = raw.tensors["weight"]
     if has_module_names(weights):
-        rename = lambda name: re.sub(r"^(?:module\.)*language_model\.(?:transformer\.)?", ROOT,
-                                     name).replace(f"{ROOT}layers.", f"{ROOT}encoder.layers.")
+        rename = lambda name: re.sub(
+            r"^(?:module\.)*language_model\.(?:transformer\.)?", ROOT, name
+        ).replace(f"{ROOT}layers.", f"{ROOT}encoder.layers.")
         names = {name: rename(name) for name in weights}
     else:
         names = _names_of_layers(weights, raw.folder)
-    tensors = {kind: {names.get(name, name): tensor for name, tensor in named.items()}
-               for kind, named in raw.tensors.items()}
+    tensors = {
+        kind: {names.get(name, name): tensor for name, tensor in named.items()}
+        for kind, named in raw.tensors.items()
+    }
     return replace(raw, tensors=tensors)
 
 
-def _names_of_layers(weights: Mapping[str, StoredTensor], folder: object) -> dict[str, str]:
+def _names_of_layers(
+    weights: Mapping[str, StoredTensor], folder: object
+) -> dict[str, str]:
     """Name in a pipeline → name in the module."""
     leaves: dict[int, set[str]] = {}
     for name in weights:
         number, _, leaf = name.partition(".")
         if name.startswith("tied_modules."):
-            number, leaf = "0", name.split(".", 2)[2]
+            number = "0"
+            leaf = name.split(".", 2)[2]
         if not number.isdecimal():
-            raise CheckpointError(f"{folder}: {name} is not the name of a tensor of Megatron-DeepSpeed.")
+            raise CheckpointError(
+                f"{folder}: {name} is not the name of a tensor of Megatron-DeepSpeed."
+            )
         leaves.setdefault(int(number), set()).add(leaf)
-    blocks = {number: i for i, number in enumerate(sorted(n for n, held in leaves.items() if QKV in held))}
+    blocks = {
+        number: i
+        for i, number in enumerate(
+            sorted(n for n, held in leaves.items() if QKV in held)
+        )
+    }
     names = {}
     for name in weights:
         number, _, leaf = name.partition(".")
         if name.startswith("tied_modules."):
-            number, leaf = "0", name.split(".", 2)[2]
+            number = "0"
+            leaf = name.split(".", 2)[2]
         number = int(number)
         if number in blocks:
             names[name] = f"{ROOT}encoder.layers.{blocks[number]}.{leaf}"
         elif "embeddings" in leaf:
             names[name] = f"{EMBEDDING}{leaf}"
-        elif leaf == "lm_head.weight" or leaves[number] == {"weight"} and len(weights[name].shape) == 2:
+        elif (
+            leaf == "lm_head.weight"
+            or leaves[number] == {"weight"}
+            and len(weights[name].shape) == 2
+        ):
             names[name] = f"{ROOT}output_layer.weight"
         elif leaves[number] <= {"weight", "bias"} and number > max(blocks):
             names[name] = f"{ROOT}encoder.final_layernorm.{leaf}"
         else:
-            raise CheckpointError(f"{weights[name].place}: layer {number} of the pipeline holds {leaf}, "
-                                  "which no layer of Megatron-DeepSpeed's GPT does.")
+            raise CheckpointError(
+                f"{weights[name].place}: layer {number} of the pipeline holds {leaf}, "
+                "which no layer of Megatron-DeepSpeed's GPT does."
+            )
     return names
 
 
@@ -183,16 +276,18 @@ def packing_of(raw: RawCheckpoint, model: ModelConfig, wanted: str | None) -> st
     are not queries, keys and values.
     """
     if wanted == "thirds" and model.query_groups != model.num_attention_heads:
-        raise CheckpointError(f"{raw.folder}: --qkv-packing thirds, and {model.num_attention_heads} heads "
-                              f"share {model.query_groups} keys and values: Megatron-DeepSpeed then cuts the "
-                              "rows into equal thirds, which are not queries, keys and values, so that what "
-                              "it trained is no attention that this package computes.")
+        raise CheckpointError(
+            f"{raw.folder}: --qkv-packing thirds, and {model.num_attention_heads} heads "
+            f"share {model.query_groups} keys and values: Megatron-DeepSpeed then cuts the "
+            "rows into equal thirds, which are not queries, keys and values, so that what "
+            "it trained is no attention that this package computes."
+        )
     if wanted is not None:
         return wanted
     if model.num_attention_heads == 1:
-        return "heads"              # the same as thirds
+        return "heads"  # the same as thirds
     if not raw.progress.iteration and len(raw.tensors) == 1:
-        return "heads"              # written by a converter, before any training
+        return "heads"  # written by a converter, before any training
     from ..tensor_parallel_merge import unknown_packing
 
     raise CheckpointError(unknown_packing(raw.folder))

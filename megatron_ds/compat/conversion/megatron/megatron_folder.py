@@ -1,7 +1,7 @@
 """The folder of Megatron-LM's checkpoints: which iteration to read.
 
-    latest_checkpointed_iteration.txt    "123", or "release": weights without iteration
-    iter_0000123/  release/              mp_rank_*/model_optim_rng.pt (torch) or .metadata (torch_dist)
+latest_checkpointed_iteration.txt    "123", or "release": weights without iteration
+iter_0000123/  release/              mp_rank_*/model_optim_rng.pt (torch) or .metadata (torch_dist)
 """
 
 import re
@@ -19,8 +19,11 @@ def iteration_folders(folder: Path) -> list[Path]:
     """The folders of iterations below a folder, or the folder itself if it is one."""
     if not folder.is_dir():
         return []
-    found = sorted(path for path in folder.iterdir()
-                   if path.is_dir() and (_ITERATION.fullmatch(path.name) or path.name == RELEASE))
+    found = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and (_ITERATION.fullmatch(path.name) or path.name == RELEASE)
+    )
     return found or [folder]
 
 
@@ -33,9 +36,15 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
     names = [path.name for path in folders]
     if folders == [folder]:
         own = folder.resolve().name
-        if wanted is not None and own != name_of(wanted) and (_ITERATION.fullmatch(own) or own == RELEASE):
-            raise CheckpointError(f"{folder} is the folder of {own}, and --iteration {wanted} is wanted. "
-                                  "Give the folder that contains it.")
+        if (
+            wanted is not None
+            and own != name_of(wanted)
+            and (_ITERATION.fullmatch(own) or own == RELEASE)
+        ):
+            raise CheckpointError(
+                f"{folder} is the folder of {own}, and --iteration {wanted} is wanted. "
+                "Give the folder that contains it."
+            )
         return folder
     if wanted is not None:
         name = name_of(wanted)
@@ -44,10 +53,18 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
             text = read_regular(folder / TRACKER).decode(errors="replace").strip()
         except OSError:
             if len(folders) > 1:
-                raise CheckpointError(f"{folder} has no {TRACKER}, and several iterations: "
-                                      f"{', '.join(names)}. Choose one with --iteration.") from None
+                raise CheckpointError(
+                    f"{folder} has no {TRACKER}, and several iterations: "
+                    f"{', '.join(names)}. Choose one with --iteration."
+                ) from None
             return folders[0]
-        name = RELEASE if text == RELEASE else name_of(int(text)) if _NUMBER.fullmatch(text) else text
+        name = (
+            RELEASE
+            if text == RELEASE
+            else name_of(int(text))
+            if _NUMBER.fullmatch(text)
+            else text
+        )
     if name not in names:
         raise CheckpointError(f"{folder} has no {name}. It has {', '.join(names)}.")
     return folder / name

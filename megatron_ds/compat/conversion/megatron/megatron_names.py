@@ -14,34 +14,48 @@ from typing import Any
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import StoredTensor
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+VOCABULARY = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.bias",
+)
 EMBEDDING, HEAD = VOCABULARY[:2]
 HEAD_COPY = "word_embeddings_for_head.weight"
 
 # Applied in order to a name; each replaces what it matches.
-_RULES = tuple((re.compile(pattern), new) for pattern, new in (
-    (r"^language_model\.", ""),
-    (r"^transformer\.", "encoder."),
-    (r"\.attention\.", ".self_attention."),
-    (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
-    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-    (r"\.input_norm\.", ".input_layernorm."),
-    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-    (r"^(encoder|decoder)\.final_norm\.", r"\1.final_layernorm."),
-    (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
-    (r"^lm_head\.bias$", "output_layer.bias"),
-    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
-    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-    (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
-))
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(?:local_experts\.)?(\d+)\.(linear_fc[12])\.(weight|bias)")
+_RULES = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"^language_model\.", ""),
+        (r"^transformer\.", "encoder."),
+        (r"\.attention\.", ".self_attention."),
+        (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+        (r"^(encoder|decoder)\.final_norm\.", r"\1.final_layernorm."),
+        (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
+        (r"^lm_head\.bias$", "output_layer.bias"),
+        (
+            r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$",
+            r".input_layernorm.\1",
+        ),
+        (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
+    )
+)
+_EXPERT = re.compile(
+    r"(.*\.mlp\.experts)\.(?:local_experts\.)?(\d+)\.(linear_fc[12])\.(weight|bias)"
+)
 _GROUPED = re.compile(r"(.*\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.*)")
-IGNORED = re.compile(r"(.*\.)?(_extra_state(/.*)?|inv_freq|rotary_pos_emb\..*|local_tokens_per_expert)$"
-                     r"|.*\.attention\.(bias|masked_bias)$")
+IGNORED = re.compile(
+    r"(.*\.)?(_extra_state(/.*)?|inv_freq|rotary_pos_emb\..*|local_tokens_per_expert)$"
+    r"|.*\.attention\.(bias|masked_bias)$"
+)
 
 
 @dataclass(frozen=True)
@@ -66,18 +80,23 @@ def part_of(name: str, is_bert: bool) -> Part:
         name = re.sub(r"^encoder\.", "decoder.", name)
     half = expert = None
     if found := _HALF.fullmatch(name):
-        name, half = found[1], "wv".index(found[2])
+        name = found[1]
+        half = "wv".index(found[2])
     if found := _EXPERT.fullmatch(name):
-        name, expert = f"{found[1]}.{found[3]}.{found[4]}", int(found[2])
+        name = f"{found[1]}.{found[3]}.{found[4]}"
+        expert = int(found[2])
     elif found := _GROUPED.fullmatch(name):
-        name, expert = found[1], int(found[2])
+        name = found[1]
+        expert = int(found[2])
     return Part(name, expert, half)
 
 
 def is_bert(names: Sequence[str]) -> bool:
     """Whether the names are those of a BERT."""
-    return any(name.startswith(("lm_head.", "binary_head.", "pooler.")) or "tokentype" in name
-               for name in names)
+    return any(
+        name.startswith(("lm_head.", "binary_head.", "pooler.")) or "tokentype" in name
+        for name in names
+    )
 
 
 def layer_of(name: str) -> int | None:

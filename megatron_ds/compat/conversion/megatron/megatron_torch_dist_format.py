@@ -1,9 +1,9 @@
 """Megatron-LM's `torch_dist` checkpoints: keys of the index → our tensors.
 
-    decoder.layers.mlp.linear_fc2.weight      [layers, …]: all layers of one kind in one tensor
-    decoder.layers.7.mlp.linear_fc2.weight    one layer, where layers differ
-    optimizer.state.exp_avg.KEY               optimizer state of a weight, in the shape of the weight
-    optimizer.distributed.dp_group_idx_0.…    flat buffers of the distributed optimizer
+decoder.layers.mlp.linear_fc2.weight      [layers, …]: all layers of one kind in one tensor
+decoder.layers.7.mlp.linear_fc2.weight    one layer, where layers differ
+optimizer.state.exp_avg.KEY               optimizer state of a weight, in the shape of the weight
+optimizer.distributed.dp_group_idx_0.…    flat buffers of the distributed optimizer
 """
 
 import re
@@ -22,20 +22,38 @@ from ..files.stored_tensor import (
     StoredTensor,
 )
 from ..files.tensor_views import StoredBox, changed, joined, stacked
-from ..files.torch_dist_folder import Sharded, TorchDistFolder, is_torch_dist, read_torch_dist
+from ..files.torch_dist_folder import (
+    Sharded,
+    TorchDistFolder,
+    is_torch_dist,
+    read_torch_dist,
+)
 from ..formats import Format, Wishes
 from ..malformed import refuses_malformed
 from .indexed_optimizer import groups_of
 from .megatron_args import check_arguments
 from .megatron_folder import find_iteration, iteration_folders
-from .megatron_model import adam_updates, iteration_in, logical, progress_of, with_choices
+from .megatron_model import (
+    adam_updates,
+    iteration_in,
+    logical,
+    progress_of,
+    with_choices,
+)
 from .megatron_names import IGNORED, Part, is_bert, part_of
 
 NAME = "megatron_torch_dist"
-KINDS = {"fp32_param": MASTER, "param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+KINDS = {
+    "fp32_param": MASTER,
+    "param": MASTER,
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+}
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 _BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
-_FIRST_GROUP = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
+_FIRST_GROUP = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1"
+)
 _STACKED = re.compile(r"((?:encoder|decoder)\.layers)\.([^\d].*)")
 
 
@@ -50,8 +68,10 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     stored = read_torch_dist(find_iteration(folder, wishes.iteration))
     args = fields_of(stored.common.get("args"))
     if not args:
-        raise CheckpointError(f"{stored.path} records no arguments (args), without which the model is not "
-                              "known. Megatron-LM saves them; megatron-core alone does not.")
+        raise CheckpointError(
+            f"{stored.path} records no arguments (args), without which the model is not "
+            "known. Megatron-LM saves them; megatron-core alone does not."
+        )
     check_arguments(args, stored.path)
     keys = {kind: {} for kind in (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")}
     buffers = {}
@@ -60,25 +80,36 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             buffers[key] = tensor
         elif found := _STATE.fullmatch(key):
             if found[1] not in KINDS:
-                raise CheckpointError(f"{stored.path}: the optimizer has the state {found[1]!r}, and Adam "
-                                      f"has {', '.join(KINDS)}. To load the weights alone, give --no-optim.")
+                raise CheckpointError(
+                    f"{stored.path}: the optimizer has the state {found[1]!r}, and Adam "
+                    f"has {', '.join(KINDS)}. To load the weights alone, give --no-optim."
+                )
             keys[KINDS[found[1]]][found[2]] = tensor
         elif not IGNORED.fullmatch(key):
             keys[WEIGHT][key] = tensor
     bert = is_bert(list(keys[WEIGHT]))
-    tensors = {kind: _tensors(of_kind, keys[WEIGHT], bert) for kind, of_kind in keys.items() if of_kind}
+    tensors = {
+        kind: _tensors(of_kind, keys[WEIGHT], bert)
+        for kind, of_kind in keys.items()
+        if of_kind
+    }
     if buffers and not wishes.weights_only:
         from .bucketed_optimizer import from_buckets
 
         tensors |= from_buckets(stored, buffers, tensors[WEIGHT], args)
     states = _optimizers(stored)
-    settings = with_choices(args, [group for state in states for group in groups_of(state)])
-    raw = RawCheckpoint(stored.path, tensors, settings, _progress(stored, args, states), stored.ignored)
+    settings = with_choices(
+        args, [group for state in states for group in groups_of(state)]
+    )
+    raw = RawCheckpoint(
+        stored.path, tensors, settings, _progress(stored, args, states), stored.ignored
+    )
     return logical(raw, bert, wishes, NAME)
 
 
-def _tensors(keys: Mapping[str, Sharded], weights: Mapping[str, Sharded],
-             bert: bool) -> dict[str, StoredTensor]:
+def _tensors(
+    keys: Mapping[str, Sharded], weights: Mapping[str, Sharded], bert: bool
+) -> dict[str, StoredTensor]:
     """Tensors under our names: stacked ones by layer, halves and experts joined."""
     parts: dict[str, dict[Part, StoredTensor]] = {}
     for key, tensor in keys.items():
@@ -93,20 +124,30 @@ def _by_layer(key: str, tensor: Sharded) -> list[tuple[str, StoredTensor]]:
     found = _STACKED.fullmatch(key)
     if not found:
         return [(key, tensor.whole())]
-    return [(f"{found[1]}.{layer}.{found[2]}", row) for layer, row in enumerate(tensor.rows())]
+    return [
+        (f"{found[1]}.{layer}.{found[2]}", row)
+        for layer, row in enumerate(tensor.rows())
+    ]
 
 
 def _joined(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
     """One tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
     if len(parts) == 1 and next(iter(parts)) == Part(name):
         return parts[Part(name)]
-    experts = sorted({part.expert for part in parts if part.expert is not None}) or [None]
+    experts = sorted({part.expert for part in parts if part.expert is not None}) or [
+        None
+    ]
     halves = sorted({part.half for part in parts if part.half is not None}) or [None]
     wanted = {Part(name, expert, half) for expert in experts for half in halves}
     if wanted != parts.keys() or experts not in ([None], [*range(len(experts))]):
-        raise CheckpointError(f"{name}: of its {len(wanted)} parts (experts {experts[:4]}…, halves {halves}) "
-                              f"{len(parts)} are stored. The checkpoint is incomplete.")
-    by_expert = [joined([parts[Part(name, expert, half)] for half in halves], 0, name) for expert in experts]
+        raise CheckpointError(
+            f"{name}: of its {len(wanted)} parts (experts {experts[:4]}…, halves {halves}) "
+            f"{len(parts)} are stored. The checkpoint is incomplete."
+        )
+    by_expert = [
+        joined([parts[Part(name, expert, half)] for half in halves], 0, name)
+        for expert in experts
+    ]
     return by_expert[0] if experts == [None] else stacked(by_expert, name)
 
 
@@ -123,28 +164,51 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
     local = tuple(total // n for total, n in zip(shape, grid))
 
     def regrouped(whole):
-        blocks = whole.view(*grid, *local)      # [X/x, Y/y, x, y]
-        order = [d for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid))) for d in pair]
+        blocks = whole.view(*grid, *local)  # [X/x, Y/y, x, y]
+        order = [
+            d
+            for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid)))
+            for d in pair
+        ]
         return blocks.permute(order).reshape(shape)
 
     one = changed(tensor.whole(), shape, regrouped)
-    return Sharded(tensor.key, shape, tensor.dtype, (StoredBox((0,) * len(shape), one),))
+    return Sharded(
+        tensor.key, shape, tensor.dtype, (StoredBox((0,) * len(shape), one),)
+    )
 
 
 def _optimizers(stored: TorchDistFolder) -> list[dict[str, Any]]:
     """States of the optimizers but their tensors."""
     states = optimizers_in(stored.common.get("optimizer"))
-    return states + [fields_of(stored.object(key)) for key in stored.objects if _FIRST_GROUP.fullmatch(key)]
+    return states + [
+        fields_of(stored.object(key))
+        for key in stored.objects
+        if _FIRST_GROUP.fullmatch(key)
+    ]
 
 
-def _progress(stored: TorchDistFolder, args: Mapping[str, Any], states: list[dict[str, Any]]
-              ) -> StoredProgress:
+def _progress(
+    stored: TorchDistFolder, args: Mapping[str, Any], states: list[dict[str, Any]]
+) -> StoredProgress:
     steps = []
     for state in states:
         inner = fields_of(state.get("optimizer")) or state
-        steps += [{"step": fields_of(inner.get("state")).get("common_step")}, *groups_of(state)]
-    scaler = next((fields_of(state["grad_scaler"]) for state in states if state.get("grad_scaler")), {})
-    return progress_of(args, iteration_in(stored.common, stored.path), adam_updates(steps), scaler)
+        steps += [
+            {"step": fields_of(inner.get("state")).get("common_step")},
+            *groups_of(state),
+        ]
+    scaler = next(
+        (
+            fields_of(state["grad_scaler"])
+            for state in states
+            if state.get("grad_scaler")
+        ),
+        {},
+    )
+    return progress_of(
+        args, iteration_in(stored.common, stored.path), adam_updates(steps), scaler
+    )
 
 
 def optimizers_in(value: Any) -> list[dict[str, Any]]:
@@ -164,6 +228,18 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     return written(checkpoint, folder, wishes)
 
 
-FORMAT = Format(NAME, "torch_dist checkpoint of Megatron-LM", detect, read, write,
-                reads=("iteration", "vocab_size", "allow_unused"),
-                writes=("dtype", "tensor_parallel", "pipeline_parallel", "expert_parallel", "shard_bytes"))
+FORMAT = Format(
+    NAME,
+    "torch_dist checkpoint of Megatron-LM",
+    detect,
+    read,
+    write,
+    reads=("iteration", "vocab_size", "allow_unused"),
+    writes=(
+        "dtype",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
+        "shard_bytes",
+    ),
+)

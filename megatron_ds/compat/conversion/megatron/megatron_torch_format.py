@@ -8,7 +8,13 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
-from ..files.stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredProgress, StoredTensor
+from ..files.stored_tensor import (
+    WEIGHT,
+    LogicalCheckpoint,
+    RawCheckpoint,
+    StoredProgress,
+    StoredTensor,
+)
 from ..files.torch_file import read_torch_file
 from ..formats import Format, Wishes
 from ..malformed import refuses_malformed
@@ -16,15 +22,36 @@ from .flat_buffers import REMEDY, LocalParameter, from_file, is_shared
 from .indexed_optimizer import from_indices, groups_of
 from .megatron_args import local_experts
 from .megatron_folder import RELEASE, find_iteration, iteration_folders
-from .megatron_model import adam_updates, iteration_in, logical, progress_of, with_choices
-from .megatron_names import EMBEDDING, HEAD, HEAD_COPY, Part, in_layer, is_bert, layer_of, part_of
-from .megatron_ranks import ByRank, expanded_experts, merged, repacked_qkv, with_experts_of
+from .megatron_model import (
+    adam_updates,
+    iteration_in,
+    logical,
+    progress_of,
+    with_choices,
+)
+from .megatron_names import (
+    EMBEDDING,
+    HEAD,
+    HEAD_COPY,
+    Part,
+    in_layer,
+    is_bert,
+    layer_of,
+    part_of,
+)
+from .megatron_ranks import (
+    ByRank,
+    expanded_experts,
+    merged,
+    repacked_qkv,
+    with_experts_of,
+)
 from .megatron_torch_dist_format import optimizers_in
 from .rank_files import OPTIMIZER_FILE, RankFile, rank_folders, read_rank_files
 
 NAME = "megatron_torch"
 _JOINED_EXPERTS = re.compile(r".*\.mlp\.experts\.weight[12]")
-Chunk = list[tuple[Part, StoredTensor]]     # of one rank, in the order of registration
+Chunk = list[tuple[Part, StoredTensor]]  # of one rank, in the order of registration
 
 
 def detect(folder: Path) -> bool:
@@ -39,33 +66,60 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     files = read_rank_files(path)
     args = files[0].args
     if not args:
-        raise CheckpointError(f"{path} records no arguments (args), without which the model is not known.")
-    bert = is_bert([name.removeprefix("language_model.") for file in files for chunk in file.chunks
-                    for name in chunk])
-    chunks = {file.at: [_named(chunk, args, bert) for chunk in file.chunks] for file in files}
+        raise CheckpointError(
+            f"{path} records no arguments (args), without which the model is not known."
+        )
+    bert = is_bert(
+        [
+            name.removeprefix("language_model.")
+            for file in files
+            for chunk in file.chunks
+            for name in chunk
+        ]
+    )
+    chunks = {
+        file.at: [_named(chunk, args, bert) for chunk in file.chunks] for file in files
+    }
     offsets = _first_layers(files, chunks)
     kinds: dict[str, dict[Part, ByRank]] = {WEIGHT: {}}
     for file in files:
-        placed = [_placed(chunk, offsets[file.at[1], number], file, args)
-                  for number, chunk in enumerate(chunks[file.at])]
+        placed = [
+            _placed(chunk, offsets[file.at[1], number], file, args)
+            for number, chunk in enumerate(chunks[file.at])
+        ]
         _collect(kinds[WEIGHT], [pair for chunk in placed for pair in chunk], file)
         if path.name != RELEASE and not wishes.weights_only:
             for kind, found in _optimizer(file, placed, args).items():
                 _collect(kinds.setdefault(kind, {}), list(found.items()), file)
     version = files[0].content.get("checkpoint_version") or 0
     if not isinstance(version, int | float):
-        raise CheckpointError(f"{files[0].folder} has checkpoint_version {version!r}, which is no number. "
-                              "The file is damaged.")
-    tensors = {kind: merged(_repacked(parts, version, args), args) for kind, parts in kinds.items()
-               if parts or kind == WEIGHT}
+        raise CheckpointError(
+            f"{files[0].folder} has checkpoint_version {version!r}, which is no number. "
+            "The file is damaged."
+        )
+    tensors = {
+        kind: merged(_repacked(parts, version, args), args)
+        for kind, parts in kinds.items()
+        if parts or kind == WEIGHT
+    }
     ignored = tuple(sorted({name for file in files for name in file.ignored}))
     progress = StoredProgress() if path.name == RELEASE else _progress(files[0], args)
-    settings = with_choices(args, [group for state in optimizers_in(files[0].content.get("optimizer"))
-                                   for group in groups_of(state)])
-    return logical(RawCheckpoint(path, tensors, settings, progress, ignored), bert, wishes, NAME)
+    settings = with_choices(
+        args,
+        [
+            group
+            for state in optimizers_in(files[0].content.get("optimizer"))
+            for group in groups_of(state)
+        ],
+    )
+    return logical(
+        RawCheckpoint(path, tensors, settings, progress, ignored), bert, wishes, NAME
+    )
 
 
-def _named(chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool) -> Chunk:
+def _named(
+    chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool
+) -> Chunk:
     """Parts of ours, numbered as in the file. A tied head has two spellings."""
     experts = local_experts(args)
     pairs: Chunk = []
@@ -75,14 +129,20 @@ def _named(chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: boo
     return pairs
 
 
-def _first_layers(files: Sequence[RankFile], chunks: Mapping[tuple, Sequence[Chunk]]) -> dict:
+def _first_layers(
+    files: Sequence[RankFile], chunks: Mapping[tuple, Sequence[Chunk]]
+) -> dict:
     """(pipeline rank, chunk) → number to add to the layers of its file.
 
     Layers are numbered from 0 in each chunk of each rank. Chunk c of all ranks comes before chunk c + 1.
     """
-    counts = {(file.at[1], number): len({layer_of(part.name) for part, _ in chunk} - {None})
-              for file in files for number, chunk in enumerate(chunks[file.at])}
-    offsets, at = {}, 0
+    counts = {
+        (file.at[1], number): len({layer_of(part.name) for part, _ in chunk} - {None})
+        for file in files
+        for number, chunk in enumerate(chunks[file.at])
+    }
+    offsets = {}
+    at = 0
     for stage, number in sorted(counts, key=lambda key: key[::-1]):
         offsets[stage, number] = at
         at += counts[stage, number]
@@ -93,12 +153,16 @@ def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -
     """With global numbers of layers and experts."""
     per_rank = local_experts(args)
     present = {layer_of(part.name) for part, _ in chunk} - {None}
-    shift = first if not present or min(present) == 0 else 0        # some versions number them globally
+    shift = (
+        first if not present or min(present) == 0 else 0
+    )  # some versions number them globally
     placed = []
     for part, tensor in chunk:
         layer = layer_of(part.name)
         name = part.name if layer is None else in_layer(part.name, layer + shift)
-        placed.append((with_experts_of(replace(part, name=name), file.at[2], per_rank), tensor))
+        placed.append(
+            (with_experts_of(replace(part, name=name), file.at[2], per_rank), tensor)
+        )
     return placed
 
 
@@ -106,49 +170,83 @@ def _collect(found: dict[Part, ByRank], pairs: Chunk, file: RankFile) -> None:
     for part, tensor in pairs:
         by_rank = found.setdefault(part, {})
         at = (file.at[0], file.at[2])
-        if at in by_rank and part.name not in (EMBEDDING, HEAD):        # those may be on two stages
-            raise CheckpointError(f"{file.folder}: {part.name} is in the files of two pipeline stages, also "
-                                  f"{by_rank[at].place}. The files are mixed up.")
+        if at in by_rank and part.name not in (
+            EMBEDDING,
+            HEAD,
+        ):  # those may be on two stages
+            raise CheckpointError(
+                f"{file.folder}: {part.name} is in the files of two pipeline stages, also "
+                f"{by_rank[at].place}. The files are mixed up."
+            )
         by_rank.setdefault(at, tensor)
 
 
-def _optimizer(file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
-               ) -> dict[str, dict[Part, StoredTensor]]:
+def _optimizer(
+    file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
+) -> dict[str, dict[Part, StoredTensor]]:
     """kind → part → state of this rank's parameters; {} where none was saved."""
     if file.content.get("optimizer") is None:
         return {}
-    if joined := [name for chunk in file.chunks for name in chunk if _JOINED_EXPERTS.fullmatch(name)]:
-        raise CheckpointError(f"{file.folder}: the optimizer state of {joined[0]}, in which all experts are "
-                              f"one parameter, is not read. {REMEDY}")
-    chunks = [[LocalParameter(part, tensor.shape, tensor.dtype, is_shared(part.name, args))
-               for part, tensor in chunk if not part.name.endswith(".router.expert_bias")]
-              for chunk in placed]
+    if joined := [
+        name
+        for chunk in file.chunks
+        for name in chunk
+        if _JOINED_EXPERTS.fullmatch(name)
+    ]:
+        raise CheckpointError(
+            f"{file.folder}: the optimizer state of {joined[0]}, in which all experts are "
+            f"one parameter, is not read. {REMEDY}"
+        )
+    chunks = [
+        [
+            LocalParameter(part, tensor.shape, tensor.dtype, is_shared(part.name, args))
+            for part, tensor in chunk
+            if not part.name.endswith(".router.expert_bias")
+        ]
+        for chunk in placed
+    ]
     if (file.folder / OPTIMIZER_FILE).is_file():
         content = read_torch_file(file.folder / OPTIMIZER_FILE).content
         return from_file(content, chunks, args, str(file.folder / OPTIMIZER_FILE))
     states = optimizers_in(file.content["optimizer"])
     if args.get("use_distributed_optimizer"):
-        raise CheckpointError(f"{file.folder} has no {OPTIMIZER_FILE}, in which the distributed optimizer "
-                              "keeps its state. Copy it too, or load the weights alone: --no-optim (in "
-                              "training, --no-load-optim).")
-    return from_indices(states, [p for chunk in chunks for p in chunk], str(file.folder))
+        raise CheckpointError(
+            f"{file.folder} has no {OPTIMIZER_FILE}, in which the distributed optimizer "
+            "keeps its state. Copy it too, or load the weights alone: --no-optim (in "
+            "training, --no-load-optim)."
+        )
+    return from_indices(
+        states, [p for chunk in chunks for p in chunk], str(file.folder)
+    )
 
 
-def _repacked(parts: Mapping[Part, ByRank], version: float, args: Mapping[str, Any]) -> dict[Part, ByRank]:
-    head_dim = int(args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"])
-    return {part: {at: repacked_qkv(part.name, tensor, version, head_dim) for at, tensor in by_rank.items()}
-            for part, by_rank in parts.items()}
+def _repacked(
+    parts: Mapping[Part, ByRank], version: float, args: Mapping[str, Any]
+) -> dict[Part, ByRank]:
+    head_dim = int(
+        args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
+    )
+    return {
+        part: {
+            at: repacked_qkv(part.name, tensor, version, head_dim)
+            for at, tensor in by_rank.items()
+        }
+        for part, by_rank in parts.items()
+    }
 
 
 def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
     states = optimizers_in(file.content.get("optimizer"))
-    steps, scaler = [], {}
+    steps = []
+    scaler = {}
     for state in states:
         inner = fields_of(state.get("optimizer")) or state
         steps += [fields_of(group) for group in inner.get("param_groups") or ()]
         steps += [fields_of(one) for one in fields_of(inner.get("state")).values()][:1]
         scaler = scaler or fields_of(state.get("grad_scaler"))
-    return progress_of(args, iteration_in(file.content, file.folder), adam_updates(steps), scaler)
+    return progress_of(
+        args, iteration_in(file.content, file.folder), adam_updates(steps), scaler
+    )
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
@@ -158,6 +256,12 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     return write_release(checkpoint, folder, wishes)
 
 
-FORMAT = Format(NAME, "torch checkpoint of Megatron-LM (mp_rank folders)", detect, read, write,
-                reads=("iteration", "vocab_size", "allow_unused"),
-                writes=("dtype", "tensor_parallel", "pipeline_parallel"))
+FORMAT = Format(
+    NAME,
+    "torch checkpoint of Megatron-LM (mp_rank folders)",
+    detect,
+    read,
+    write,
+    reads=("iteration", "vocab_size", "allow_unused"),
+    writes=("dtype", "tensor_parallel", "pipeline_parallel"),
+)

@@ -1,6 +1,6 @@
 """The mp_rank folders of one iteration: one file for each model-parallel rank.
 
-    mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt      and distrib_optim.pt
+mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt      and distrib_optim.pt
 """
 
 import re
@@ -44,12 +44,21 @@ class RankFile:
 
 def rank_folders(path: Path) -> list[Path]:
     """The folders of ranks in the folder of an iteration."""
-    return sorted(folder for folder in path.iterdir()
-                  if _FOLDER.fullmatch(folder.name) and _weights_file(folder)) if path.is_dir() else []
+    return (
+        sorted(
+            folder
+            for folder in path.iterdir()
+            if _FOLDER.fullmatch(folder.name) and _weights_file(folder)
+        )
+        if path.is_dir()
+        else []
+    )
 
 
 def _weights_file(folder: Path) -> Path | None:
-    return next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), None)
+    return next(
+        (folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), None
+    )
 
 
 def read_rank_files(path: Path) -> list[RankFile]:
@@ -72,7 +81,9 @@ def read_rank_files(path: Path) -> list[RankFile]:
     files.sort(key=lambda file: file.at)
     _check_grid(path, files, sizes)
     if len({repr(file.args.get("rank")) for file in files}) > 1 or len(files) == 1:
-        for file in files:          # Megatron-LM's converter writes the same arguments into all files
+        for (
+            file
+        ) in files:  # Megatron-LM's converter writes the same arguments into all files
             _check_rank(file, sizes)
     return files
 
@@ -83,12 +94,14 @@ def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
         return None
     sizes = [args.get(f"{axis}_model_parallel_size") or 1 for axis in _AXES]
     if not args.get("tensor_model_parallel_size"):
-        sizes[0] = args.get("model_parallel_size") or 1         # its name before pipelines
+        sizes[0] = args.get("model_parallel_size") or 1  # its name before pipelines
     return tuple(sizes)
 
 
 def _position(name: str, sizes: Coordinates | None) -> Coordinates:
-    numbers = [int(number) for number in _FOLDER.fullmatch(name).groups() if number is not None]
+    numbers = [
+        int(number) for number in _FOLDER.fullmatch(name).groups() if number is not None
+    ]
     if len(numbers) == 2 and sizes is not None and sizes[1] == 1 and sizes[2] > 1:
         return numbers[0], 0, numbers[1]
     return (*numbers, 0, 0)[:3]
@@ -98,11 +111,15 @@ def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
     if "model" in content:
         yield content["model"]
         return
-    count = sum(isinstance(key, str) and bool(re.fullmatch(r"model\d+", key)) for key in content)
+    count = sum(
+        isinstance(key, str) and bool(re.fullmatch(r"model\d+", key)) for key in content
+    )
     chunks = [f"model{i}" for i in range(count)]
     if not chunks or any(name not in content for name in chunks):
-        raise CheckpointError(f"{folder} holds no model; its entries are "
-                              f"{', '.join(map(str, list(content)[:10]))}.")
+        raise CheckpointError(
+            f"{folder} holds no model; its entries are "
+            f"{', '.join(map(str, list(content)[:10]))}."
+        )
     yield from (content[name] for name in chunks)
 
 
@@ -110,33 +127,53 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
     counts = tuple(max(file.at[axis] for file in files) + 1 for axis in range(3))
     present = {file.at for file in files}
     wanted = sizes or counts
-    positions = ((t, p, e) for t in range(wanted[0]) for p in range(wanted[1]) for e in range(wanted[2]))
+    positions = (
+        (t, p, e)
+        for t in range(wanted[0])
+        for p in range(wanted[1])
+        for e in range(wanted[2])
+    )
     absent = next((at for at in positions if at not in present), None)
     if absent or len(present) != wanted[0] * wanted[1] * wanted[2]:
-        what = f"the first missing is {absent}" if absent else f"there are {len(present)}"
-        raise CheckpointError(f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline "
-                              f"× expert = {' × '.join(map(str, wanted))} ranks; {what} (tp, pp, ep). Copy "
-                              "all mp_rank folders.")
+        what = (
+            f"the first missing is {absent}" if absent else f"there are {len(present)}"
+        )
+        raise CheckpointError(
+            f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline "
+            f"× expert = {' × '.join(map(str, wanted))} ranks; {what} (tp, pp, ep). Copy "
+            "all mp_rank folders."
+        )
     for name in ("iteration", "checkpoint_version"):
         values = {repr(file.content.get(name)) for file in files}
         if len(values) > 1:
-            raise CheckpointError(f"{path}: the files have {name} {' and '.join(sorted(values))}: they are "
-                                  "not of one save.")
+            raise CheckpointError(
+                f"{path}: the files have {name} {' and '.join(sorted(values))}: they are "
+                "not of one save."
+            )
 
 
 def _check_rank(file: RankFile, sizes: Coordinates | None) -> None:
     """Raises CheckpointError if the file records that another rank wrote it."""
-    rank, world = file.args.get("rank"), file.args.get("world_size")
+    rank = file.args.get("rank")
+    world = file.args.get("world_size")
     if not sizes or not isinstance(rank, int) or sizes[2] > 1:
         return
     if rank % sizes[0] != file.at[0]:
-        raise CheckpointError(f"{file.folder} was written by rank {rank}, whose tensor-parallel position is "
-                              f"{rank % sizes[0]}, and its name is that of position {file.at[0]}: the files "
-                              "of two ranks are swapped. Restore them from the original.")
-    if (isinstance(world, int) and world > 0 and world % sizes[1] == 0
-            and not file.args.get("use_tp_pp_dp_mapping")):
+        raise CheckpointError(
+            f"{file.folder} was written by rank {rank}, whose tensor-parallel position is "
+            f"{rank % sizes[0]}, and its name is that of position {file.at[0]}: the files "
+            "of two ranks are swapped. Restore them from the original."
+        )
+    if (
+        isinstance(world, int)
+        and world > 0
+        and world % sizes[1] == 0
+        and not file.args.get("use_tp_pp_dp_mapping")
+    ):
         stage = rank // (world // sizes[1])
         if stage != file.at[1]:
-            raise CheckpointError(f"{file.folder} was written by rank {rank} of {world}, whose pipeline "
-                                  f"stage is {stage}, and its name is that of stage {file.at[1]}: the files "
-                                  "of two ranks are swapped. Restore them from the original.")
+            raise CheckpointError(
+                f"{file.folder} was written by rank {rank} of {world}, whose pipeline "
+                f"stage is {stage}, and its name is that of stage {file.at[1]}: the files "
+                "of two ranks are swapped. Restore them from the original."
+            )

@@ -27,69 +27,128 @@ from .megatron_ranks import split_of
 from .rank_files import WEIGHTS_FILES
 
 
-def write_release(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
+def write_release(
+    checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes
+) -> list[str]:
     """Write the weights into the new folder. Returns lines that state what was written.
 
     Raises CheckpointError for models that Megatron-LM does not have, and for sizes that do not divide.
     """
     model = model_of(checkpoint.model, checkpoint.folder)
-    tp, pp = wishes.tensor_parallel, wishes.pipeline_parallel
+    tp = wishes.tensor_parallel
+    pp = wishes.pipeline_parallel
     _check(checkpoint, model, tp, pp)
     dtype = getattr(torch, wishes.dtype or "float32")
     args = arguments_of(model, tp) | {
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "iteration": 0,
-        "expert_model_parallel_size": 1, "consumed_train_samples": 0, "consumed_valid_samples": 0,
-        "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "world_size": tp * pp,
-        "transformer_impl": "local", "data_parallel_random_init": False, "ckpt_format": "torch"}
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "iteration": 0,
+        "expert_model_parallel_size": 1,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "world_size": tp * pp,
+        "transformer_impl": "local",
+        "data_parallel_random_init": False,
+        "ckpt_format": "torch",
+    }
     total = sum(tensor.nbytes for tensor in checkpoint.tensors[WEIGHT].values())
     with published(folder) as hidden:
         for t, p in ((t, p) for t in range(tp) for p in range(pp)):
-            weights = {name: in_dtype(values, dtype, name).clone() for name, values in
-                       _weights(checkpoint, model, args, (t, tp), (p, pp))}
-            place = hidden / RELEASE / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
+            weights = {
+                name: in_dtype(values, dtype, name).clone()
+                for name, values in _weights(checkpoint, model, args, (t, tp), (p, pp))
+            }
+            place = (
+                hidden
+                / RELEASE
+                / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
+            )
             place.mkdir(parents=True)
-            torch.save({"args": argparse.Namespace(**args, rank=t + tp * p), "checkpoint_version": 3.0,
-                        "iteration": 0, "model": weights}, place / WEIGHTS_FILES[0])
+            torch.save(
+                {
+                    "args": argparse.Namespace(**args, rank=t + tp * p),
+                    "checkpoint_version": 3.0,
+                    "iteration": 0,
+                    "model": weights,
+                },
+                place / WEIGHTS_FILES[0],
+            )
             wishes.done(total // (tp * pp))
         (hidden / TRACKER).write_text(RELEASE)
-    return [f"wrote {folder / RELEASE}: weights for tensor × pipeline = {tp} × {pp} ranks",
-            f"to train it in Megatron-LM: --load {folder} --use-checkpoint-args --ckpt-format torch "
-            "--transformer-impl local --finetune --no-load-optim --no-load-rng"]
+    return [
+        f"wrote {folder / RELEASE}: weights for tensor × pipeline = {tp} × {pp} ranks",
+        f"to train it in Megatron-LM: --load {folder} --use-checkpoint-args --ckpt-format torch "
+        "--transformer-impl local --finetune --no-load-optim --no-load-rng",
+    ]
 
 
 def _check(checkpoint: LogicalCheckpoint, model: ModelConfig, tp: int, pp: int) -> None:
     if checkpoint.optimizer is not None:
-        raise CheckpointError(f"{checkpoint.folder} has optimizer state, and the torch format is written "
-                              "with weights alone. Add --no-optim, or write --to torch_dist, which keeps it.")
+        raise CheckpointError(
+            f"{checkpoint.folder} has optimizer state, and the torch format is written "
+            "with weights alone. Add --no-optim, or write --to torch_dist, which keeps it."
+        )
     if any(model.experts):
-        raise CheckpointError(f"{checkpoint.folder} has experts, which are written --to torch_dist only.")
-    sizes = {"layers": (model.num_layers, pp), "query groups": (model.query_groups, tp),
-             "columns of the feed-forward": (model.ffn_size, tp)}
+        raise CheckpointError(
+            f"{checkpoint.folder} has experts, which are written --to torch_dist only."
+        )
+    sizes = {
+        "layers": (model.num_layers, pp),
+        "query groups": (model.query_groups, tp),
+        "columns of the feed-forward": (model.ffn_size, tp),
+    }
     for noun, (size, ranks) in sizes.items():
         if size % ranks:
-            raise CheckpointError(f"{size} {noun} do not divide over {ranks} ranks. Choose another "
-                                  "--target-tensor-parallel-size or --target-pipeline-parallel-size.")
+            raise CheckpointError(
+                f"{size} {noun} do not divide over {ranks} ranks. Choose another "
+                "--target-tensor-parallel-size or --target-pipeline-parallel-size."
+            )
 
 
-def _weights(checkpoint: LogicalCheckpoint, model: ModelConfig, args: dict, tensor: tuple[int, int],
-             pipeline: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(
+    checkpoint: LogicalCheckpoint,
+    model: ModelConfig,
+    args: dict,
+    tensor: tuple[int, int],
+    pipeline: tuple[int, int],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, values) of one rank, with its own numbers of layers. tensor, pipeline: its position and size."""
     (t, tp), (p, pp), count = tensor, pipeline, model.num_layers // pipeline[1]
     for name, stored in checkpoint.tensors[WEIGHT].items():
         layer = layer_of(name)
-        stage = layer // count if layer is not None else 0 if name.startswith("embedding.") else pp - 1
-        names = [in_layer(name, layer - stage * count) if layer is not None else name] * (stage == p)
-        if name == EMBEDDING and p == pp - 1 > 0 and HEAD not in checkpoint.tensors[WEIGHT]:
-            names.append(HEAD)                                  # the last stage's copy of tied weights
+        stage = (
+            layer // count
+            if layer is not None
+            else 0
+            if name.startswith("embedding.")
+            else pp - 1
+        )
+        names = [
+            in_layer(name, layer - stage * count) if layer is not None else name
+        ] * (stage == p)
+        if (
+            name == EMBEDDING
+            and p == pp - 1 > 0
+            and HEAD not in checkpoint.tensors[WEIGHT]
+        ):
+            names.append(HEAD)  # the last stage's copy of tied weights
         if names:
             values = stored.read()
             if name in VOCABULARY:
                 rows = args["padded_vocab_size"] - values.shape[0]
                 values = torch.cat((values, values.new_zeros(rows, *values.shape[1:])))
-            yield from ((one, _shard(values, *split_of(name, args), t, tp)) for one in names)
+            yield from (
+                (one, _shard(values, *split_of(name, args), t, tp)) for one in names
+            )
 
 
-def _shard(values: torch.Tensor, dim: int | None, blocks: int, rank: int, size: int) -> torch.Tensor:
+def _shard(
+    values: torch.Tensor, dim: int | None, blocks: int, rank: int, size: int
+) -> torch.Tensor:
     if dim is None:
         return values
-    return torch.cat([block.chunk(size, dim)[rank] for block in values.chunk(blocks, dim)], dim)
+    return torch.cat(
+        [block.chunk(size, dim)[rank] for block in values.chunk(blocks, dim)], dim
+    )
