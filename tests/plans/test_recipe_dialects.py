@@ -168,7 +168,7 @@ def test_what_moves_no_number_is_accepted_with_a_reason(words):
         ("--spec my.layers spec", "chosen by its options"),
         ("--rope-type yarn", "position-embedding-type yarn"),
         ("--goldfish-loss", "every token counts"),
-        ("--handler-name x", "preprocess_data"),
+        ("--handler-name x", "megatron-ds preprocess"),
         ("--norm-target-loss", "all tokens alike"),
         ("--moe-num-experts 8", "one bias after the sum"),
         ("--moe-loss-weight 0.1", "divided by --num-layers"),
