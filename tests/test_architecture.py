@@ -134,6 +134,76 @@ def test_imports_go_strictly_downward(path):
     assert not wrong, "\n".join(wrong)
 
 
+def module_graph() -> dict[str, set[str]]:
+    """Module → the modules of the package that it imports, anywhere in it and also for annotations alone."""
+    names = {
+        ".".join(("megatron_ds", *module_of(path))).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    graph = {}
+    for name, path in names.items():
+        found = {
+            entry if entry in names else entry.rpartition(".")[0]
+            for _, entry in imports(path)
+        }
+        graph[name] = (found & set(names)) - {name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+
+    def reached_from(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for following in graph[waiting.pop()] - seen:
+                seen.add(following)
+                waiting.append(following)
+        return seen
+
+    reached = {name: reached_from(name) for name in graph}
+    return [
+        sorted(other for other in reached[name] if name in reached[other])
+        for name in graph
+        if name in reached[name]
+    ]
+
+
+def test_no_modules_import_each_other():
+    """Circles hide which of two modules can be read without the other: move what both need to a third."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"], ["b", "c"]]
+    assert not circles(module_graph())
+
+
+def test_the_core_imports_no_wing():
+    """What trains can be read, and used, without other programs' dialects (plugins.py)."""
+    wings = ("megatron_ds.compat",)
+    above = (*wings, "megatron_ds.commands", "megatron_ds.__main__")
+    assert not {
+        name: found
+        for name, modules in module_graph().items()
+        if not name.startswith(above)
+        if (found := [m for m in modules if m.startswith(wings)])
+    }
+
+
+def test_there_are_few_rooms():
+    """Rooms at eye level, and floors: the longest chain of imports between them, without the entry point."""
+    rooms = {}
+    for name, modules in module_graph().items():
+        room = name.split(".")[1] if "." in name else ""
+        found = {module.split(".")[1] for module in modules if "." in module}
+        rooms[room] = rooms.get(room, set()) | found - {room}
+    del rooms[""], rooms["__main__"]
+
+    def floor(room: str) -> int:
+        return 1 + max(map(floor, rooms[room]), default=0)
+
+    assert len(rooms) <= 27
+    assert max(map(floor, rooms)) <= 12
+
+
 def test_nothing_in_the_package_imports_what_stands_above_it():
     above = {"tools", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert"}
     assert not {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.context import Part, SequenceSlice
+from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
 
 COLOURS = (
     "#4878a8",

@@ -1,20 +1,17 @@
 """`SequenceRanks`: the ranks that hold different tokens of a sequence.
 
 Context-parallel ranks hold parts of each sequence, and with sequence parallelism tensor-parallel ranks parts
-of those (`context.SequenceSlice`). What compares the tokens of a sequence with each other gathers some
+of those (`SequenceSlice`). What compares the tokens of a sequence with each other gathers some
 numbers of each token, decides alike on every rank, and keeps the decisions on its own tokens.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from . import collectives
 from .group import Group
-
-if TYPE_CHECKING:
-    from .context import SequenceSlice
+from .sequence_slice import SequenceSlice
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class SequenceRanks:
     every: Group
     tp: Group
     cp: Group
-    part: "SequenceSlice"
+    part: SequenceSlice
 
     @property
     def size(self) -> int:

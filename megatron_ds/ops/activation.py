@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from .cpu import compiled_gelu
 from .gpu import gated_kernels
 from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
-from .product import has_memory
+from .meta_tensors import has_memory
 
 
 @dataclass(frozen=True)

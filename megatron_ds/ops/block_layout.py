@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import LayoutError
-from .product import has_memory
+from .meta_tensors import has_memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ from .dropout import KeepMask
 from .gpu import flex_attention, flex_check
 from .gpu.score_tiles import TILE
 from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
-from .product import LOW, has_memory
+from .meta_tensors import has_memory
+from .product import LOW
 from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
 

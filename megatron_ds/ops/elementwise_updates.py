@@ -7,29 +7,14 @@ do not depend on where tensors are cut.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from .adam import fp32
 from .cpu import compiled_adam
 from .kernel_table import CPU, Operation, random_generator
+from .update_rows import UpdateRow, fp32
 
 AT_A_TIME = 1 << 26  # elements whose temporaries exist at once, about
-
-
-class UpdateRow(NamedTuple):
-    """The tensors of one update: contiguous, on one device, of the same length.
-
-    p      fp32 weight, updated in place as `state` is
-    grad   only read; fp32, bf16 or fp16
-    low    None, or bf16 or fp16: receives p, rounded to nearest even
-    """
-
-    p: torch.Tensor
-    grad: torch.Tensor
-    state: torch.Tensor
-    low: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from .product import add_product_, affine, has_memory, product_into
+from .meta_tensors import has_memory
+from .product import add_product_, affine, product_into
 
 ALIGNMENT = 16  # bytes, of a row
 Tensors = tuple[torch.Tensor, ...]

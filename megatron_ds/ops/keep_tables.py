@@ -20,7 +20,7 @@ import torch
 from ..host.device_copies import on_device
 from .kernel_table import CPU, Operation
 from .keyed_random import Key, seed_of, shift_right
-from .product import has_memory
+from .meta_tensors import has_memory
 
 LEVELS = (
     1 << 16

@@ -231,17 +231,19 @@ def _candidates(
     ]
 
 
+# Type of device → function (operation, implementation, dtype) → why this machine must not use it, "" if it
+# may. An implementation of a type of device in this table runs only after its check.
+CHECKS_BEFORE_USE: dict[
+    str, Callable[[Operation, Implementation, torch.dtype], str]
+] = {}
+
+
 def _reason_against(
     operation: Operation, entry: Implementation, device: str, dtype: torch.dtype
 ) -> str:
     """Why this machine cannot use an implementation. On a GPU it must first equal torch's operations."""
-    if device != "cuda":
-        return entry.available()
-    from .gpu.self_check import (
-        reason_against_implementation,  # which uses this table to compare
-    )
-
-    return entry.available() or reason_against_implementation(operation, entry, dtype)
+    check = CHECKS_BEFORE_USE.get(device, lambda *_: "")
+    return entry.available() or check(operation, entry, dtype)
 
 
 @functools.cache

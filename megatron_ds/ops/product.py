@@ -9,16 +9,11 @@ products in fp32 by cpu/compiled_addition.py.
 from functools import partial
 
 import torch
-from torch._subclasses import FakeTensor
 
 from .cpu import compiled_addition, compiled_product
 from .cpu.widened_products import add_widened_product_, is_widened, widened_product
 from .kernel_table import CPU, Operation, random_tensors
-
-
-def has_memory(t: torch.Tensor) -> bool:
-    """False on the meta device and for a FakeTensor, which have shapes and dtypes but no values."""
-    return not (t.is_meta or isinstance(t, FakeTensor))
+from .meta_tensors import has_memory
 
 
 @Operation

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from .cpu import compiled_quantize
 from .gpu import quantize_kernels
 from .kernel_table import CPU, FLOATS, GPU, Operation, random_generator, random_tensors
-from .product import has_memory
+from .meta_tensors import has_memory
 
 EXAMPLE_BLOCK = 64
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..config import OptimizerConfig
-from ..ops.elementwise_updates import AdagradStep, UpdateRow, adagrad
+from ..ops.elementwise_updates import AdagradStep, adagrad
+from ..ops.update_rows import UpdateRow
 from .optimizers import OPTIMIZERS
 from .row_optimizer import RowOptimizer
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam import UNCORRECTED, AdamRow, AdamStep, adamw
+from ..ops.adam import adamw
+from ..ops.update_rows import UNCORRECTED, AdamRow, AdamStep
 from .row_optimizer import RowOptimizer
 
 

@@ -16,11 +16,12 @@ from torch import nn
 from megatron_ds.models import build_stage, gpt_layers, run_layers
 from megatron_ds.models.attention import SelfAttention, make_rotary
 from megatron_ds.models.block import MLP, Block, output_std
-from megatron_ds.mpu.context import ParallelContext, Part, Recompute, SequenceSlice
+from megatron_ds.mpu.context import ParallelContext, Recompute
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import gather_from_sequence_region
+from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
 from megatron_ds.ops.attention_pattern import FULL
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.tensor_parallel.init import initialize

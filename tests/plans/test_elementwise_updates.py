@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from megatron_ds.ops.cpu import compiled_adam
-from megatron_ds.ops.elementwise_updates import (
-    AdagradStep,
-    LionStep,
-    UpdateRow,
-    adagrad,
-    lion,
-)
+from megatron_ds.ops.elementwise_updates import AdagradStep, LionStep, adagrad, lion
+from megatron_ds.ops.update_rows import UpdateRow
 
 compiled = pytest.mark.skipif(
     compiled_adam.extension() is None, reason="the extension was not compiled"

@@ -12,10 +12,11 @@ from megatron_ds.models.attention import CoreAttention, Rotary
 from megatron_ds.models.block import MLP
 from megatron_ds.models.layer import HiddenDropout
 from megatron_ds.models.random_ltd import RandomLTD
-from megatron_ds.mpu.context import ParallelContext, Part, SequenceSlice
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.bert_runs import random_bert_batch
 from tests.harness.gpt_runs import make_batch

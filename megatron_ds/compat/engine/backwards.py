@@ -15,15 +15,13 @@ numbers its runs; hooks of B see that the run is A's and do nothing.
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...errors import MegatronDSError
+from .engine_parts import EngineParts
 from .module_specs import tensors_in
-
-if TYPE_CHECKING:
-    from .engine_status import EngineStatus
 
 _RUNS: set[int] = set()  # autograd's runs that an engine's `backward` began
 _DIRECT: dict[
@@ -34,7 +32,7 @@ _DIRECT: dict[
 class Backwards:
     """See above. `engine` owns it."""
 
-    def __init__(self, engine: "EngineStatus"):
+    def __init__(self, engine: EngineParts):
         self._engine = weakref.proxy(engine)
         self._is_armed = self._is_mixed = self._is_scaled = self.are_direct = False
         self._run: int | None = None  # of a loss.backward() under way

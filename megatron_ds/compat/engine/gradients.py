@@ -24,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,11 +36,9 @@ from ...zero.buckets import GradBuckets, GradientStore
 from ...zero.layout import SlotPiece
 from ...zero.parameter_set import ParameterSet
 from ...zero.shard_optimizer import Leaf
+from .engine_parts import EngineParts
 from .module_specs import COMPILED
 from .sharded_names import ShardedNames
-
-if TYPE_CHECKING:
-    from .engine_status import EngineStatus
 
 OWN = torch.Tensor.grad  # the attribute in which autograd accumulates
 WEIGHT = "weight"
@@ -77,7 +75,7 @@ class EngineParameter(ShardedNames, nn.Parameter):
             OWN.__set__(self, value)
 
 
-def _engine_of(parameter: nn.Parameter) -> "EngineStatus | None":
+def _engine_of(parameter: nn.Parameter) -> EngineParts | None:
     return parameter.__dict__.get("engine", lambda: None)()
 
 
@@ -118,7 +116,7 @@ class _Place(NamedTuple):
 class Gradients:
     """The gradients of the parameters of one engine."""
 
-    def __init__(self, engine: "EngineStatus"):
+    def __init__(self, engine: EngineParts):
         self._engine = weakref.proxy(engine)
         self._places: dict[nn.Parameter, _Place] = {
             holder.parameter: _Place(s, i)

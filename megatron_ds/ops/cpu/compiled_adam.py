@@ -10,16 +10,13 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...host import load_compiled
-
-if TYPE_CHECKING:
-    from ..adam import AdamRow
-    from ..elementwise_updates import UpdateRow
+from ..update_rows import AdamRow, UpdateRow
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +24,7 @@ LOW_KINDS = {torch.bfloat16: 1, torch.float16: 2}
 
 
 def adamw_(
-    rows: Sequence["AdamRow"],
+    rows: Sequence[AdamRow],
     *,
     lr: float,
     betas: tuple[float, float],
@@ -58,7 +55,7 @@ def adamw_(
 
 def with_one_state_(
     rule: str,
-    rows: Sequence["UpdateRow"],
+    rows: Sequence[UpdateRow],
     *,
     threads: int | None = None,
     variant: str = "",

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ...host import load_compiled
 from ..attention_pattern import AttentionPattern
-from ..product import has_memory
+from ..meta_tensors import has_memory
 from ..scoring import Scoring
 from .key_spans import UNIT, key_spans
 

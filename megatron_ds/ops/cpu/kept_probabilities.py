@@ -8,7 +8,7 @@ Implementations of the two operations: compiled ones, which read and write each 
 import torch
 
 from ..kernel_table import CPU, Operation, random_tensors
-from ..product import has_memory
+from ..meta_tensors import has_memory
 from . import compiled_cross_entropy
 
 # fp32 elements processed at once, in whole rows: as many as fit a CPU's cache.

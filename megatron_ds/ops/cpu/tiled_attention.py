@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..attention_pattern import AttentionPattern
-from ..product import has_memory
+from ..meta_tensors import has_memory
 from ..scoring import PLAIN, Scoring
 from .head_views import heads_first, key_view, query_view, rows_first
 from .query_tiles import BlockTiles, RangeTile, block_tiles, range_tiles

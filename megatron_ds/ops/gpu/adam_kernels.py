@@ -2,17 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ...host.device_copies import on_device
-from ..product import has_memory
+from ..meta_tensors import has_memory
+from ..update_rows import AdamRow, AdamStep
 from .gpu_kernel import GpuKernel, type_name
-
-if TYPE_CHECKING:
-    from ..adam import AdamRow, AdamStep
 
 KERNEL = GpuKernel(
     "adam.cu",
@@ -66,7 +63,7 @@ class Launch:
         )
 
 
-def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> None:
+def adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
     """`ops.adam.adamw` with the bits of its reference. Rows of one step and the same dtypes are one launch.
 
     The host does not wait for numbers of `how` that are on the device. Raises ValueError for tensors that it
@@ -93,7 +90,7 @@ def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> Non
             launch.start(None, rates, divisor, how.skip)
 
 
-def _by_step(rows: Sequence["AdamRow"]) -> Iterable[tuple[int, Sequence["AdamRow"]]]:
+def _by_step(rows: Sequence[AdamRow]) -> Iterable[tuple[int, Sequence[AdamRow]]]:
     if len(steps := {r.step for r in rows}) == 1:
         return [(rows[0].step, rows)]
     return [(step, [r for r in rows if r.step == step]) for step in sorted(steps)]
@@ -102,7 +99,7 @@ def _by_step(rows: Sequence["AdamRow"]) -> Iterable[tuple[int, Sequence["AdamRow
 _PLANNED: dict[tuple, tuple[Launch, ...]] = {}
 
 
-def _launches(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
+def _launches(rows: Sequence[AdamRow]) -> tuple[Launch, ...]:
     """Tensors are where they were in the last step: then they are neither checked nor listed again."""
     addresses = tuple(
         [
@@ -127,7 +124,7 @@ def _launches(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     return planned
 
 
-def plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
+def plan(rows: Sequence[AdamRow]) -> tuple[Launch, ...]:
     """The launches for rows of one step. Raises ValueError for tensors that they cannot take."""
     groups: dict[tuple, list] = {}
     for r in rows:
@@ -139,7 +136,7 @@ def plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     return tuple(map(_plan_launch, groups.values()))
 
 
-def _plan_launch(rows: Sequence["AdamRow"]) -> Launch:
+def _plan_launch(rows: Sequence[AdamRow]) -> Launch:
     table = np.array(
         [
             [
@@ -170,7 +167,7 @@ def _plan_launch(rows: Sequence["AdamRow"]) -> Launch:
     )
 
 
-def _check(r: "AdamRow") -> None:
+def _check(r: AdamRow) -> None:
     low = [] if r.low is None else [r.low]
     for t in (r.grad, r.m, r.v, *low, r.p):
         if t.device != r.p.device or t.numel() != r.p.numel() or not t.is_contiguous():

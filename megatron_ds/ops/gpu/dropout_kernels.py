@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..product import has_memory
+from ..meta_tensors import has_memory
 from .gpu_kernel import GpuKernel, type_name
 from .packets import reason_against_packets
 

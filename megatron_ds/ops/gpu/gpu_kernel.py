@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import KernelError
-from ..product import has_memory
+from ..meta_tensors import has_memory
 from .cuda_backend import cuda_backend
 
 # Of the struct module. u64x64: up to 64 numbers as bytes, for a C++ struct of an array of 64.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..product import has_memory
+from ..meta_tensors import has_memory
 
 BYTES = 16  # of a packet, the widest access of a thread
 

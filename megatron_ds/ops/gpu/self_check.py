@@ -15,7 +15,7 @@ import torch
 
 from ...errors import KernelError
 from ..kernel_check import largest_error
-from ..kernel_table import Calls, Implementation, Operation
+from ..kernel_table import CHECKS_BEFORE_USE, Calls, Implementation, Operation
 from .cuda_backend import reason_against
 from .gpu_kernel import Launches, launches_recorded
 
@@ -147,3 +147,12 @@ def _named(launches: Launches, entry: Implementation) -> tuple[str, str]:
         "kernels",
         f"{', '.join(kernel.name for kernel in kernels)} ({', '.join(files)})",
     )
+
+
+def _check_before_use(
+    operation: Operation, entry: Implementation, dtype: torch.dtype
+) -> str:
+    return reason_against_implementation(operation, entry, dtype)
+
+
+CHECKS_BEFORE_USE["cuda"] = _check_before_use

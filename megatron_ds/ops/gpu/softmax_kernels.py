@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..product import has_memory
+from ..meta_tensors import has_memory
 from .gpu_kernel import GpuKernel, type_name
 from .packets import BYTES, lanes, packed
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from megatron_ds.ops.adam import AdamRow
 from megatron_ds.ops.gpu import adam_kernels
+from megatron_ds.ops.update_rows import AdamRow
 
 NUMEL, CUTS = 5000, (0, 3, 1028, 5000)
 RATES = (0.1, 0.9, 0.1, 1.0, 1e-8, 1.0, 0.1, 1.0)

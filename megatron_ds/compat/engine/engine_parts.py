@@ -1,0 +1,38 @@
+"""`EngineParts`: what the gradients and backwards of an engine use of the engine itself."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...config import RunConfig
+from ...mpu.external_groups import DataParallelWorld
+from ...zero.optimizer import ZeroOptimizer
+
+
+class EngineParts(Protocol):
+    """An engine, for its own parts. `EngineStatus` has all of these."""
+
+    module: nn.Module
+    settings: RunConfig
+    zero: ZeroOptimizer
+    world: DataParallelWorld
+    device: torch.device
+    gradients: Any
+    gathering: Any
+    has_gradients: bool
+
+    def zero_grad(self) -> None:
+        """Discard gradients where the accumulation permits it."""
+
+    def zero_optimization_stage(self) -> int:
+        """Stage of ZeRO."""
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of an update."""
+
+    def fp16_enabled(self) -> bool:
+        """Whether weights are fp16, so that losses are scaled."""

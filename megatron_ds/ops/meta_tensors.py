@@ -1,0 +1,9 @@
+"""Tensors without memory, in which plans run the layers of a model."""
+
+import torch
+from torch._subclasses import FakeTensor
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """False on the meta device and for a FakeTensor, which have shapes and dtypes but no values."""
+    return not (t.is_meta or isinstance(t, FakeTensor))
