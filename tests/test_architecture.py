@@ -17,6 +17,7 @@ light.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,20 @@ def test_the_core_imports_no_wing():
         if not name.startswith(above)
         if (found := [m for m in modules if m.startswith(wings)])
     }
+
+
+def test_every_test_file_has_the_marker_of_its_cost():
+    """`pytest -m plan` and the like choose tests by it; rooms with a cost of their own need none."""
+    free = {"contracts", "extension", "gpu", "kernels"}
+    files = [
+        path
+        for path in (ROOT / "tests").glob("*/test_*.py")
+        if path.parent.name not in free
+    ]
+    mark = re.compile(r"pytest\.mark\.(plan|threads|processes)\b")
+    assert files and not [
+        path.name for path in files if not mark.search(path.read_text(encoding="utf-8"))
+    ]
 
 
 def test_there_are_few_rooms():

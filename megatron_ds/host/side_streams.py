@@ -18,7 +18,7 @@ On a CPU there are no streams: the work is done at once, in the order of the pro
 
 Note: memory. torch's allocator gives freed memory to the next kernel of the stream that allocated it. What a
 side stream uses is therefore allocated inside its context, or kept until the stream that allocated it has
-waited for the side stream. tests/threads/test_gpu_steps.py checks this on recorded steps.
+waited for the side stream. tests/kernels/test_gpu_steps.py checks this on recorded steps.
 """
 
 from collections.abc import Iterator

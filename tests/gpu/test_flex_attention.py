@@ -12,14 +12,14 @@ from megatron_ds.ops.gpu import flex_attention, flex_check
 from megatron_ds.ops.kernel_check import error_between
 from megatron_ds.ops.kernel_table import random_tensors
 from megatron_ds.ops.scoring import Scoring
-from tests.plans.test_flex_attention import (
+from tests.ops.test_flex_attention import (
     HEADS,
     documents_of,
     padding_of,
     pattern_of,
     seen_by_element,
 )
-from tests.plans.test_sparse_layouts import CASES
+from tests.ops.test_sparse_layouts import CASES
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

@@ -1,6 +1,6 @@
 """Training of a tiny GPT on one GPU beside the same on the CPU: the cases, and what must agree.
 
-`tests/gpu/test_one_gpu.py` runs all cases on a device; `tests/threads/test_gpu_rehearsal.py` some of them on
+`tests/gpu/test_one_gpu.py` runs all cases on a device; `tests/kernels/test_gpu_rehearsal.py` some of them on
 a GPU that does not exist (fake_cuda.py), so that this code runs in every test run.
 """
 

@@ -102,7 +102,7 @@ def killed_in_save(rank: int, *, step: int, change: int, victim: int):
     """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of
     `step`."""
     from megatron_ds.training import trainer
-    from tests.processes.crashing_saves import die_at_change
+    from tests.checkpoint.crashing_saves import die_at_change
 
     real = trainer.save_run
 

@@ -29,9 +29,9 @@ OWN_SIZES = {
         for name in ("product", "affine", "add_product_")
     },
 }
-# An example is plain causal attention, which these do not take: tests/plans/test_windows.py compares the
+# An example is plain causal attention, which these do not take: tests/ops/test_windows.py compares the
 # first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
-# test_flex_attention.py of tests/plans and of tests/gpu.
+# test_flex_attention.py of tests/ops and of tests/gpu.
 OTHER_CASES = {("attention", "tiled"), ("attention", "flex")}
 ENTRIES = [
     pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")

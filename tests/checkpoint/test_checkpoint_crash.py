@@ -1,0 +1,30 @@
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness.warm import warm_python
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint_or_the_new_one(
+    tmp_path,
+):
+    answer = subprocess.run(
+        [warm_python(), "-m", "tests.checkpoint.crashing_saves", str(tmp_path), "7"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert answer.returncode == 0, answer.stderr
+    changes_of_a_new_step, changes_of_a_step_again, saves_before_kills = map(
+        int, answer.stdout.split()
+    )
+    assert (
+        changes_of_a_new_step > 10 and changes_of_a_step_again > 10
+    )  # the deaths were inside the save
+    assert saves_before_kills >= 12  # one at least before each kill

@@ -1,0 +1,321 @@
+"""Folders of Hugging Face → checkpoints of this package → folders of Hugging Face: outputs and files stay."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ds.commands import convert_checkpoint
+from megatron_ds.compat.conversion.family import model_of
+from megatron_ds.compat.conversion.formats import Wishes, detected
+from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+    FORMAT as HUGGING_FACE,
+)
+from megatron_ds.compat.conversion.logits_proof import (
+    largest_difference,
+    our_outputs,
+    random_tokens,
+    their_outputs,
+)
+from megatron_ds.compat.conversion.own_format import FORMAT as OURS
+from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
+from megatron_ds.errors import CheckpointError
+from tests.harness.huggingface_models import MODELS, WINDOW, saved
+from tests.harness.next_step import difference, next_step
+from tests.harness.pretraining import run_file, run_pretrain, train
+from tools.layout_comparison import DOCUMENT_ENDS, random_samples
+
+pytestmark = pytest.mark.processes
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+UNUSED_ROWS = "model.decoder.embed_positions.weight"  # of OPT: the first two
+
+
+def files_in(folder):
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def there_and_back(theirs, folder):
+    """(our checkpoint, the folder of Hugging Face that is made of it)."""
+    OURS.write(HUGGING_FACE.read(theirs, Wishes()), folder / "ours", Wishes())
+    ours = OURS.read(folder / "ours", Wishes())
+    HUGGING_FACE.write(ours, folder / "back", Wishes())
+    return ours, folder / "back"
+
+
+def run_tool(*argv):
+    return convert_checkpoint.run_tool([str(word) for word in argv])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_the_same_there_here_and_back_and_its_files_are_equal(
+    name, tmp_path
+):
+    theirs = saved(name, tmp_path / "theirs")
+    ours, back = there_and_back(theirs, tmp_path)
+    tokens = random_tokens(model_of(ours.model, "the test"))
+    expected = their_outputs(theirs, tokens)
+    difference, largest = largest_difference(our_outputs(ours, tokens), expected)
+    assert largest > 0.1 and difference <= 1e-5
+    assert all(map(torch.equal, their_outputs(back, tokens), expected))
+    before, after = files_in(theirs), files_in(back)
+    if (
+        UNUSED_ROWS in before
+    ):  # no position has these rows, and ours has no place for them
+        assert not after[UNUSED_ROWS][:2].any()
+        before[UNUSED_ROWS][:2] = 0
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [("llama", "tp=2,dp=2,zero=3"), ("gpt2", "pp=2"), ("gpt_neox", "dp=2,zero=1")],
+)
+def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
+    name, layout, tmp_path
+):
+    import transformers
+
+    found = HUGGING_FACE.read(saved(name, tmp_path / "theirs"), Wishes())
+    tokens = random_samples(4, 16, found.model["vocab_size"] - 1, seed=3)
+    tokens += (tokens % DOCUMENT_ENDS == 0).long()
+    trace, weights = next_step(
+        found,
+        tokens,
+        layout,
+        seq_length=16,
+        hidden_dropout=0.0,
+        lr=0.01,
+        attention_dropout=0.0,
+        adam_eps=0.001,
+        weight_decay=0.0,
+        clip_grad=0.0,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "theirs", dtype=torch.float32
+    ).eval()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.01, eps=0.001, weight_decay=0.0
+    )
+    loss = torch.nn.functional.cross_entropy(
+        model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
+    )
+    loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "after")
+    after = HUGGING_FACE.read(tmp_path / "after", Wishes()).tensors["weight"]
+    assert abs(trace.losses[0] - loss.item()) < 1e-5
+    assert (
+        difference(weights, {name: tensor.read() for name, tensor in after.items()})
+        < 1e-5
+    )
+
+
+def test_windows_are_those_of_the_settings_and_tokens_outside_of_them_matter(tmp_path):
+    ours = HUGGING_FACE.read(
+        saved("qwen2, a layer with a window", tmp_path / "theirs"), Wishes()
+    )
+    assert (
+        ours.model["window_size"] == (WINDOW - 1, 0)
+        and ours.model["window_attn_skip_freq"] == "[0, 1]"
+    )
+    without = replace(
+        ours,
+        model={
+            name: value for name, value in ours.model.items() if "window" not in name
+        },
+    )
+    tokens = random_tokens(model_of(ours.model, "the test"))
+    differ = (
+        (our_outputs(ours, tokens)[0] - our_outputs(without, tokens)[0]).abs() > 1e-5
+    ).any(2)
+    assert not differ[:, :WINDOW].any() and differ[:, WINDOW:].all()
+
+
+def test_sharded_bfloat16_with_spellings_of_transformers_4_and_without_prefix(tmp_path):
+    theirs = saved("gpt2", tmp_path / "theirs", torch.bfloat16, max_shard_size="20KB")
+    assert len(list(theirs.glob("model-*.safetensors"))) > 2
+    config = json.loads((theirs / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    del config["tie_word_embeddings"]
+    (theirs / "config.json").write_text(json.dumps(config))
+    _, back = there_and_back(theirs, tmp_path)
+    before, after = files_in(theirs), files_in(back)
+    assert before.keys() == after.keys() and {t.dtype for t in after.values()} == {
+        torch.bfloat16
+    }
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    bare = {
+        name.removeprefix("transformer."): tensor for name, tensor in before.items()
+    }
+    for path in theirs.glob("model*"):
+        path.unlink()
+    save_file(
+        bare | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, theirs / "model.safetensors"
+    )
+    ours = HUGGING_FACE.read(theirs, Wishes()).tensors["weight"]
+    assert torch.equal(
+        ours["embedding.word_embeddings.weight"].read(),
+        before["transformer.wte.weight"],
+    )
+
+
+def test_rope_settings_of_transformers_4_are_those_of_5(tmp_path):
+    theirs = saved("llama 3, tied, wide heads", tmp_path / "theirs")
+    new = HUGGING_FACE.read(theirs, Wishes()).model
+    config = json.loads((theirs / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (theirs / "config.json").write_text(json.dumps(config))
+    assert HUGGING_FACE.read(theirs, Wishes()).model == new
+    assert new["use_rope_scaling"] and new["rotary_base"] == 500000.0
+
+
+def test_the_tool_converts_verifies_and_keeps_the_tokenizer(tmp_path, capsys):
+    import transformers
+
+    theirs = saved("llama", tmp_path / "theirs")
+    train_byte_level_bpe(["the theory of the thing " * 9], 270, tmp_path / "tok")
+    transformers.GPT2Tokenizer(
+        str(tmp_path / "tok/vocab.json"), str(tmp_path / "tok/merges.txt")
+    ).save_pretrained(theirs)
+    assert run_tool("--load", theirs, "--save", tmp_path / "ours", "--verify") == 0
+    assert (
+        run_tool(
+            "--load",
+            tmp_path / "ours",
+            "--save",
+            tmp_path / "back",
+            "--dtype",
+            "bfloat16",
+            "--max-shard-size",
+            "20KB",
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert (
+        "verified: largest difference of outputs" in said
+        and "HuggingFaceTokenizer" in said
+    )
+    assert (
+        json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+    )
+    assert (tmp_path / "back/model.safetensors.index.json").is_file()
+    text = "the theory"
+    ids = [
+        transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
+        for folder in (theirs, tmp_path / "back")
+    ]
+    assert ids[0] == ids[1]
+    with pytest.raises(
+        CheckpointError, match="above 1e-09.*was written.*delete it"
+    ):  # bfloat16 rounds
+        run_tool(
+            "--load",
+            tmp_path / "ours",
+            "--save",
+            tmp_path / "other",
+            "--dtype",
+            "bfloat16",
+            "--verify",
+            "--tolerance",
+            "1e-9",
+        )
+    with pytest.raises(CheckpointError, match="not empty"):
+        run_tool("--load", tmp_path / "ours", "--save", tmp_path / "back")
+
+
+def test_a_run_at_tp_2_and_pp_2_starts_from_a_folder_and_its_checkpoint_goes_back_bit_for_bit(
+    tmp_path,
+):
+    theirs = saved("qwen3, tied", tmp_path / "theirs")
+    data = [
+        "--mock-data",
+        "--seq-length",
+        16,
+        "--micro-batch-size",
+        1,
+        "--global-batch-size",
+        2,
+        "--train-iters",
+        1,
+        "--lr",
+        1e-30,
+        "--weight-decay",
+        0,
+        "--eval-iters",
+        0,
+    ]
+    ended = train(
+        4,
+        [
+            "--load",
+            theirs,
+            "--save",
+            tmp_path / "run",
+            *data,
+            "--tensor-model-parallel-size",
+            2,
+            "--pipeline-model-parallel-size",
+            2,
+        ],
+    )
+    assert "weights only" in ended[0].out
+    assert run_file(tmp_path / "run", 1)["identity"]["model"]["qk_layernorm"] is True
+    HUGGING_FACE.write(
+        OURS.read(tmp_path / "run", Wishes()), tmp_path / "back", Wishes()
+    )
+    before, after = files_in(theirs), files_in(tmp_path / "back")
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[key], after[key]) for key in before
+    )
+
+
+def test_every_option_that_differs_from_the_files_is_named(tmp_path):
+    theirs = saved("llama", tmp_path / "theirs")
+    ended = train_one(["--load", theirs, "--norm-epsilon", "1e-3", "--rotary-base", 5])
+    assert (
+        "norm_epsilon: checkpoint 1e-06, this run 0.001" in ended
+        and "rotary_base" in ended
+    )
+
+
+def train_one(argv):
+    (ended,) = run_pretrain(
+        1,
+        [
+            *argv,
+            "--mock-data",
+            "--seq-length",
+            16,
+            "--micro-batch-size",
+            1,
+            "--global-batch-size",
+            1,
+            "--train-iters",
+            1,
+            "--lr",
+            1e-30,
+            "--eval-iters",
+            0,
+        ],
+    )
+    assert ended.code == 2
+    return ended.err
+
+
+def test_formats_are_told_apart(tmp_path):
+    theirs = saved("llama", tmp_path / "theirs")
+    OURS.write(HUGGING_FACE.read(theirs, Wishes()), tmp_path / "ours", Wishes())
+    assert detected(theirs) is HUGGING_FACE and detected(tmp_path / "ours") is OURS
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="is empty"):
+        detected(tmp_path / "empty")

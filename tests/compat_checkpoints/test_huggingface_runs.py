@@ -1,0 +1,117 @@
+"""Runs that start from a folder of Hugging Face, and that continue: sizes, notes, family of an export."""
+
+import json
+
+import pytest
+
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+    FORMAT as HUGGING_FACE,
+)
+from megatron_ds.compat.conversion.own_format import FORMAT as OURS
+from tests.harness.huggingface_models import POSITIONS, saved
+from tests.harness.pretraining import run_file, run_pretrain, train
+
+pytestmark = pytest.mark.processes
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+STEP = [
+    "--mock-data",
+    "--micro-batch-size",
+    1,
+    "--global-batch-size",
+    2,
+    "--lr",
+    1e-3,
+    "--eval-iters",
+    0,
+]
+SIZES = [
+    "--num-layers",
+    2,
+    "--hidden-size",
+    16,
+    "--num-attention-heads",
+    2,
+    "--seq-length",
+    8,
+    "--vocab-size",
+    50,
+    "--swiglu",
+    "--normalization",
+    "RMSNorm",
+    "--disable-bias-linear",
+    "--position-embedding-type",
+    "rope",
+    "--hidden-dropout",
+    0,
+    "--num-query-groups",
+    1,
+    "--ffn-hidden-size",
+    32,
+]
+
+
+def exported(run, folder) -> dict:
+    """config.json of the export of a run without --family."""
+    HUGGING_FACE.write(OURS.read(run, Wishes()), folder, Wishes())
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_run_from_opt_says_what_differs_and_is_exported_as_opt_also_when_it_was_continued(
+    tmp_path,
+):
+    theirs = saved("opt", tmp_path / "theirs")
+    (first,) = train(
+        1, ["--load", theirs, "--save", tmp_path / "a", *STEP, "--train-iters", 1]
+    )
+    assert (
+        f"--seq-length is {POSITIONS}, the number of positions in {theirs}" in first.out
+    )
+    assert (
+        "settings of" in first.out and "pad_token_id 1: transformers gives" in first.out
+    )
+    assert exported(tmp_path / "a", tmp_path / "one")["model_type"] == "opt"
+    (second,) = train(
+        1,
+        ["--load", tmp_path / "a", "--save", tmp_path / "b", *STEP, "--train-iters", 2],
+    )
+    assert "at iteration 1" in second.out or "iteration 1" in second.out
+    config = exported(tmp_path / "b", tmp_path / "two")
+    assert (
+        config["model_type"] == "opt"
+        and config["pad_token_id"] == 1
+        and config["bos_token_id"] == 2
+    )
+    assert HUGGING_FACE.read(tmp_path / "two", Wishes()).source["family"] == "opt"
+
+
+def test_a_run_continues_without_a_size_and_another_size_is_an_error_that_names_both(
+    tmp_path,
+):
+    train(1, [*SIZES, *STEP, "--save", tmp_path / "run", "--train-iters", 1])
+    (ended,) = train(
+        1,
+        [
+            "--load",
+            tmp_path / "run",
+            "--save",
+            tmp_path / "run",
+            *STEP,
+            "--train-iters",
+            2,
+        ],
+    )
+    assert "the checkpoint" in ended.out and "hidden_size 16" in ended.out
+    before, after = (run_file(tmp_path / "run", step) for step in (1, 2))
+    assert (
+        after["identity"] == before["identity"] and after["run_id"] == before["run_id"]
+    )
+    for flags, told in (
+        (["--hidden-size", 32], "hidden_size: checkpoint 16, this run 32"),
+        (["--num-layers", 3], "num_layers: checkpoint 2, this run 3"),
+    ):
+        (ended,) = run_pretrain(
+            1, ["--load", tmp_path / "run", *STEP, "--train-iters", 3, *flags]
+        )
+        assert ended.code == 2 and told in ended.err

@@ -1,0 +1,366 @@
+"""What becomes of DeepSpeed's keys in a training script and in an engine: one reading for both."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_ds
+from megatron_ds.compat.config.deepspeed_spellings import loads, without_extras
+from megatron_ds.compat.config.targets import reading_for
+from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.zero.norm import make_scaler
+
+pytestmark = pytest.mark.plan
+
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+}
+# Blocks of DeepSpeed's documentation that inform, or that belong to the program's model and loop.
+INFORMING = {
+    "wall_clock_breakdown": True,
+    "dump_state": True,
+    "memory_breakdown": True,
+    "comms_logger": {
+        "enabled": True,
+        "verbose": False,
+        "prof_all": True,
+        "debug": False,
+    },
+    "flops_profiler": {
+        "enabled": True,
+        "profile_step": 1,
+        "module_depth": -1,
+        "top_modules": 3,
+        "detailed": True,
+        "output_file": "x",
+    },
+    "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
+    "comet": {"enabled": True, "project": "p", "workspace": "w"},
+    "monitor_config": {"enabled": True},
+    "autotuning": {
+        "enabled": True,
+        "metric": "throughput",
+        "start_profile_step": 3,
+        "end_profile_step": 5,
+    },
+    "activation_checkpointing": {"profile": True},
+    "checkpoint": {
+        "tag_validation": "Warn",
+        "load_universal": True,
+        "use_node_local_storage": True,
+    },
+    "elasticity": {
+        "enabled": True,
+        "max_train_batch_size": 2000,
+        "micro_batch_sizes": [2, 4],
+    },
+    "curriculum_learning": CURRICULUM,
+    "pipeline": {
+        "stages": "auto",
+        "partition": "best",
+        "activation_checkpoint_interval": 0,
+    },
+    "sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4},
+}
+NOT_IN_SCRIPTS = (
+    "autotuning",
+    "curriculum_learning",
+    "elasticity",
+    "pipeline",
+    "sparse_attention",
+)
+
+
+def make():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def engine_of(block, model=None):
+    engine, *_ = megatron_ds.initialize(
+        model=model or make(), config={**BASE, **block}, mpu=Mesh(Grid.fit(1), 0)
+    )
+    return engine
+
+
+@pytest.mark.parametrize("key", INFORMING)
+def test_a_block_that_only_informs_is_accepted_by_an_engine_and_noted(key, caplog):
+    reading = reading_for({**BASE, key: INFORMING[key]}, "engine", "ds.json")
+    assert not reading.problems
+    assert any(f"ds.json {key}" in note for note in reading.without_effect)
+    with caplog.at_level(logging.INFO):
+        engine = engine_of({key: INFORMING[key]})
+    assert f"config {key}" in caplog.text
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("key", [key for key in INFORMING if key not in NOT_IN_SCRIPTS])
+def test_a_block_that_only_informs_is_accepted_by_a_training_script(key):
+    assert not reading_for({**BASE, key: INFORMING[key]}, "train").problems
+
+
+@pytest.mark.parametrize(
+    "block, words",
+    [
+        ({"tensor_parallel": {"autotp_size": 4}}, "give a module that is split"),
+        (
+            {"compression_training": {"weight_quantization": {}, "on": True}},
+            "planned for a later version",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "aio": {"queue_depth": 8}}},
+            "there is no 'aio' in \"zero_optimization\"; it belongs at the top level",
+        ),
+        (
+            {"bf16": {"loss_scale_window": 100}},
+            'there is no \'loss_scale_window\' in "bf16"; it belongs in "fp16"',
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            "Use bfloat16, or an fp16 block",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+            "are both enabled",
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtpe": "bfloat16"}},
+            'unknown key "torch_autocast.dtpe"',
+        ),
+        (
+            {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 4},
+            "makes each engine.step()",
+        ),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_with_advice(block, words):
+    with pytest.raises(
+        ConfigError, match=words.replace("(", r"\(").replace(")", r"\)")
+    ):
+        engine_of(block)
+
+
+def test_a_module_that_waits_for_the_lengths_of_a_curriculum_is_refused():
+    class Cut(nn.Linear):
+        def forward(self, x, curriculum_seqlen=None):
+            return super().forward(x)
+
+    with pytest.raises(ConfigError, match="takes curriculum_seqlen"):
+        engine_of({"curriculum_learning": CURRICULUM}, Cut(4, 3))
+
+
+def test_an_engine_raises_the_problems_of_the_reading():
+    block = {
+        **BASE,
+        "tensor_parallel": {"autotp_size": 4},
+        "zero_optimization": {"stage": 1, "frob": 1},
+    }
+    with pytest.raises(ConfigError) as caught:
+        engine_of(block)
+    problems = reading_for(block, "engine").problems
+    assert len(problems) == 2 and all(
+        problem in str(caught.value) for problem in problems
+    )
+    assert len(reading_for(block, "train").problems) == 1
+
+
+# ------------------------------------------------------------------ spellings
+def settings_of(block, target="engine"):
+    reading = reading_for({**BASE, **block}, target)
+    assert not reading.problems
+    return {
+        setting.path: setting.value for setting in reading.settings
+    }, reading.without_effect
+
+
+def test_names_without_a_prefix_and_former_names_mean_the_usual_ones():
+    found, _ = settings_of(
+        {
+            "bfloat16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "param_persistence_threshold": 77,
+                "prefetch_bucket_size": 99,
+                "max_live_parameters": 1e9,
+                "max_reuse_distance": 1e9,
+                "gather_16bit_weights_on_model_save": True,
+                "cpu_offload_param": True,
+            },
+        }
+    )
+    assert found["optimizer.bf16"] is True
+    assert (
+        found["zero.param_persistence_threshold"] == 77
+        and found["zero.prefetch_bucket_size"] == 99
+    )
+    assert found["zero.offload_param"] == "cpu"
+    assert "fp16.opt_level" in str(
+        settings_of({"fp16": {"enabled": True, "opt_level": "O2"}})[1]
+    )
+
+
+def test_offloaded_parameters_at_stage_2_are_ignored_with_a_note_as_in_deepspeed():
+    block = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    for target in ("train", "engine"):
+        found, notes = settings_of(block, target)
+        assert "zero.offload_param" not in found
+        assert notes["config zero_optimization.offload_param"].startswith(
+            "it applies to stage 3"
+        )
+    at_3 = {"zero_optimization": {**block["zero_optimization"], "stage": 3}}
+    assert settings_of(at_3)[0]["zero.offload_param"] == "cpu"
+
+
+def test_accelerates_template_with_auto_for_saved_weights_and_a_sub_group_size_is_accepted():
+    engine = engine_of(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": 1e9,
+                "stage3_gather_16bit_weights_on_model_save": "auto",
+                "mics_shard_size": 8,
+                "grad_hooks": True,
+                "load_from_fp32_weights": False,
+            }
+        }
+    )
+    assert engine.settings.zero.stage == 3
+
+
+def test_the_newer_of_two_names_for_offloading_is_taken(tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    found, notes = settings_of(
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "cpu_offload": True,
+                "offload_optimizer": disk,
+            }
+        }
+    )
+    assert (
+        found["zero.offload_optimizer"] == "nvme"
+        and "config zero_optimization.cpu_offload" in notes
+    )
+
+
+def test_on_one_rank_what_only_saves_traffic_is_noted():
+    zero_plus_plus = {
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    }
+    engine = engine_of({"zero_optimization": {"stage": 3, **zero_plus_plus}})
+    assert "one rank sends nothing" in engine.settings.without_effect.values()
+    assert not engine.settings.zero.zero_quantized_weights
+
+
+# ------------------------------------------------------------------ comments
+TEXT = """{
+  // settings for the small cluster, "quoted"
+  "train_micro_batch_size_per_gpu": 2,   # here, too
+  /* two
+     lines, */
+  "name": "a // b # c, }",
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3,}},
+}"""
+
+
+def test_comments_and_trailing_commas_are_read_as_by_deepspeed(tmp_path):
+    expected = {**BASE, "name": "a // b # c, }"}
+    assert loads(TEXT) == expected and without_extras(TEXT).count("\n") == TEXT.count(
+        "\n"
+    )
+    path = tmp_path / "ds.json"
+    path.write_text(TEXT.replace('  "name": "a // b # c, }",\n', ""))
+    assert engine_of({}).settings.train == engine_with(path).settings.train
+    path.write_text(TEXT.replace("1e-3", "one"))
+    with pytest.raises(ConfigError, match=r"ds\.json:2: this is not JSON"):
+        engine_with(path)
+    assert loads(json.dumps(expected)) == expected
+
+
+def engine_with(path):
+    engine, *_ = megatron_ds.initialize(
+        model=make(), config=str(path), mpu=Mesh(Grid.fit(1), 0)
+    )
+    return engine
+
+
+# ------------------------------------------------------------------ behaviour
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_autocast_trains_as_torch_alone(stage):
+    engine = engine_of(
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": stage},
+        }
+    )
+    plain = make()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        out = engine(x)
+        assert out.dtype is torch.bfloat16 and not torch.is_autocast_enabled("cpu")
+        engine.backward(out.float().square().sum())
+        engine.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(x)
+        loss.float().square().sum().backward()
+        optimizer.step()
+    with engine.gathered_parameters():
+        for found, expected in zip(engine.module.parameters(), plain.parameters()):
+            assert found.dtype is torch.float32
+            torch.testing.assert_close(
+                found, expected, rtol=1e-6, atol=1e-7
+            )  # another AdamW's rounding
+
+
+def test_autocast_is_left_when_a_forward_fails():
+    engine = engine_of({"torch_autocast": {"enabled": True}})
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, 5))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_unmanaged_accumulation_makes_each_step_an_update():
+    engine = engine_of({"managed_gradient_accumulation": False})
+    for _ in range(2):
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    assert engine.global_steps == 2
+
+
+def test_consecutive_hysteresis_refills_after_a_step_without_overflow():
+    scales = {}
+    for consecutive in (False, True):
+        fp16 = {
+            "enabled": True,
+            "hysteresis": 2,
+            "initial_scale_power": 4,
+            "consecutive_hysteresis": consecutive,
+        }
+        scaler = make_scaler(engine_of({"fp16": fp16}).settings.optimizer)
+        for overflow in (True, False, True):
+            scaler.update(overflow)
+        scales[consecutive] = scaler.scale
+    assert scales == {False: 8.0, True: 16.0}

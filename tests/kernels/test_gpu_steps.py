@@ -1,0 +1,287 @@
+"""Steps of the CUDA path on a GPU that does not exist: every use of memory by two streams is ordered by an
+event, the host waits for the device once a step, and the run trains like one on the CPU.
+
+The values are those of the CPU's operations, so differences are of rounding: other implementations are chosen
+for a GPU. The order is checked on the recording (tests/harness/stream_order.py), not by luck.
+"""
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.context_parallel import block_exchange
+from megatron_ds.host.side_streams import Mark, SideStream
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.ops import attention_tiles, kernel_table
+from megatron_ds.ops.attention_tiles import Seen
+from megatron_ds.zero.arrival import Arrivals
+from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda, gpu
+from tests.harness.fake_nccl import FakeNccl, FakeWork
+from tests.harness.stream_order import place
+from tests.harness.threads import run_ranks
+from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
+from tools.layout_comparison import (
+    difference,
+    merge,
+    parse_layout,
+    random_samples,
+    train_layout,
+)
+
+pytestmark = pytest.mark.threads
+
+STEPS, LAYERS, BATCH = 2, 3, 4
+THE_WAIT = "training/step.py"
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01".split()
+
+
+@dataclass
+class Run:
+    """merged: (trace, weights). orders: what was recorded on each rank; empty on the CPU."""
+
+    merged: tuple
+    model: object
+    orders: list
+
+    @property
+    def problems(self) -> list[str]:
+        return sorted({problem for order in self.orders for problem in order.problems})
+
+    def waits(self) -> list[Counter]:
+        """Of each rank, how often the host waited in training steps, by place."""
+        return [
+            Counter(
+                wait
+                for wait in order.waits
+                if "init.py" not in wait
+                and "a test" not in wait
+                and "keep_gathered.py" not in wait
+            )
+            for order in self.orders
+        ]
+
+
+def train(
+    layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] = ()
+) -> Run:
+    request = parse_layout(layout, mbs="1")
+    config = parse(
+        [
+            *tiny_job("gpt2", dtype, False, 0.0, LAYERS, BATCH, STEPS),
+            "--kernels",
+            "torch",
+            *request.flags,
+            *more,
+        ],
+        world_size=request.world_size,
+    )
+    samples, orders = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1), {}
+
+    def main(rank, world):
+        if device == "cpu":
+            mesh = Mesh(
+                config.grid(request.world_size),
+                rank,
+                world.connect,
+                torch.device("cpu"),
+            )
+            return train_layout(config, mesh, STEPS, samples)
+
+        def connect(axes, groups, rank):
+            transport = world.connect(axes, groups, rank)
+            return transport and FakeNccl(transport, axes)
+
+        with FakeGpu() as gpu:
+            orders[rank] = gpu.order
+            mesh = Mesh(
+                config.grid(request.world_size), rank, connect, torch.device("cuda", 0)
+            )
+            return train_layout(config, mesh, STEPS, samples)
+
+    with ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(fake_cuda())
+            stack.enter_context(kernel_table.selected("torch"))  # as it was, at the end
+        merged = merge(run_ranks(request.world_size, main))
+    return Run(merged, config.model, [orders[rank] for rank in sorted(orders)])
+
+
+WINDOW, DOCUMENTS = (
+    ("--window-size", "5,0"),
+    ("--reset-position-ids", "--reset-attention-mask"),
+)
+ALIBI, MUON = ("--position-embedding-type", "alibi"), ("--optimizer", "muon")
+CASES = [
+    ("zero=0,dp=2", "fp32", 1),
+    ("zero=1,dp=2", "fp16", 1),
+    ("zero=2,dp=2,comm=fp16", "fp32", 1),
+    ("zero=3,dp=2", "bf16", 1),
+    ("zero=3,dp=4,hpz=2", "fp32", 1),
+    ("zero=3,dp=4,hpz=2,qw=1,qg=1", "bf16", 1),
+    ("zero=1,offload=cpu", "bf16", None),
+    ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
+    ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
+    ("pp=2", "fp32", 1),
+    ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1),
+    ("tp=2,sp=1", "fp32", 1),
+    ("cp=3", "bf16", 1),
+    ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
+    ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS),
+    ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
+    ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS),
+    ("cp=2", "fp32", 1, ALIBI),
+    ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS),
+    ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
+    ("tp=2,sp=1,tiles=3", "bf16", 1),
+    ("zero=2,dp=2,tp=2", "fp32", 1, MUON),
+]
+NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
+
+
+@pytest.mark.parametrize(
+    "layout, dtype, waits, more", [(*case, ())[:4] for case in CASES], ids=NAMES
+)
+def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
+    layout, dtype, waits, more
+):
+    on_gpu, on_cpu = (
+        train(layout, "cuda", dtype, more),
+        train(layout, "cpu", dtype, more),
+    )
+    assert not on_gpu.problems
+    found, limit = (
+        difference(on_gpu.merged, on_cpu.merged, on_cpu.model),
+        TOLERANCE[dtype],
+    )
+    assert found.loss <= limit.loss and found.grad_norm <= limit.grad_norm, found
+    if waits is not None:
+        for of_rank in on_gpu.waits():
+            assert of_rank.total() == waits * STEPS and all(
+                THE_WAIT in place for place in of_rank
+            ), of_rank
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2,tp=2,comm_type=all_gather"])
+def test_documents_save_the_same_tiles_on_a_gpu_as_on_a_cpu(layout, monkeypatch):
+    """Their boundaries are known on the host, without a wait, and on ranks that do not read data."""
+    monkeypatch.setattr(attention_tiles, "ROWS", 3)
+    found, tiles = {"cuda": set(), "cpu": set()}, Seen.tiles
+    for device, of_device in found.items():
+
+        def recorded(seen, *arguments, of_device=of_device):
+            made = [*tiles(seen, *arguments)]
+            of_device.update(
+                (seen.documents.boundaries, tile.queries, tile.keys, tile.is_whole)
+                for tile in made
+            )
+            return iter(made)
+
+        monkeypatch.setattr(Seen, "tiles", recorded)
+        assert not train(layout, device, more=DOCUMENTS).problems
+    assert found["cuda"] == found["cpu"]
+    assert any(boundaries[0] for boundaries, *_ in found["cuda"])
+
+
+def test_a_layer_with_experts_adds_one_wait_for_each_dispatch():
+    run = train("dp=2,zero=2", "cuda", more=(*MOE, "--expert-model-parallel-size", "2"))
+    assert not run.problems
+    dispatches = STEPS * LAYERS * BATCH // 2
+    for of_rank in run.waits():
+        assert of_rank.total() == STEPS + dispatches, of_rank
+
+
+def arrive_only(work):
+    """`FakeWork.wait` without the wait of the stream."""
+    work._arrive()
+    work._arrive, work.tensors = lambda: None, ()
+
+
+def exchange_without_order(*arguments, **options):
+    """`exchange` whose messages arrive, for which no stream waits."""
+    work = exchange(*arguments, **options)
+    return SimpleNamespace(wait=lambda: arrive_only(work))
+
+
+exchange = block_exchange.exchange
+FAULTS = {
+    "blocks of a ring": (block_exchange, "exchange", exchange_without_order),
+    "collectives and messages": (FakeWork, "wait", arrive_only),
+    "marks": (Mark, "wait", lambda mark: None),
+    "side streams": (SideStream, "behind_current", SideStream.apart),
+    "weights": (Arrivals, "wait", lambda arrivals, layer: None),
+    "the host": (Mark, "synchronize", lambda mark: None),
+}
+# Not every wait is needed in every layout: the next collective of a group may order a stream as well.
+FAULTY = [
+    ("collectives and messages", "zero=1,dp=2", "bf16"),
+    ("collectives and messages", "pp=2", "fp32"),
+    ("collectives and messages", "zero=2,dp=2,comm=fp16", "fp32"),
+    ("collectives and messages", "zero=3,dp=2", "fp32"),
+    ("marks", "zero=2,dp=2,comm=fp16", "fp32"),
+    ("marks", "zero=1,dp=2,pp=2", "fp32"),
+    ("marks", "zero=3,offload_param=cpu", "bf16"),
+    ("side streams", "zero=1,dp=2", "fp32"),
+    ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
+    ("weights", "zero=1,dp=2", "bf16"),
+    ("weights", "zero=2,dp=2,pp=2", "fp32"),
+    ("the host", "zero=1,offload=cpu", "bf16"),
+    ("blocks of a ring", "cp=3", "fp32"),
+    ("collectives and messages", "cp=2,comm_type=all_gather", "fp32"),
+]
+
+
+@pytest.mark.parametrize("fault, layout, dtype", FAULTY)
+def test_a_wait_that_is_left_out_is_found(fault, layout, dtype):
+    with patch.object(*FAULTS[fault]):
+        assert train(layout, "cuda", dtype).problems
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero=0,dp=2",
+        "zero=2,dp=2,comm=fp16",
+        "zero=3,dp=2",
+        "zero=3,offload=cpu,offload_param=cpu",
+    ],
+)
+def test_reductions_gathers_and_copies_run_beside_the_model(layout):
+    """Casts and additions of reductions, gathers and copies are not on the stream of the model."""
+    [order, *_] = train(layout, "cuda").orders
+    kinds = {what for stream, what in order.launches if stream != DEFAULT}
+    wanted = {
+        "zero=0,dp=2": {"all-reduce"},
+        "zero=2,dp=2,comm=fp16": {"reduce-scatter", "aten.add_"},
+        "zero=3,dp=2": {"all-gather", "reduce-scatter"},
+        "zero=3,offload=cpu,offload_param=cpu": {"copy"},
+    }
+    assert kinds >= wanted[layout], kinds
+
+
+@pytest.mark.parametrize(
+    "layout", ["zero=1,dp=2,bucket=4096", "zero=2,dp=2,pp=2,bucket=4096"]
+)
+def test_the_first_layers_begin_while_weights_of_the_last_are_gathered(layout):
+    """Between the waits for gathers of weights there are products, and no gather begins: all have begun."""
+    wait = FakeWork.wait
+
+    def recorded(work):
+        if "param_store.py" in place():
+            gpu().order.launches.append((DEFAULT, "wait for weights"))
+        wait(work)
+
+    with patch.object(FakeWork, "wait", recorded):
+        run = train(layout, "cuda")
+    assert not run.problems
+    for order in run.orders:
+        names = [what for _, what in order.launches]
+        second_step = names[names.index("wait for weights") :]
+        second_step = second_step[: second_step.index("all-gather")]
+        last = len(second_step) - second_step[::-1].index("wait for weights")
+        assert "aten.addmm" in second_step[:last], second_step[:last]
