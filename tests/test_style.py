@@ -37,7 +37,8 @@ DONE = ("", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 
 ANNOTATED, DOCUMENTED = 0.98, 0.95
 MOST_PARAMETERS = 8
-MOST_NODES = 2950
+MOST_NODES = 2700  # of a file of the package
+MOST_NODES_OF_TESTS = 3000
 ANY_ROOM_MAY_HAVE = {"__init__.py"}
 AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 # Functions under DeepSpeed's names have DeepSpeed's parameters.
@@ -318,9 +319,9 @@ def nodes_of(path: Path) -> int:
 
 def test_no_file_outgrows_its_noun():
     """A file of 2,700 nodes is a hint to look for the seam; lines would count the formatter's work."""
-    files = [*FILES, *(ROOT / "tools").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    long = {str(path.relative_to(ROOT)): nodes_of(path) for path in files}
-    assert not {path: nodes for path, nodes in long.items() if nodes > MOST_NODES}
+    tests = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    assert not [path for path in FILES if nodes_of(path) > MOST_NODES]
+    assert not [path for path in tests if nodes_of(path) > MOST_NODES_OF_TESTS]
 
 
 if __name__ == "__main__":  # the state of every room: python -m tests.test_style
