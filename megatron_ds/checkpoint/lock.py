@@ -256,7 +256,7 @@ class SaveLock:
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
     def _found(self) -> tuple[Owner | None, int] | None:
-        """As `_read`; a lock that is missing is looked for again after a moment."""
+        """Read the lock; a missing one is looked for once more after a moment."""
         found = _read(self.path)
         if not found:
             time.sleep(min(ABSENT, self._beat))
@@ -392,4 +392,6 @@ def _runs_here(owner: Owner | None) -> bool | None:
     if owner is None or not owner.machine or owner.machine != _machine():
         return None
     born = _born(owner.pid)
-    return True if born == owner.born else None if born == HIDDEN else False
+    if born == owner.born:
+        return True
+    return None if born == HIDDEN else False

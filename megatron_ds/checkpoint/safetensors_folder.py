@@ -170,9 +170,9 @@ def _publish(
     sync_directory(folder)
     if several:
         total = sum(entry.nbytes for entries in files.values() for entry in entries)
-        places = {
-            entry.name: name for name, entries in files.items() for entry in entries
-        }
+        places = {}
+        for name, entries in files.items():
+            places |= {entry.name: name for entry in entries}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
     present = {path.name for path in folder.glob("model*.safetensors*")}

@@ -56,11 +56,10 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
         return {}
     folder = Path(config.checkpoint.save)
     try:
-        contents = {
-            f"{field}/{file.name}": file.read_bytes()
-            for field, path in given.items()
-            for file in _files_at(path)
-        }
+        contents = {}
+        for field, path in given.items():
+            for file in _files_at(path):
+                contents[f"{field}/{file.name}"] = file.read_bytes()
         name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
             _write(folder / name, contents)

@@ -86,13 +86,11 @@ class OneBitLamb(CompressedOptimizer):
         self.coefficients[0], self.coefficients[1] = 0.0, 1.0
 
     def before_exchange(self) -> None:
-        """See `CompressedOptimizer.before_exchange`."""
         self._before = {
             id(p): self.state_of(p)["exp_avg"].clone() for p in self._parameters
         }
 
     def update(self, exchange: Exchange) -> None:
-        """See `CompressedOptimizer.update`."""
         if exchange is Exchange.FULL:
             rates = self._ratios()
         else:
@@ -111,7 +109,6 @@ class OneBitLamb(CompressedOptimizer):
         self._before = {}
 
     def numbers_of(self, p: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `CompressedOptimizer.numbers_of`."""
         i = next(i for i, q in enumerate(self._parameters) if q is p)
         yield "mean_ratio", self.coefficients[0, i : i + 1]
         yield "last_factor", self.coefficients[1, i : i + 1]
@@ -160,11 +157,9 @@ class OneBitLamb(CompressedOptimizer):
                 decayed(us, group)
         parameters = self._parameters
         bare, whole = self._reduce([before_decay, sum(self._us, [])], parameters)
-        largest = [
-            self._excess(p, group["eps"])
-            for group in self.param_groups
-            for p in group["params"]
-        ]
+        largest = []
+        for group in self.param_groups:
+            largest += [self._excess(p, group["eps"]) for p in group["params"]]
         factors = self._reduce.largest(
             torch.stack(largest) if largest else bare, parameters
         )

@@ -40,7 +40,6 @@ class RowAdamW(RowOptimizer):
     def update(
         self, rows: Sequence[AdamRow], group: dict, divisor: float | torch.Tensor
     ) -> None:
-        """See `RowOptimizer.update`."""
         adamw(
             rows[0].grad,
             rows,
@@ -55,7 +54,7 @@ class RowAdamW(RowOptimizer):
         )
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> AdamRow:
-        """See `RowOptimizer.row`; counts the step."""
+        """Count a step of the parameter; returns its row for `update`."""
         state = self.count_step(p)
         return AdamRow(
             p,

@@ -7,6 +7,7 @@ write them.
 
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -52,12 +53,8 @@ def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
     simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
     ranks = list(zip(simulation.schedule, simulation.starts, simulation.ends))
     if unit is None:
-        lengths = (
-            end - start
-            for rank in ranks
-            for i, start, end in zip(*rank)
-            if i.op in COMPUTE
-        )
+        drawn = chain.from_iterable(zip(*rank) for rank in ranks)
+        lengths = (end - start for i, start, end in drawn if i.op in COMPUTE)
         unit = min((length for length in lengths if length > 0), default=1)
     rows = [_text_row(*rank, unit) for rank in ranks]
     width = max((len(cell) for row in rows for cell in row), default=1)

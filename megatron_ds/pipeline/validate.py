@@ -6,6 +6,7 @@ transfers.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 from ..errors import ScheduleError
 from .instruction import (
@@ -36,9 +37,8 @@ def check_complete(
         for i in program:
             _check_numbers(i, num_stages, num_microbatches)
     stage_ranks(schedule)
-    counts = Counter(
-        i for program in schedule for i in program if i.op in ABOUT_ONE_MICROBATCH
-    )
+    instructions = chain.from_iterable(schedule)
+    counts = Counter(i for i in instructions if i.op in ABOUT_ONE_MICROBATCH)
     _reject(
         "appears more than once, but a micro-batch passes a stage once",
         (i for i, n in counts.items() if n > 1),

@@ -72,7 +72,8 @@ def _bytes_of_core(
     tokens: int,
     granularity: str | None,
 ) -> float:
-    """Of one micro-batch in one block, by the kernels of the planned device."""
+    """Bytes sent by the attention core of one block for one micro-batch, with the kernels of the
+    planned device."""
     mesh = fake_mesh(plan.grid, plan.rank)
     ctx = parallel_context(config, mesh)
     model = replace(config.model, attention_dropout=0.0)
@@ -122,15 +123,12 @@ def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
             found |= _divisions(config)
             continue
         changed = _with_type(config, comm_type, (1,))
-        found[comm_type] = (
-            changed
-            if not [*context_parallel(changed)]
-            else (
-                "this number of heads"
-                if comm_type == "a2a"
-                else "sequences of this length"
-            )
-        )
+        if not [*context_parallel(changed)]:
+            found[comm_type] = changed
+        elif comm_type == "a2a":
+            found[comm_type] = "this number of heads"
+        else:
+            found[comm_type] = "sequences of this length"
     return found
 
 

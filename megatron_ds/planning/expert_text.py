@@ -110,11 +110,8 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
         yield f"  rows{of} that a rank computes for a micro-batch: {planned:,}, {known}"
     sent = mine.traffic.bytes.get(("all_to_all_v", "ep", grid.ep), 0)
     if sent:
-        layers = [
-            layer
-            for stage in plan.stages_of(grid.coordinates(plan.rank)["pp"])
-            for layer in stage.layers
-        ]
+        stages = plan.stages_of(grid.coordinates(plan.rank)["pp"])
+        layers = [layer for stage in stages for layer in stage.layers]
         ratio = flops_of_rank(plan, layers) / sent
         yield (
             f"  all-to-all: {ratio:,.0f} model FLOPs for each byte that rank {plan.rank} sends; both take "

@@ -138,11 +138,9 @@ def _budget(
         for stage in runs
         if (gathering := optimizer.gathering_of(stage))
     }
-    owner = {
-        unit: (stage, unit.layer)
-        for stage, gathering in gatherings.items()
-        for unit in gathering.units
-    }
+    owner = {}
+    for stage, gathering in gatherings.items():
+        owner |= {unit: (stage, unit.layer) for unit in gathering.units}
     layers = Counter()
     for unit, layer in owner.items():
         layers[layer] += unit.numel

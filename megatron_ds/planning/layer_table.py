@@ -57,11 +57,7 @@ def layer_rows(
         again = _recomputed(
             config, layer, flops.total / 3, flops.scores / 3, layer is layers[-1]
         )
-        name = (
-            layer.name
-            if each
-            else f"{layer.noun or layer.kind}{' (drops tokens)' if drops else ''}"
-        )
+        name = layer.name if each else _kind_name(layer, drops)
         row = LayerRow(
             name,
             1,
@@ -71,6 +67,11 @@ def layer_rows(
         )
         rows[name] = _joined(rows[name], row) if name in rows else row
     return list(rows.values())
+
+
+def _kind_name(layer: Layer, drops: bool) -> str:
+    name = layer.noun or layer.kind
+    return f"{name} (drops tokens)" if drops else name
 
 
 def _parameters(layer: Layer) -> int:

@@ -83,13 +83,12 @@ class Engine:
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
         """{global name: (stage, module)} of this rank's layers."""
-        return {
-            name: (index, module)
-            for index, stage in self.stages.items()
-            for name, module in zip(
-                self.plan.stage_names(index), stage.modules, strict=True
-            )
-        }
+        found = {}
+        for index, stage in self.stages.items():
+            names = self.plan.stage_names(index)
+            for name, module in zip(names, stage.modules, strict=True):
+                found[name] = index, module
+        return found
 
     def traffic(self) -> Counter:
         """Planned payload bytes of a step over the data-parallel ranks, by (operation, axes)."""
@@ -230,11 +229,9 @@ def _build_optimizer(
     stages: Mapping[int, nn.ModuleList],
     parameters: list[nn.Parameter],
 ) -> ZeroOptimizer:
-    counts = {
-        p: count
-        for modules in stages.values()
-        for p, count in count_uses(modules).items()
-    }
+    counts = {}
+    for modules in stages.values():
+        counts |= count_uses(modules)
     seed = config.train.seed
     coordinates = mesh.coordinates
     return ZeroOptimizer(

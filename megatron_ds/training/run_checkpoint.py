@@ -96,7 +96,8 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
 
 
 def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
-    """With --overwrite-save, move another run in the folder into a subfolder. Collective; after the load."""
+    """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
+    load."""
     if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
         on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
 
@@ -162,9 +163,9 @@ def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
     if from_there:
         change = "Remove --finetune"
     elif checkpoint.load:
-        change = (
-            f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune}"
-        )
+        change = f"Use --load {checkpoint.save}"
+        if checkpoint.finetune:
+            change += " without --finetune"
     else:
         change = f"Add --load {checkpoint.save}"
     check_vacant(

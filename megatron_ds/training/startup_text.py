@@ -324,7 +324,9 @@ def _stages(plan: RunPlan, counted: str) -> str:
 def layers_text(layers: Sequence[Layer]) -> str:
     """Layers as text, blocks first: "2 blocks, embedding, final norm, output head"."""
     blocks = sum(layer.is_block for layer in layers)
-    words = [f"{blocks} block{'s' if blocks > 1 else ''}"] if blocks else []
+    words = []
+    if blocks:
+        words.append(f"{blocks} block{'s' if blocks > 1 else ''}")
     for noun, count in Counter(
         layer.noun or layer.kind for layer in layers if not layer.is_block
     ).items():

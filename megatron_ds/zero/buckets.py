@@ -191,7 +191,7 @@ class GradientStore:
         return view
 
     def _view(self, i: int) -> torch.Tensor:
-        """Of the whole gradient, in the shape of the parameter."""
+        """View of the whole gradient, in the shape of the parameter."""
 
     def _clear_rest(self, b: int, whole: torch.Tensor) -> None:
         """Zero what nothing was written to in a bucket, padding included."""

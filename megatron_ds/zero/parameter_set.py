@@ -288,13 +288,12 @@ class TiedGradients:
     """The sum, once a step, of gradients of parameters that several pipeline stages hold."""
 
     def __init__(self, sets: Iterable[ParameterSet], groups: DataGroups):
-        tied = [
-            (s, i, h)
-            for s in sets
-            if s.buckets is not None
-            for i, h in enumerate(s.buckets.holders)
-            if is_tied(h.parameter, groups)
-        ]
+        tied = []
+        for s in sets:
+            holders = () if s.buckets is None else s.buckets.holders
+            for i, h in enumerate(holders):
+                if is_tied(h.parameter, groups):
+                    tied.append((s, i, h))
         # In the order of their keys, which is the same on all stages that hold them.
         self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
         self._group: Group = groups.tied

@@ -234,10 +234,9 @@ class _Search:
 
     @property
     def score(self) -> tuple[float, float]:
-        """As `score_of`, for the times computed while the order was built."""
-        return max(end - start for start, end in zip(self.start, self.clock)), max(
-            self.clock
-        )
+        """`score_of` the order, from the times computed while it was built."""
+        longest = max(end - start for start, end in zip(self.start, self.clock))
+        return longest, max(self.clock)
 
     def arrival(self, op: Op, stage: int) -> float:
         """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet."""

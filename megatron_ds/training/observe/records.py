@@ -212,12 +212,10 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     values: dict[str, list[float]] = {}
     for name, mean in metrics.items():
-        of_layer = OF_LAYER.fullmatch(name)
-        kind = (
-            name
-            if of_layer is None
-            else (f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
-        )
+        kind = name
+        if of_layer := OF_LAYER.fullmatch(name):
+            extreme = "smallest" if of_layer[1] in LEAST else "largest"
+            kind = f"{extreme} {of_layer[1]}"
         values.setdefault(kind, []).append(mean)
     return {
         kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
