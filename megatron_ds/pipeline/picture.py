@@ -75,7 +75,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Box:
+class Rectangle:
     """A rectangle with text in its middle; a browser shows the tip under the pointer."""
 
     x: float
@@ -107,7 +107,7 @@ class Picture:
 
     width: float
     height: float
-    boxes: tuple[Box, ...]
+    boxes: tuple[Rectangle, ...]
     labels: tuple[Label, ...]
 
 
@@ -115,7 +115,7 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
     """Coordinates in pixels from the top left. Boxes too narrow for their number omit it."""
     span = max((panel.timeline.span for panel in panels), default=0) or 1
     scale = (width - LEFT - RIGHT) / span
-    boxes: list[Box] = []
+    boxes: list[Rectangle] = []
     labels: list[Label] = []
     y = TOP
     for panel in panels:
@@ -217,7 +217,11 @@ def save_png(
 
 
 def _rows(
-    timeline: Simulation, y: float, scale: float, boxes: list[Box], labels: list[Label]
+    timeline: Simulation,
+    y: float,
+    scale: float,
+    boxes: list[Rectangle],
+    labels: list[Label],
 ) -> float:
     """One row per rank, with its peak of live activations behind it; returns the y below."""
     labels.append(
@@ -227,7 +231,7 @@ def _rows(
         zip(timeline.schedule, timeline.starts, timeline.ends)
     ):
         labels.append(Label(LEFT - 8, y + ROW / 2 + 4, f"rank {rank}", anchor="end"))
-        boxes.append(Box(LEFT, y, timeline.span * scale, ROW, IDLE))
+        boxes.append(Rectangle(LEFT, y, timeline.span * scale, ROW, IDLE))
         stages = sorted({i.stage for i in program})
         for i, start, end in zip(program, starts, ends):
             if i.op in COMPUTE:
@@ -239,7 +243,7 @@ def _rows(
                 )
                 later = stages.index(i.stage) % 2
                 boxes.append(
-                    Box(
+                    Rectangle(
                         LEFT + start * scale,
                         y,
                         max(wide - (0.8 if wide > 3 else 0), 0.4),
@@ -263,12 +267,12 @@ def _rows(
 
 
 def _axis(
-    span: float, scale: float, y: float, boxes: list[Box], labels: list[Label]
+    span: float, scale: float, y: float, boxes: list[Rectangle], labels: list[Label]
 ) -> None:
-    boxes.append(Box(LEFT, y, span * scale, 0.8, FAINT))
+    boxes.append(Rectangle(LEFT, y, span * scale, 0.8, FAINT))
     step = _round_step(span / 10)
     for n in range(int(span / step + 1e-9) + 1):
-        boxes.append(Box(LEFT + n * step * scale - 0.4, y, 0.8, 4, FAINT))
+        boxes.append(Rectangle(LEFT + n * step * scale - 0.4, y, 0.8, 4, FAINT))
         labels.append(
             Label(
                 LEFT + n * step * scale,
@@ -283,14 +287,18 @@ def _axis(
 
 
 def _legend(
-    ops: set[Op], has_chunks: bool, y: float, boxes: list[Box], labels: list[Label]
+    ops: set[Op],
+    has_chunks: bool,
+    y: float,
+    boxes: list[Rectangle],
+    labels: list[Label],
 ) -> None:
     x = LEFT
     entries = [
         (COLOURS[op][0], meaning) for op, meaning in MEANINGS.items() if op in ops
     ] + [(IDLE, "idle")]
     for colour, meaning in entries:
-        boxes.append(Box(x, y + 6, 14, 12, colour))
+        boxes.append(Rectangle(x, y + 6, 14, 12, colour))
         labels.append(Label(x + 20, y + 16, meaning))
         x += 36 + LETTER * len(meaning)
     note = "numbers are micro-batches" + (

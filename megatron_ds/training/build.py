@@ -55,7 +55,7 @@ from .step_metrics import StepMetrics
 
 
 @dataclass
-class Engine:
+class Replica:
     """The running objects of one rank.
 
     stages         the pipeline stages of this rank, by global number
@@ -105,7 +105,7 @@ class Engine:
         )
 
 
-def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
+def build_engine(config: RunConfig, mesh: Mesh) -> Replica:
     """Build this rank's stages and optimizer. Collective over the world."""
     kernel_table.select(config.train.kernels)
     # The plan: layers, their cut into stages, the stages of this rank.
@@ -136,7 +136,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     }
     executor = _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, keeps)
     metrics = StepMetrics(mesh, config.train.calculate_per_token_loss)
-    return Engine(
+    return Replica(
         config,
         mesh,
         plan,

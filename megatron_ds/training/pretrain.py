@@ -46,7 +46,7 @@ from ..planning.dry_run import dry_run, names_its_world
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
-from .build import Engine, build_engine
+from .build import Replica, build_engine
 from .data_facts import data_facts
 from .distributed import joined
 from .foreign_checkpoints import foreign_checkpoints
@@ -243,7 +243,7 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
         raise Stopped(before_training(next(filter(None, received))))
 
 
-def _check_room(engine: Engine, progress: Progress) -> None:
+def _check_room(engine: Replica, progress: Progress) -> None:
     """Raises CheckpointError when the save folder has no room for one checkpoint. Collective."""
     config = engine.config
     mesh = engine.mesh

@@ -52,7 +52,7 @@ from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..progress.ramps import Progress
-from .build import Engine
+from .build import Replica
 from .foreign_checkpoints import foreign_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def _data_identity(config: RunConfig) -> dict:
     return identity | MODELS[config.model.model].data.identity(config)
 
 
-def save_run(engine: Engine, progress: Progress, description: dict) -> bool:
+def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world.
 
     Returns False where the state has a value that is not finite. No training recovers from one, so nothing is
@@ -311,7 +311,7 @@ def _not_finite(pieces: Sequence[Piece]) -> str | None:
     return None
 
 
-def saved_pieces(engine: Engine) -> list[Piece]:
+def saved_pieces(engine: Replica) -> list[Piece]:
     """The pieces of a checkpoint that is written now. Collective over the world."""
     weights_only = engine.config.checkpoint.no_save_optim
     state = engine.optimizer.pieces(saving=not weights_only)
@@ -322,7 +322,7 @@ def saved_pieces(engine: Engine) -> list[Piece]:
     ]
 
 
-def largest_pieces(engine: Engine) -> list[Piece]:
+def largest_pieces(engine: Replica) -> list[Piece]:
     """Pieces with the bytes of the largest checkpoint of the run."""
     weights_only = engine.config.checkpoint.no_save_optim
     return [
@@ -332,13 +332,15 @@ def largest_pieces(engine: Engine) -> list[Piece]:
     ]
 
 
-def all_pieces(engine: Engine, saved: Mapping[str, float] | None = None) -> list[Piece]:
+def all_pieces(
+    engine: Replica, saved: Mapping[str, float] | None = None
+) -> list[Piece]:
     """This rank's weights, optimizer state, and what layers remember from step to step. saved: see
     `ZeroOptimizer.pieces`."""
     return [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
 
 
-def load_run(engine: Engine, start: Start) -> Progress:
+def load_run(engine: Replica, start: Start) -> Progress:
     """Fill weights and optimizer from the --load folder. Returns the progress. Collective over the world."""
     checkpoint = engine.config.checkpoint
     mesh = engine.mesh

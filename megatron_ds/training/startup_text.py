@@ -21,7 +21,7 @@ from ..pipeline.simulate import simulate
 from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import DTYPES, describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
-from .build import Engine
+from .build import Replica
 from .used_operations import used_operations
 
 SHARES = {
@@ -41,7 +41,7 @@ GROUPS = {
 WIDTH = 110
 
 
-def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
+def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config = engine.config
     mesh = engine.mesh
@@ -74,7 +74,7 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
     )
 
 
-def _memory(engine: Engine) -> str:
+def _memory(engine: Replica) -> str:
     counts = asdict(engine.optimizer.memory()) | _activations(engine)
     listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
     return f"memory of rank 0 (MiB): {', '.join(listed)}"
@@ -89,7 +89,7 @@ def kept_inputs_text(config: RunConfig, device: str) -> str:
     return "inputs of recomputed layers wait in host memory"
 
 
-def _activations(engine: Engine) -> dict[str, int]:
+def _activations(engine: Replica) -> dict[str, int]:
     """Maximum of what the micro-batches of a full batch keep, as --dry-run shows it; nothing on a CPU."""
     # A plan for CPUs needs FakeTensorMode, which imports torch._dynamo: 2 to 3 s of every start on a laptop.
     if engine.mesh.device.type == "cpu":
@@ -129,7 +129,7 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
     )
 
 
-def _model(engine: Engine, given: RunConfig) -> str:
+def _model(engine: Replica, given: RunConfig) -> str:
     """Parameters of the model and of this rank, and the size of the vocabulary."""
     config = engine.config
     found = config.model.vocab_size
@@ -286,7 +286,7 @@ def _wrapped(title: str, values: Sequence[str]) -> str:
     return "\n".join((*lines, line.rstrip()))
 
 
-def _zero(engine: Engine) -> str:
+def _zero(engine: Replica) -> str:
     """State and traffic of rank 0. Tests compare them with the buffers and with counted collectives."""
     config = engine.config
     memory = engine.optimizer.memory()

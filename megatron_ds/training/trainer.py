@@ -27,7 +27,7 @@ from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
 from .batches import BatchSource
-from .build import Engine
+from .build import Replica
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
@@ -70,7 +70,7 @@ class Trainer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Replica,
         loaders: Loaders,
         log: Log,
         progress: Progress,

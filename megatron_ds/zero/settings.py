@@ -19,7 +19,7 @@ from ..optim.onebit_phases import Phases
 from .compressed_exchange import SwitchedExchange
 from .exchange import FullPrecisionExchange, GradientExchange
 from .layout import ALIGN
-from .norm import LossScaler, make_scaler
+from .norm import LossScale, make_scaler
 from .number_blocks import Blocks
 from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
@@ -95,7 +95,7 @@ class ZeroSettings:
     weight_blocks: Blocks | None = None
     gradient_blocks: Blocks | None = None
     clip_grad: float = 0.0
-    make_scaler: Callable[[], LossScaler] = LossScaler
+    make_scaler: Callable[[], LossScale] = LossScale
     persistence: int | None = None
     prefetch: int | None = None
     offload: OffloadSettings = OffloadSettings()
