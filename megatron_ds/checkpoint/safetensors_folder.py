@@ -75,6 +75,7 @@ def write_folder(
         "doing": f"could not write safetensors to {directory}",
         "kind": CheckpointError,
     }
+    # The names of the files contain their number, so all entries are divided before any is written.
     files = cut_into_files(entries, max_shard_bytes)
     on_one_rank(world, lambda: folder.mkdir(parents=True, exist_ok=True), **failing)
     names = (
@@ -86,6 +87,7 @@ def write_folder(
         ]
     )
     named = dict(zip(names, files))
+    # An error of rank 0 is raised after all ranks have sent their tensors: they would wait for it.
     error = None
     arriving = iter(tensors([entry for file in files for entry in file]))
     try:
@@ -207,6 +209,7 @@ def from_safetensors(
                 f"{folder} has no tensor "
                 f"{name!r}{did_you_mean(name, list(file_of)) or '.'}"
             )
+        # Whole rows are read, and elements before `start` and after its end are cut off.
         with safe_open(file_of[name], framework="pt") as file:
             stored = file.get_slice(name)
             shape = stored.get_shape()

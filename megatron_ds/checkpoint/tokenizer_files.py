@@ -85,6 +85,7 @@ def tokenizer_of(
     run: the content of run.json, config: the one in it; given: {field: path}. Raises CheckpointError when
     files are missing, or when it is not the tokenizer of the run.
     """
+    # The paths: given files come before copies, copies before those of the run.
     copies = {} if given else _copies(Path(directory), run)
     paths = {**copies, **given}
     data = replace(config.data, **paths)
@@ -105,6 +106,7 @@ def tokenizer_of(
             "is no copy next to the checkpoints. Give the run's tokenizer with "
             f"{' and '.join(flags)}."
         )
+    # Other files at the same paths would give the ids another meaning.
     tokenizer = build_tokenizer(data, config.model)
     wanted = run["identity"]["tokenizer"]["fingerprint"]
     if tokenizer.fingerprint != wanted:

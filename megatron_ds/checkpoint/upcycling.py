@@ -66,6 +66,7 @@ class Upcycling:
                 "the new model has no layer with experts. Give --num-experts, and with it "
                 "--moe-layer-freq if not all layers are to have experts."
             )
+        # Each expert is divided into equal parts, which are chosen together.
         named = {
             "--ffn-hidden-size": [model.ffn_size],
             "--moe-router-topk": [model.moe_router_topk],
@@ -84,6 +85,7 @@ class Upcycling:
                 f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or "
                 "choose the width by --moe-upcycling-granularity."
             )
+        # Parts of the new model for which the dense one has no weights, or other scores.
         if model.moe_shared_expert_intermediate_size:
             raise ConfigError(
                 "--moe-shared-expert-intermediate-size: a dense checkpoint has no weights for "

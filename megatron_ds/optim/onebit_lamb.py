@@ -119,6 +119,7 @@ class OneBitLamb(CompressedOptimizer):
 
     def _ratios(self) -> torch.Tensor:
         """Trust ratios, and their running means; the second moment is followed by its fresh copy."""
+        # The updates u, and a fresh copy of the second moment.
         self._us = [self._directions(group) for group in self.param_groups]
         for us, group in zip(self._us, self.param_groups):
             if us:
@@ -127,6 +128,7 @@ class OneBitLamb(CompressedOptimizer):
                     self.tensors(group, "exp_avg_sq_fresh"),
                     self.tensors(group, "exp_avg_sq"),
                 )
+        # The trust ratio of each parameter, within the bounds of its group.
         of_weights, of_updates = self._reduce(
             [self._parameters, sum(self._us, [])], self._parameters
         )
@@ -140,6 +142,7 @@ class OneBitLamb(CompressedOptimizer):
                 for r, group in zip(of_groups, self.param_groups)
             ]
         )
+        # Ratios of 1 are of parameters without weights or updates: no part of the mean.
         means = self.coefficients[0]
         means.copy_(
             torch.where(

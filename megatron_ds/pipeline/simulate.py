@@ -272,6 +272,7 @@ class _Numbers:
         here = (
             i.stage * m + i.microbatch
         )  # this micro-batch at this stage; ± m: at its neighbours
+        # F needs the activation of the stage before; W the other half of its backward.
         if op is Op.F:
             return (
                 ()
@@ -280,6 +281,7 @@ class _Numbers:
             )
         if op is Op.W:
             return (base[Op.I] + here,)
+        # A send needs what it sends and, where sends block, the posted receive.
         if op is Op.SEND_ACT:
             return (
                 (base[Op.F] + here, base[Op.RECV_ACT] + here + m)
@@ -291,6 +293,7 @@ class _Numbers:
             return (
                 (made_by, base[Op.RECV_GRAD] + here - m) if rendezvous else (made_by,)
             )
+        # B and I need their own forward, and the gradient of the stage behind.
         forward = base[Op.F] + here
         if i.stage == self.stages - 1:
             return (forward,)
@@ -338,6 +341,7 @@ def _check_finished(
     place = {}
     for rank, program in enumerate(schedule):
         place |= {i: (rank, at) for at, i in enumerate(program)}
+    # For each rank that is blocked: its instruction, and those that it waits for.
     stuck = []
     for rank in unfinished:
         at = len(ends[rank])
@@ -359,6 +363,7 @@ def _check_finished(
             f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
             f"and waits for {what}"
         )
+    # What to change depends on whether a send waits for its receive.
     kind, advice = (
         (
             "rendezvous",

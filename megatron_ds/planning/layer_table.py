@@ -44,10 +44,12 @@ def layer_rows(
     """
     model = config.model
     vocab = config.padded_vocab_size
+    # Layers are described only: no weights are allocated.
     layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
     rows: dict[str, LayerRow] = {}
     blocks = 0
     sizes: dict[str, int] = {}
+    # Layers of one name, which is that of the kind unless `each`, share a row.
     for layer in layers:
         drops = layer.is_block and blocks in dropping
         blocks += layer.is_block

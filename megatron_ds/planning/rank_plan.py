@@ -359,12 +359,14 @@ def _gradient_buffers(
         if plan.units
         else [bucket.stop - bucket.start for bucket in plan.layout.buckets]
     )
+    # Buckets that fill in backward are those of sets whose gradients are split.
     filling = []
     for plan in plans:
         if plan.policy.gradient:
             filling += lengths(plan)
     buckets = chain.from_iterable(plan.layout.buckets for plan in plans)
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
+    # Their memory, the exchange of the longest bucket, and errors of compression.
     return (
         gradient_buffers(
             filling,

@@ -78,6 +78,7 @@ def _bad_output(
 
         return hook
 
+    # Run the micro-batch again with a hook on every module.
     handles = []
     for layer_name, (stage, layer) in layers.items():
         for name, module in layer.named_modules(prefix=layer_name):

@@ -130,6 +130,7 @@ def _check_may_start(checkpoint: CheckpointConfig) -> None:
         )
     if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
         return
+    # The names of folders beside it may show a misspelling.
     what = "holds no checkpoint" if folder.is_dir() else "does not exist"
     names = (
         [path.name for path in folder.parent.iterdir() if path.is_dir()]
@@ -257,6 +258,7 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     mesh = engine.mesh
     begin = time.perf_counter()
     pieces = saved_pieces(engine)
+    # No rank writes if any has a value that is not finite.
     found = all_gather_object(_not_finite(pieces), mesh.group("world"))
     if any(found):
         rank = next(rank for rank, name in enumerate(found) if name)
@@ -271,6 +273,7 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
                 Path(config.checkpoint.save),
             )
         return False
+    # Progress and the optimizer's numbers go into run.json, tensors into the files.
     run = description | {
         "progress": progress.to_dict(),
         "optimizer": engine.optimizer.extra_state(),
@@ -347,6 +350,7 @@ def load_run(engine: Replica, start: Start) -> Progress:
     begin = time.perf_counter()
     if start.step is None:
         return Progress()
+    # Finetuning, and --no-load-optim, take the weights alone.
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     pieces = all_pieces(engine, start.run.get("optimizer"))
     load(
@@ -361,6 +365,7 @@ def load_run(engine: Replica, start: Start) -> Progress:
         engine.optimizer.load_extra_state(start.run["optimizer"])
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
+    # Differences that are allowed are logged.
     if mesh.rank == 0:
         if with_optimizer:
             log_other_workers(start.run.get("config", {}), engine.config)
@@ -437,6 +442,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             "training script: its tensors have other names. Load it with "
             "engine.load_checkpoint."
         )
+    # The parts that must be equal: other data are allowed in finetuning.
     parts = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
     )
@@ -452,6 +458,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
         "progress",
         "optimizer",
     )
+    # Differences of the model or the data, with what would allow them.
     theirs, ours = _with_experts_alike(saved["identity"], current["identity"])
     fitting = (
         with_positions_of(ours["model"], theirs["model"])
@@ -478,6 +485,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
                 "--save DIR --num-experts N, and load DIR with --finetune."
             )
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
+    # The optimizer must be the same only where its state is loaded.
     before, now = (
         about["config"]["optimizer"]["optimizer"] for about in (saved, current)
     )

@@ -45,6 +45,7 @@ def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config = engine.config
     mesh = engine.mesh
+    # Blank lines separate model, stages, schedule and options; texts of absent features are left out.
     return "\n".join(
         (
             grid_text(mesh.grid, launch_source, mesh.device.type),
@@ -176,6 +177,7 @@ def experts_text(config: RunConfig) -> str:
     """
     model = config.model
     ep = config.parallel.expert_model_parallel_size
+    # Layers with equally many experts are listed together.
     numbers: dict[int, list[int]] = {}
     for layer, number in enumerate(model.experts):
         if number:
@@ -185,6 +187,7 @@ def experts_text(config: RunConfig) -> str:
     layers = "; ".join(
         f"{number} in {ranges_text(of_layers)}" for number, of_layers in numbers.items()
     )
+    # What computes beside the experts, where they lie, and how they are chosen.
     shared = model.moe_shared_expert_intermediate_size
     beside = f", beside shared experts of width {shared}" if shared else ""
     if model.mlp_type == "residual":

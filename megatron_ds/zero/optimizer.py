@@ -250,10 +250,12 @@ class ZeroOptimizer:
         the device; with `zeros` a third, the number of elements that are zero. Afterwards no rank reads
         weights until the update is complete. Collective over the world; the host does not wait for it.
         """
+        # All gradients are complete before any is measured.
         self.reduce_tied()
         self.wait_for_weights()  # of layers that had no forward
         for s in self.trained:
             s.buckets.finish()
+        # The square of the norm, of the compressed momentum where no gradients are exchanged.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         local = None
         if self.compressed:
@@ -263,6 +265,7 @@ class ZeroOptimizer:
         else:
             for s in self.trained:
                 squares += squared_norm(s.norm_views, self.device)
+        # One all-reduce for all numbers, since each costs a latency.
         counted = (
             sum(
                 (

@@ -211,6 +211,7 @@ class SetMaker:
         parameters: Sequence[nn.Parameter],
         pieces: Sequence[SlotPiece],
     ) -> tuple[torch.Tensor | None, list[Leaf]]:
+        # fp32 masters of 16-bit weights, in one buffer; fp32 weights are their own masters.
         values = [store.values_of(piece) for piece in pieces]
         lows = [None] * len(pieces)
         masters = None
@@ -222,6 +223,7 @@ class SetMaker:
             values = list(masters.split([v.numel() for v in lows]))
             for master, low in zip(values, lows):
                 master.copy_(low)
+        # The optimizer's tensors: one for each piece of a parameter in this rank's shard.
         leaves = []
         for piece, value, low in zip(pieces, values, lows):
             p = parameters[piece.slot]

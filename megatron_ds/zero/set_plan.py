@@ -223,6 +223,7 @@ def plan_sets(
         if settings.persistence is None
         else settings.persistence
     )
+    # Parameters that are reduced, split and gathered alike form a set.
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
         split = settings.policy.gradient is not None and (
@@ -241,6 +242,7 @@ def plan_sets(
             fact.whole,
         )
         groups.setdefault(key, []).append(i)
+    # The order of the sets is that of their keys, the same on all ranks.
     bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
     return tuple(

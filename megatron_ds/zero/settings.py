@@ -136,6 +136,7 @@ class ZeroSettings:
 
     def __post_init__(self):
         self._check_phases()
+        # Quantization needs the collectives of the stages that split weights and gradients.
         if self.weight_blocks and (
             self.policy.parameter is None or self.offload.parameters != "device"
         ):
@@ -149,6 +150,7 @@ class ZeroSettings:
                 "quantized gradients are exchanged as shards, which ZeRO stages 2 and 3 make. "
                 "Use --zero-stage 2 or 3, or leave --zero-quantized-gradients out."
             )
+        # Optimizers that need whole tensors or norms, where only parts are at hand.
         for group in self.param_groups:
             if group.needs_whole_tensors and self.policy.parameter is not None:
                 raise ConfigError(

@@ -48,6 +48,7 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
             largest[at] = torch.maximum(
                 largest[at], values.abs().max().double().to(mesh.device)
             )
+    # Sums and maxima over all ranks, which hold different parts of the state.
     all_reduce_(sums, mesh.group("world"))
     all_reduce_(largest, mesh.group("world"), op="max")
     (squares, absolutes), most = sums.tolist(), largest.tolist()
