@@ -75,7 +75,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Bar:
+class TimeBar:
     """A rectangle with text in its middle; a browser shows the tip under the pointer."""
 
     x: float
@@ -107,7 +107,7 @@ class Picture:
 
     width: float
     height: float
-    boxes: tuple[Bar, ...]
+    boxes: tuple[TimeBar, ...]
     labels: tuple[Label, ...]
 
 
@@ -115,7 +115,7 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
     """Coordinates in pixels from the top left. Boxes too narrow for their number omit it."""
     span = max((panel.timeline.span for panel in panels), default=0) or 1
     scale = (width - LEFT - RIGHT) / span
-    boxes: list[Bar] = []
+    boxes: list[TimeBar] = []
     labels: list[Label] = []
     y = TOP
     for panel in panels:
@@ -224,7 +224,7 @@ def _rows(
     timeline: Simulation,
     y: float,
     scale: float,
-    boxes: list[Bar],
+    boxes: list[TimeBar],
     labels: list[Label],
 ) -> float:
     """One row per rank, with its peak of live activations behind it; returns the y below."""
@@ -236,7 +236,7 @@ def _rows(
         # An idle bar for the whole time lies below the computations.
         middle = y + ROW / 2 + 4
         labels.append(Label(LEFT - 8, middle, f"rank {rank}", anchor="end"))
-        boxes.append(Bar(LEFT, y, length, ROW, IDLE))
+        boxes.append(TimeBar(LEFT, y, length, ROW, IDLE))
         stages = sorted({i.stage for i in program})
         for i, start, end in zip(program, starts, ends):
             if i.op in COMPUTE:
@@ -250,13 +250,13 @@ def _rows(
 
 def _bar(
     i: Instruction, start: float, end: float, scale: float, y: float, later: int
-) -> Bar:
+) -> TimeBar:
     """The bar of a computation. later: 1 for every second stage of the rank, in pale colours, else 0."""
     wide = (end - start) * scale
     number = str(i.microbatch)
     has_room = wide >= LETTER * len(number) + 3
     gap = 0.8 if wide > 3 else 0
-    return Bar(
+    return TimeBar(
         x=LEFT + start * scale,
         y=y,
         width=max(wide - gap, 0.4),
@@ -269,13 +269,13 @@ def _bar(
 
 
 def _axis(
-    span: float, scale: float, y: float, boxes: list[Bar], labels: list[Label]
+    span: float, scale: float, y: float, boxes: list[TimeBar], labels: list[Label]
 ) -> None:
-    boxes.append(Bar(LEFT, y, span * scale, 0.8, FAINT))
+    boxes.append(TimeBar(LEFT, y, span * scale, 0.8, FAINT))
     step = _round_step(span / 10)
     for n in range(int(span / step + 1e-9) + 1):
         x = LEFT + n * step * scale
-        boxes.append(Bar(x - 0.4, y, 0.8, 4, FAINT))
+        boxes.append(TimeBar(x - 0.4, y, 0.8, 4, FAINT))
         labels.append(Label(x, y + 16, f"{n * step:g}", "middle", FAINT, size=10))
     labels.append(Label(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
 
@@ -284,14 +284,14 @@ def _legend(
     ops: set[Op],
     has_chunks: bool,
     y: float,
-    boxes: list[Bar],
+    boxes: list[TimeBar],
     labels: list[Label],
 ) -> None:
     x = LEFT
     present = [op for op in MEANINGS if op in ops]
     entries = [(COLOURS[op][0], MEANINGS[op]) for op in present]
     for colour, meaning in [*entries, (IDLE, "idle")]:
-        boxes.append(Bar(x, y + 6, 14, 12, colour))
+        boxes.append(TimeBar(x, y + 6, 14, 12, colour))
         labels.append(Label(x + 20, y + 16, meaning))
         x += 36 + LETTER * len(meaning)
     note = "numbers are micro-batches"
