@@ -34,7 +34,7 @@ from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.registry import did_you_mean
-from megatron_ds.training.build import Engine, build_engine
+from megatron_ds.training.build import Replica, build_engine
 from megatron_ds.training.run_checkpoint import all_pieces
 from megatron_ds.training.samples import build_loaders, rearranged
 from megatron_ds.training.step import train_step
@@ -174,7 +174,7 @@ def train_layout(
     steps: int,
     samples: Sequence,
     *,
-    watch: Callable[[Engine], None] | None = None,
+    watch: Callable[[Replica], None] | None = None,
 ) -> Trace:
     """Train `steps` steps on `samples`, as of `mock_samples` (global batches in turn, wrapping around).
     Collective over the world.

@@ -186,6 +186,7 @@ def _view(
     content: torch.Tensor, stream: "_Bytes", archive: zipfile.ZipFile
 ) -> torch.Tensor | None:
     """The tensor in the bytes of the archive; None if only torch.load can read it."""
+    # Only an archive of one contiguous tensor, in the byte order of this machine, can be mapped.
     records = {record.filename: record for record in archive.infolist()}
     if (
         len(records) < len(archive.infolist())
@@ -194,6 +195,7 @@ def _view(
     ):
         return None
     record = records[VALUES]
+    # Shape and dtype come from the pickle, without the values.
     with skip_data():
         blank = _load(stream)  # shape and dtype; its memory is not touched
     whole = (
@@ -206,6 +208,7 @@ def _view(
         or not blank.nbytes == blank.untyped_storage().nbytes() == record.file_size
     ):
         return None
+    # The values begin after the local header, whose names and extra fields vary in length.
     at = record.header_offset
     _, *lengths = LOCAL_HEADER.unpack(
         content[at : at + LOCAL_HEADER.size].numpy().tobytes()

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Chunk(Protocol):
+class ChunkBox(Protocol):
     """A box of a tensor: its corner, and its number of elements in each dimension."""
 
     offsets: Sequence[int]
     sizes: Sequence[int]
 
 
-def covers_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+def covers_once(shape: Sequence[int], chunks: Sequence[ChunkBox]) -> bool:
     """Whether the boxes `chunks`, each inside `shape`, hold every element exactly once.
 
     They do if and only if their corners, with alternating signs, add up to those of the whole box. The signed

@@ -43,6 +43,7 @@ def write_dcp_folder(
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     file = _Files(path, most_bytes)
     try:
+        # Tensors first, each released before the next is read.
         for chunk in chunks:
             values = chunk.read().detach().to("cpu", chunk.dtype).contiguous()
             assert tuple(values.shape) == chunk.sizes, (
@@ -66,6 +67,7 @@ def write_dcp_folder(
             )
     finally:
         file.close()
+    # The index is last: a folder without it is not complete.
     described = {key: _described(found) for key, found in tensors.items()}
     described |= {key: dcp.BytesStorageMetadata() for key in objects}
     with open(path / INDEX_FILE, "wb") as stream:

@@ -67,6 +67,7 @@ def check_room(
             )
         return share, free_bytes(folder) if world.rank == 0 else None
 
+    # Every rank knows its own share; rank 0 alone looks at the disk.
     failing = {"doing": f"--save {folder}", "kind": CheckpointError}
     found = gather_from_all_ranks(world, look, **failing)
     needed = sum(share for share, _ in found)
@@ -74,6 +75,7 @@ def check_room(
     kept = saves if limit is None else min(saves, limit + 1)
     if free is None or not saves:
         return
+    # Less than one checkpoint is an error, less than all that are kept a warning.
     if free < needed:
 
         def refuse() -> None:

@@ -175,6 +175,7 @@ def _tensor_problems(
         or len(shape) > MOST_DIMENSIONS
     ):
         yield f"{name!r} has the invalid shape {shape}"
+    # Each chunk: inside the tensor, inside its file, long enough, with a checksum if others have one.
     for chunk in tensor.chunks:
         place = storage[dcp.MetadataIndex(name, chunk.offsets)]
         if not _inside(chunk, shape):
@@ -202,6 +203,7 @@ def _tensor_problems(
                 f"a chunk of {name} has {'no' if with_checksums else 'a'} checksum, unlike the rest of "
                 "the checkpoint"
             )
+    # All chunks together: every element once.
     if not covers_once(shape, tensor.chunks):
         held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         yield (

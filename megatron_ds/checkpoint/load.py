@@ -36,6 +36,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     silent start from scratch would look like a resumed run.
     """
     folder = Path(directory)
+    # Paths that are one level too deep, or no folder.
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a file: --load takes the directory that was given as --save."
@@ -50,6 +51,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     steps = folders.steps_in(folder)
     if wanted is None and not steps:
         return None
+    # The step of the tracker is tried first, then the others from the newest.
     named = (
         int(wanted)
         if wanted and wanted.isdecimal() and len(wanted) <= MOST_DIGITS
@@ -63,6 +65,7 @@ def latest(directory: str | os.PathLike) -> int | None:
             found = step
             break
         problems.append(problem)
+    # Everything that was wrong, for the warning or the error.
     tracker = (
         "is missing"
         if wanted is None
@@ -181,6 +184,7 @@ def _fill(
         with explain_way_back(folder, step):
             readings[0].run()
 
+    # All ranks check what they will read before any of them changes a tensor.
     seen = gather_from_all_ranks(world, plan, **failing)
     on_one_rank(world, lambda: _check_same_save([save for _, save in seen]), **failing)
     if not all(has_checksums for has_checksums, _ in seen) and world.rank == 0:

@@ -128,6 +128,7 @@ class SaveLock:
                 if self.path.is_symlink():
                     raise CheckpointError(f"{self.path} is a broken link. Delete it.")
                 continue  # released in the meantime
+            # The file exists. It is released, ours, in use, or its owner has ended.
             owner, beat = found
             if owner == self.mine:  # the link succeeded although an error was reported
                 break
@@ -143,6 +144,7 @@ class SaveLock:
                 )
             name = owner or "an unknown process"
             why = "which has ended"
+            # Whether a process of another machine runs is unknown: only the age of its last beat decides.
             if runs is None:
                 if (
                     time.monotonic() - since < self._stale
@@ -152,6 +154,7 @@ class SaveLock:
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
             self._remove(owner)
+        # The lock is ours: renew it in the background until it is released.
         self.saves.look(self.folder)
         self._thread.start()
         return None
@@ -256,7 +259,7 @@ class SaveLock:
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
     def _found(self) -> tuple[Owner | None, int] | None:
-        """As `_read`; a lock that is missing is looked for again after a moment."""
+        """Read the lock; a missing one is looked for once more after a moment."""
         found = _read(self.path)
         if not found:
             time.sleep(min(ABSENT, self._beat))
@@ -329,6 +332,7 @@ def locked(
     so that no rank waits in a collective for long. beat, stale: see `SaveLock`. Raises CheckpointError on all
     ranks while a live process holds the lock.
     """
+    # A save inside a run that holds the lock already reuses it.
     place = (os.getpid(), os.path.realpath(folder))
     held = None
     lock = None
@@ -337,6 +341,7 @@ def locked(
         lock = held or SaveLock(folder, beat, stale)
     acquire = held.check if held else lock and lock.try_acquire
     try:
+        # All ranks learn the result together: rank 0 asks, the others wait in a short collective.
         waiting = False
         while owner := on_one_rank(
             world, acquire, doing=f"cannot save in {folder}", kind=CheckpointError
@@ -392,4 +397,6 @@ def _runs_here(owner: Owner | None) -> bool | None:
     if owner is None or not owner.machine or owner.machine != _machine():
         return None
     born = _born(owner.pid)
-    return True if born == owner.born else None if born == HIDDEN else False
+    if born == owner.born:
+        return True
+    return None if born == HIDDEN else False

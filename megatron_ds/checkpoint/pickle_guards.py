@@ -118,6 +118,7 @@ class Records:
             self.__dict__.update(state)
             made.append((self, kind))
 
+        # The name and the base stay: pickles and isinstance see the same class.
         return type(
             kind.__name__,
             (kind,),

@@ -22,10 +22,17 @@ _MOST_WIDE = 10_000
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
 _TABLES = ("EMPTY_DICT", "EMPTY_SET")
 _FRAME_LENGTH = struct.Struct("<Q")
-_MEMO, _GLOBAL, _LONG, _PERSISTENT, _FRAME = (
-    _OPCODES[name].code.encode("latin-1")
-    for name in ("LONG_BINPUT", "GLOBAL", "LONG1", "BINPERSID", "FRAME")
-)
+
+
+def _code(name: str) -> bytes:
+    return _OPCODES[name].code.encode("latin-1")
+
+
+_MEMO = _code("LONG_BINPUT")
+_GLOBAL = _code("GLOBAL")
+_LONG = _code("LONG1")
+_PERSISTENT = _code("BINPERSID")
+_FRAME = _code("FRAME")
 
 
 class Opcodes:
@@ -46,28 +53,24 @@ class Opcodes:
         self._noun = noun
         self._fixed = fixed
         self._protocol2 = protocol2
-        codes = {
-            name: _OPCODES[name].code.encode("latin-1") for name in (*fixed, *lengths)
-        }
-        self._makes_table = {codes[name] for name in _TABLES if name in fixed}
-        fixed = [name for name in fixed if name not in (*_TABLES, "FRAME")]
+        self._makes_table = {_code(name) for name in _TABLES if name in fixed}
         self._length_of = {
-            codes[name]: struct.Struct(form) for name, form in lengths.items()
+            _code(name): struct.Struct(form) for name, form in lengths.items()
         }
         # A run of opcodes of fixed length: for each length n, one of their codes and then n bytes.
-        bytes_of = {
-            name: _OPCODES[name].arg.n if _OPCODES[name].arg else 0 for name in fixed
-        }
-        by_length = {
-            n: b"".join(re.escape(codes[name]) for name in fixed if bytes_of[name] == n)
-            for n in sorted(set(bytes_of.values()))
-        }
-        self._run = re.compile(
-            b"(?:"
-            + b"|".join(b"[" + code + b"].{%d}" % n for n, code in by_length.items())
-            + b"){1,%d}+" % _MOST_AT_ONCE,
-            re.DOTALL,
-        )
+        by_length: dict[int, list[bytes]] = {}
+        for name in fixed:
+            if name in _TABLES or name == "FRAME":
+                continue
+            argument = _OPCODES[name].arg
+            length = argument.n if argument else 0
+            by_length.setdefault(length, []).append(re.escape(_code(name)))
+        kinds = []
+        for length in sorted(by_length):
+            codes = b"".join(by_length[length])
+            kinds.append(b"[" + codes + b"].{%d}" % length)
+        run = b"(?:" + b"|".join(kinds) + b"){1,%d}+" % _MOST_AT_ONCE
+        self._run = re.compile(run, re.DOTALL)
 
     def check(self, content: bytes) -> bytes:
         """The pickle as one frame, with BINPERSID after each opcode that makes a dict or a set.
@@ -98,6 +101,7 @@ class Opcodes:
         while True:
             while run := self._run.match(content, at):
                 at = run.end()
+            # Tables and frames end a part of the pickle that is kept.
             code = content[at : at + 1]
             if code in self._makes_table:
                 at += 1
@@ -117,6 +121,7 @@ class Opcodes:
                 continue
             if code not in self._length_of:
                 raise ValueError(f"byte {at} of {end}: {self._name_of(code)}")
+            # Its argument has a length, which must not extend beyond the end.
             length = self._length_of[code]
             if at + 1 + length.size > end:
                 raise ValueError(f"byte {at} of {end}: it ends within a length")

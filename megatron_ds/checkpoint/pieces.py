@@ -163,12 +163,13 @@ def logical_boxes(
     """
     mirrors = spec.boxes(coordinates)
     rectangles = tuple(interval_boxes(shard_shape(spec, coordinates), start, stop))
-    met = (
-        _intersect(corner, sizes, mirror)
-        for mirror in mirrors
-        for corner, sizes in rectangles
-    )
-    return tuple(box for box in met if box is not None)
+    met = []
+    for mirror in mirrors:
+        for corner, sizes in rectangles:
+            box = _intersect(corner, sizes, mirror)
+            if box is not None:
+                met.append(box)
+    return tuple(met)
 
 
 def shard_shape(spec: ParamSpec, coordinates: Coordinates) -> Corner:

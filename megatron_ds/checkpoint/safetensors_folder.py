@@ -75,6 +75,7 @@ def write_folder(
         "doing": f"could not write safetensors to {directory}",
         "kind": CheckpointError,
     }
+    # The names of the files contain their number, so all entries are divided before any is written.
     files = cut_into_files(entries, max_shard_bytes)
     on_one_rank(world, lambda: folder.mkdir(parents=True, exist_ok=True), **failing)
     names = (
@@ -86,6 +87,7 @@ def write_folder(
         ]
     )
     named = dict(zip(names, files))
+    # An error of rank 0 is raised after all ranks have sent their tensors: they would wait for it.
     error = None
     arriving = iter(tensors([entry for file in files for entry in file]))
     try:
@@ -170,9 +172,9 @@ def _publish(
     sync_directory(folder)
     if several:
         total = sum(entry.nbytes for entries in files.values() for entry in entries)
-        places = {
-            entry.name: name for name, entries in files.items() for entry in entries
-        }
+        places = {}
+        for name, entries in files.items():
+            places |= {entry.name: name for entry in entries}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
     present = {path.name for path in folder.glob("model*.safetensors*")}
@@ -207,6 +209,7 @@ def from_safetensors(
                 f"{folder} has no tensor "
                 f"{name!r}{did_you_mean(name, list(file_of)) or '.'}"
             )
+        # Whole rows are read, and elements before `start` and after its end are cut off.
         with safe_open(file_of[name], framework="pt") as file:
             stored = file.get_slice(name)
             shape = stored.get_shape()

@@ -61,6 +61,7 @@ def save(
         "doing": f"could not save iteration {step} to {directory}",
         "kind": CheckpointError,
     }
+    # Values that are not JSON are an error before anything is written.
     values = on_one_rank(world, lambda: plain(run), **failing)
     share = bytes_written_here(pieces, coordinates)
     with locked(folder, world) as lock:
@@ -84,6 +85,7 @@ def save(
             lock.saves.look(folder)
             prune(folder, step, limit, retain)
 
+        # A step in three parts: prepare, write, publish. All ranks finish one before the next.
         begun = gather_from_all_ranks(world, prepare, **failing)
         needed, (_, free, writing) = sum(share for share, *_ in begun), begun[0]
         guarded = lambda action: _explaining(action, folder, needed, free, share)
@@ -93,6 +95,7 @@ def save(
             )
             parts = gather_from_all_ranks(world, lambda: guarded(write), **failing)
             on_one_rank(world, lambda: guarded(finish), **failing)
+        # The hidden directory of a failed save is removed.
         except BaseException:
             if world.rank == 0:
                 shutil.rmtree(writing, ignore_errors=True)

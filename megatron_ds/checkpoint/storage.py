@@ -218,11 +218,9 @@ class Reading:
                 problems, key=lambda text: (not text.startswith(WEIGHT), text)
             )
             raise CheckpointError(_listing(listed) + _hint(stored))
-        self._items = [
-            item
-            for name, its in self._views.items()
-            for item in _items(name, stored[name], its)
-        ]
+        self._items = []
+        for name, asked in self._views.items():
+            self._items += _items(name, stored[name], asked)
 
     def run(self) -> None:
         """Fill the pieces with the saved values; padding, which is not saved, becomes zero."""

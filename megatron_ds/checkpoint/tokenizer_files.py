@@ -56,11 +56,10 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
         return {}
     folder = Path(config.checkpoint.save)
     try:
-        contents = {
-            f"{field}/{file.name}": file.read_bytes()
-            for field, path in given.items()
-            for file in _files_at(path)
-        }
+        contents = {}
+        for field, path in given.items():
+            for file in _files_at(path):
+                contents[f"{field}/{file.name}"] = file.read_bytes()
         name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
             _write(folder / name, contents)
@@ -86,6 +85,7 @@ def tokenizer_of(
     run: the content of run.json, config: the one in it; given: {field: path}. Raises CheckpointError when
     files are missing, or when it is not the tokenizer of the run.
     """
+    # The paths: given files come before copies, copies before those of the run.
     copies = {} if given else _copies(Path(directory), run)
     paths = {**copies, **given}
     data = replace(config.data, **paths)
@@ -106,6 +106,7 @@ def tokenizer_of(
             "is no copy next to the checkpoints. Give the run's tokenizer with "
             f"{' and '.join(flags)}."
         )
+    # Other files at the same paths would give the ids another meaning.
     tokenizer = build_tokenizer(data, config.model)
     wanted = run["identity"]["tokenizer"]["fingerprint"]
     if tokenizer.fingerprint != wanted:

@@ -66,6 +66,7 @@ class Upcycling:
                 "the new model has no layer with experts. Give --num-experts, and with it "
                 "--moe-layer-freq if not all layers are to have experts."
             )
+        # Each expert is divided into equal parts, which are chosen together.
         named = {
             "--ffn-hidden-size": [model.ffn_size],
             "--moe-router-topk": [model.moe_router_topk],
@@ -84,6 +85,7 @@ class Upcycling:
                 f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or "
                 "choose the width by --moe-upcycling-granularity."
             )
+        # Parts of the new model for which the dense one has no weights, or other scores.
         if model.moe_shared_expert_intermediate_size:
             raise ConfigError(
                 "--moe-shared-expert-intermediate-size: a dense checkpoint has no weights for "
@@ -119,11 +121,10 @@ class Upcycling:
                 f"and {len(differing) - 1} other tensors: it is damaged, or another "
                 "program wrote it."
             )
-        return [
-            piece
-            for spec, name, make in plans
-            for piece in make(spec, partial(read, name))
-        ]
+        pieces = []
+        for spec, name, make in plans:
+            pieces += make(spec, partial(read, name))
+        return pieces
 
     def _made_of(self, spec: ParamSpec) -> tuple[str | None, Callable]:
         """(name of the dense tensor or None, function from the spec and a reader to pieces)."""
@@ -181,14 +182,14 @@ def is_exact(model: ModelConfig, granularity: int) -> bool:
 
 
 def specs_of(model: ModelConfig) -> list[ParamSpec]:
-    """Of all weights, and of what routers remember from step to step. Allocates nothing."""
+    """Specs of all weights and of the state that routers keep between steps. Allocates nothing."""
     modules = build_stage(
         MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
     )
-    remembered = [
-        spec for balance in balances_of(modules) for spec in balance.specs.values()
-    ]
-    return [*(parameter.spec for parameter in modules.parameters()), *remembered]
+    specs = [parameter.spec for parameter in modules.parameters()]
+    for balance in balances_of(modules):
+        specs += balance.specs.values()
+    return specs
 
 
 # ---- Functions from a spec, and a reader of the dense tensor, to pieces.
@@ -199,7 +200,7 @@ def _copied(spec: ParamSpec, read: Callable[[], torch.Tensor]) -> list[MadePiece
 
 
 def _drawn(seed: int, copies: int, spec: ParamSpec, _: Callable) -> list[MadePiece]:
-    """As `tensor_parallel.init` draws it; each row `copies` times."""
+    """A piece drawn as `tensor_parallel.init` draws it, with each row repeated `copies` times."""
     distinct = replace(spec, shape=(spec.shape[0] // copies, *spec.shape[1:]))
 
     def make() -> torch.Tensor:

@@ -48,14 +48,18 @@ class TensorStream:
         self._device = device
         self._views: dict[str, list] = {}
         here: dict[str, tuple] = {}
+        # What this rank sends of each tensor: the shape of the whole, the dtype, and the rectangles.
         for piece in pieces:
-            if _sends(piece, coordinates):
-                name = piece.spec.name
-                found = self._views.setdefault(name, [])
-                found += views(piece, coordinates)
-                dtype = dtype_of(name) if dtype_of else piece.tensor.dtype
-                chunks = [(v.offset, tuple(v.tensor.shape)) for v in found]
-                here[name] = (tuple(piece.spec.shape), dtype, chunks)
+            if not _sends(piece, coordinates):
+                continue
+            name = piece.spec.name
+            shape = tuple(piece.spec.shape)
+            dtype = dtype_of(name) if dtype_of else piece.tensor.dtype
+            found = self._views.setdefault(name, [])
+            found += views(piece, coordinates)
+            chunks = [(view.offset, tuple(view.tensor.shape)) for view in found]
+            here[name] = (shape, dtype, chunks)
+        # All ranks know what every rank sends, so that no sizes travel with the tensors.
         self._sent_by_rank = all_gather_object(here, world)
         self.entries = _entries(self._sent_by_rank)
         self._entry_of = {entry.name: entry for entry in self.entries}
@@ -74,12 +78,11 @@ class TensorStream:
             yield self._receive(entry) if self._world.rank == 0 else self._send(entry)
 
     def _send(self, entry: TensorEntry) -> None:
+        world = self._world
         for view in self._views.get(entry.name, ()):
             message = view.tensor.to(self._device, entry.dtype).contiguous().view(-1)
-            self._world.traffic.add(
-                "send", self._world.axes, self._world.size, message.nbytes
-            )
-            self._world.transport.isend(message, 0, TAG).wait()
+            world.traffic.add("send", world.axes, world.size, message.nbytes)
+            world.transport.isend(message, 0, TAG).wait()
 
     def _receive(self, entry: TensorEntry) -> torch.Tensor:
         whole = torch.empty(entry.shape, dtype=entry.dtype)
@@ -109,15 +112,13 @@ def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
     held: dict[str, int] = {}
     for sent in sent_by_rank:
         for name, (shape, dtype, chunks) in sent.items():
+            numel = sum(torch.Size(sizes).numel() for _, sizes in chunks)
             shapes.setdefault(name, (shape, dtype))
-            held[name] = held.get(name, 0) + sum(
-                torch.Size(sizes).numel() for _, sizes in chunks
-            )
-    wrong = [
-        name
-        for name, (shape, _) in shapes.items()
-        if held[name] != torch.Size(shape).numel()
-    ]
+            held[name] = held.get(name, 0) + numel
+    wrong = []
+    for name, (shape, _) in shapes.items():
+        if held[name] != torch.Size(shape).numel():
+            wrong.append(name)
     if wrong:
         raise CheckpointError(
             f"the ranks together do not hold each element once of {len(wrong)} tensors, "
@@ -145,12 +146,12 @@ class StoredTensors:
         self.entries: list[TensorEntry] = []
         for key, stored in self._reader.index.state_dict_metadata.items():
             kind, _, name = key.partition("/")
-            if kind in kinds:
-                self._kind_of[name] = kind
-                self._keys.append((kind, name))
-                self.entries.append(
-                    TensorEntry(name, tuple(stored.size), stored.properties.dtype)
-                )
+            if kind not in kinds:
+                continue
+            shape = tuple(stored.size)
+            self._kind_of[name] = kind
+            self._keys.append((kind, name))
+            self.entries.append(TensorEntry(name, shape, stored.properties.dtype))
 
     def keys(self) -> list[tuple[str, str]]:
         """(kind, name) of each tensor."""
@@ -164,10 +165,10 @@ class StoredTensors:
         with explain_way_back(self._folder, self._step):
             if (whole := self._reader.whole(f"{kind}/{entry.name}")) is not None:
                 return whole.to(entry.dtype)
-            flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
-            piece = ParameterPiece(
-                ParamSpec(entry.name, entry.shape, Init("zeros")), flat, kind
-            )
+            numel = torch.Size(entry.shape).numel()
+            flat = torch.empty(numel, dtype=entry.dtype)
+            spec = ParamSpec(entry.name, entry.shape, Init("zeros"))
+            piece = ParameterPiece(spec, flat, kind)
             Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 

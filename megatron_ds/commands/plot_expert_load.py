@@ -20,7 +20,7 @@ LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)_(max_load|router_entropy|dropped)")
 
 
 @dataclass(frozen=True)
-class Panel:
+class MetricPanel:
     """A metric of each layer. level: the value of a perfectly even load; None without one."""
 
     metric: str
@@ -29,9 +29,9 @@ class Panel:
 
 
 PANELS = (
-    Panel("max_load", "largest load / mean", 1.0),
-    Panel("router_entropy", "router entropy (nats)", None),
-    Panel("dropped", "share of dropped slots", 0.0),
+    MetricPanel("max_load", "largest load / mean", 1.0),
+    MetricPanel("router_entropy", "router entropy (nats)", None),
+    MetricPanel("dropped", "share of dropped slots", 0.0),
 )
 Curves = dict[str, dict[int, list[tuple[int, float]]]]
 

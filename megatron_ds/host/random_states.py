@@ -70,7 +70,7 @@ class RandomStates:
 
 
 class _At(AbstractContextManager):
-    """See `RandomStates.at`."""
+    """The context of `RandomStates.at`: a stack of the states to restore."""
 
     def __init__(self, owner: RandomStates, states: dict[str, torch.Tensor]):
         self._owner = owner

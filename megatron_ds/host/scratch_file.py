@@ -134,6 +134,7 @@ class Region:
         Direct when the tensor begins at a multiple of 4096 and ends at one or with the region.
         """
         view = self._checked(tensor)
+        # Through the page cache where direct input and output is not possible.
         if (
             not self._goes_direct(view)
             or len(view) % ALIGNMENT
@@ -145,6 +146,7 @@ class Region:
             if self.file.direct_fd is not None:
                 work.afterwards = self._write_cached
             return work
+        # Directly: the whole pages, then the rest in a page with padding.
         self.settle()
         body, tail = _cut(view)
         work = _RegionWork(

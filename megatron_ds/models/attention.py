@@ -383,7 +383,7 @@ class SelfAttention(nn.Module):
         )
 
 
-class Sink(nn.Module):
+class AttentionSink(nn.Module):
     """The score of each of the rank's heads that joins those of the keys, for a softmax that may sum to less
     than 1. name: of the core attention, to which its weight belongs."""
 
@@ -436,7 +436,7 @@ class CoreAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.pattern = pattern
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
-        self.sink = Sink(config, name, ctx)
+        self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
 
     def forward(

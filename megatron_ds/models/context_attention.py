@@ -33,7 +33,14 @@ from ..ops.attention_pattern import CAUSAL, AttentionPattern
 from ..ops.attention_tiles import Keep, Runs, Seen, Tile
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
-from .attention import CoreAttention, Heads, Sink, alibi_heads, alibi_of, seen_keys
+from .attention import (
+    AttentionSink,
+    CoreAttention,
+    Heads,
+    alibi_heads,
+    alibi_of,
+    seen_keys,
+)
 
 
 def make_core(
@@ -75,7 +82,7 @@ class SharedKeysAttention(nn.Module):
         self.run, self.ring = (
             ctx.split_cp if exchanges_heads else (solo("cp-inner"), ctx.cp)
         )
-        self.sink = Sink(config, name, ctx)
+        self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
 
     def arrange(

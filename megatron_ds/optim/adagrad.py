@@ -32,12 +32,10 @@ class Adagrad(RowOptimizer):
     def update(
         self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor
     ) -> None:
-        """See `RowOptimizer.update`."""
         how = AdagradStep(group["lr"], group["eps"], group["weight_decay"], divisor)
         adagrad(rows[0].grad, rows, how)
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> UpdateRow:
-        """See `RowOptimizer.row`."""
         return UpdateRow(p, grad, self.state_of(p)["sum"], getattr(p, "low", None))
 
 

@@ -76,7 +76,7 @@ class Lamb(PartOptimizer):
         self._moving: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     def make_step(self) -> None:
-        """See `PartOptimizer.make_step`. Collective, see `reduce_norms`."""
+        """Update the parameters with their gradients. Collective if `reduce_norms` is."""
         self.advance()
         lists, parameters = self.measured()
         self._move(lists[1], self._reduce_norms(lists, parameters))
@@ -104,16 +104,13 @@ class Lamb(PartOptimizer):
     @torch.no_grad()
     def measured(self) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
         """([p, u], p) of all parameters, after `advance`: the tensors whose norms a step needs."""
-        parameters = [p for _, members in self._moving for p in members]
-        return [
-            parameters,
-            [
-                u
-                for group, members in self._moving
-                if members
-                for u in self._directions(group, members)
-            ],
-        ], parameters
+        parameters = []
+        directions = []
+        for group, members in self._moving:
+            parameters += members
+            if members:
+                directions += self._directions(group, members)
+        return [parameters, directions], parameters
 
     @torch.no_grad()
     def finish(self, norms: torch.Tensor) -> None:

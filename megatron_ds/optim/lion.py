@@ -31,7 +31,6 @@ class Lion(RowOptimizer):
     def update(
         self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor
     ) -> None:
-        """See `RowOptimizer.update`."""
         lion(
             rows[0].grad,
             rows,
@@ -39,7 +38,6 @@ class Lion(RowOptimizer):
         )
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> UpdateRow:
-        """See `RowOptimizer.row`."""
         return UpdateRow(p, grad, self.state_of(p)["exp_avg"], getattr(p, "low", None))
 
 

@@ -19,9 +19,8 @@ from ..mpu.param_spec import Matrices
 PARTS = "parts"
 HEADS = "heads"
 WHOLE = "whole"
-Views = tuple[
-    torch.Tensor, int, int, int
-]  # a view, and the matrices, rows and columns that it holds
+# A view, and the matrices, rows and columns that it holds.
+Views = tuple[torch.Tensor, int, int, int]
 
 
 def change_matrices(
@@ -30,16 +29,18 @@ def change_matrices(
     parameters: Sequence[tuple[torch.Tensor, Matrices]],
 ) -> None:
     """Replace all matrices of the parameters by those that `change` returns: [n, o, i] → [n, o, i]."""
-    by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, int]]] = defaultdict(list)
+    views_of_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+    counts_of_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for tensor, matrices in parameters:
         for view, count, rows, columns in views_of(tensor, matrices, unit):
-            by_shape[rows, columns].append((view, count))
-    for (rows, columns), members in by_shape.items():
-        views = [view for view, _ in members]
-        counts = [count for _, count in members]
-        batch = views[0].new_empty(sum(counts), rows, columns)
+            views_of_shape[rows, columns].append(view)
+            counts_of_shape[rows, columns].append(count)
+    for shape, views in views_of_shape.items():
+        counts = counts_of_shape[shape]
+        batch = views[0].new_empty(sum(counts), *shape)
         torch._foreach_copy_(_like(views, batch, counts), views)
-        torch._foreach_copy_(views, _like(views, change(batch), counts))
+        changed = change(batch)
+        torch._foreach_copy_(views, _like(views, changed, counts))
 
 
 def views_of(tensor: torch.Tensor, matrices: Matrices, unit: str) -> Iterator[Views]:
@@ -49,22 +50,24 @@ def views_of(tensor: torch.Tensor, matrices: Matrices, unit: str) -> Iterator[Vi
     """
     columns = tensor.shape[-1]
     if unit == HEADS and matrices.head is not None:
-        heads = tensor.view(-1, matrices.head, columns)
-        yield heads, len(heads), matrices.head, columns
+        rows = matrices.head
+        heads = tensor.view(-1, rows, columns)
+        yield heads, len(heads), rows, columns
     elif unit == PARTS and matrices.parts:
-        runs = tensor.view(-1, matrices.groups, sum(matrices.parts), columns)
+        rows_of_group = sum(matrices.parts)
+        runs = tensor.view(-1, matrices.groups, rows_of_group, columns)
         for view in runs.split(matrices.parts, dim=2):
-            yield view, len(runs), matrices.groups * view.shape[2], columns
+            rows = matrices.groups * view.shape[2]
+            yield view, len(runs), rows, columns
     else:
-        stacked = tensor.view(-1, *tensor.shape[-2:])
-        yield stacked, len(stacked), tensor.shape[-2], columns
+        rows = tensor.shape[-2]
+        stacked = tensor.view(-1, rows, columns)
+        yield stacked, len(stacked), rows, columns
 
 
 def _like(
     views: Sequence[torch.Tensor], batch: torch.Tensor, counts: Sequence[int]
 ) -> list[torch.Tensor]:
     """The parts of a batch as views of the same shapes."""
-    return [
-        part.view(view.shape)
-        for view, part in zip(views, batch.contiguous().split(counts))
-    ]
+    parts = batch.contiguous().split(counts)
+    return [part.view(view.shape) for view, part in zip(views, parts)]

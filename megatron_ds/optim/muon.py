@@ -99,7 +99,7 @@ class Muon(PartOptimizer):
         self._for_each = for_each or _of_whole
 
     def make_step(self) -> None:
-        """See `PartOptimizer.make_step`. Collective, see `for_each`.
+        """Update the parameters with their gradients. Collective if `for_each` is.
 
         With learning rates of 0 only the momentum changes, and nothing is communicated.
         """
@@ -153,9 +153,12 @@ def _of_whole(
 
 def rule_of(settings: OptimizerConfig) -> MuonRule:
     """The rule of a configuration."""
-    unit = (
-        HEADS if settings.muon_per_head else PARTS if settings.muon_split_qkv else WHOLE
-    )
+    if settings.muon_per_head:
+        unit = HEADS
+    elif settings.muon_split_qkv:
+        unit = PARTS
+    else:
+        unit = WHOLE
     return MuonRule(
         settings.muon_use_nesterov,
         settings.muon_coefficient_type,

@@ -28,7 +28,6 @@ class OneBitAdam(CompressedOptimizer):
         super().__init__(params, phases, **NUMBERS | numbers)
 
     def update(self, exchange: Exchange) -> None:
-        """See `CompressedOptimizer.update`."""
         for group in self.groups_with_parameters():
             descend(self, group, group["params"])
 

@@ -48,7 +48,6 @@ class CompressedOptimizer(PartOptimizer):
         self.differs = False
 
     def make_step(self) -> None:
-        """See `PartOptimizer.make_step`."""
         self.num_updates += 1
         exchange = self.phases.at(self.num_updates)
         if exchange is Exchange.FULL:

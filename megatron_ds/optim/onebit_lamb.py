@@ -86,13 +86,11 @@ class OneBitLamb(CompressedOptimizer):
         self.coefficients[0], self.coefficients[1] = 0.0, 1.0
 
     def before_exchange(self) -> None:
-        """See `CompressedOptimizer.before_exchange`."""
         self._before = {
             id(p): self.state_of(p)["exp_avg"].clone() for p in self._parameters
         }
 
     def update(self, exchange: Exchange) -> None:
-        """See `CompressedOptimizer.update`."""
         if exchange is Exchange.FULL:
             rates = self._ratios()
         else:
@@ -111,7 +109,6 @@ class OneBitLamb(CompressedOptimizer):
         self._before = {}
 
     def numbers_of(self, p: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `CompressedOptimizer.numbers_of`."""
         i = next(i for i, q in enumerate(self._parameters) if q is p)
         yield "mean_ratio", self.coefficients[0, i : i + 1]
         yield "last_factor", self.coefficients[1, i : i + 1]
@@ -122,6 +119,7 @@ class OneBitLamb(CompressedOptimizer):
 
     def _ratios(self) -> torch.Tensor:
         """Trust ratios, and their running means; the second moment is followed by its fresh copy."""
+        # The updates u, and a fresh copy of the second moment.
         self._us = [self._directions(group) for group in self.param_groups]
         for us, group in zip(self._us, self.param_groups):
             if us:
@@ -130,6 +128,7 @@ class OneBitLamb(CompressedOptimizer):
                     self.tensors(group, "exp_avg_sq_fresh"),
                     self.tensors(group, "exp_avg_sq"),
                 )
+        # The trust ratio of each parameter, within the bounds of its group.
         of_weights, of_updates = self._reduce(
             [self._parameters, sum(self._us, [])], self._parameters
         )
@@ -143,6 +142,7 @@ class OneBitLamb(CompressedOptimizer):
                 for r, group in zip(of_groups, self.param_groups)
             ]
         )
+        # Ratios of 1 are of parameters without weights or updates: no part of the mean.
         means = self.coefficients[0]
         means.copy_(
             torch.where(
@@ -160,11 +160,9 @@ class OneBitLamb(CompressedOptimizer):
                 decayed(us, group)
         parameters = self._parameters
         bare, whole = self._reduce([before_decay, sum(self._us, [])], parameters)
-        largest = [
-            self._excess(p, group["eps"])
-            for group in self.param_groups
-            for p in group["params"]
-        ]
+        largest = []
+        for group in self.param_groups:
+            largest += [self._excess(p, group["eps"]) for p in group["params"]]
         factors = self._reduce.largest(
             torch.stack(largest) if largest else bare, parameters
         )

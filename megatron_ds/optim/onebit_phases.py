@@ -44,7 +44,7 @@ class Phases(Protocol):
 
 @dataclass(frozen=True)
 class FrozenVariance:
-    """Of 1-bit Adam and 1-bit LAMB."""
+    """The exchanges of 1-bit Adam and 1-bit LAMB."""
 
     freeze_step: int
     sums_locally = False
@@ -60,7 +60,7 @@ class FrozenVariance:
 
 @dataclass(frozen=True)
 class ZeroOnePhases:
-    """Of 0/1 Adam."""
+    """The exchanges of 0/1 Adam."""
 
     var_freeze_step: int
     var_update_scaler: int

@@ -42,7 +42,6 @@ class ZeroOneAdam(CompressedOptimizer):
             group.setdefault(RATES, 0.0)
 
     def update(self, exchange: Exchange) -> None:
-        """See `CompressedOptimizer.update`."""
         self.differs = exchange in (Exchange.SUM, Exchange.NONE)
         for group in self.param_groups:
             parameters = group["params"]
@@ -64,7 +63,6 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._show(group)
 
     def after_exchange(self) -> None:
-        """See `CompressedOptimizer.after_exchange`."""
         self.differs = not all(group[RATES] for group in self.param_groups)
         for group in self.param_groups:
             rates, group[RATES] = group[RATES], 0.0
@@ -82,18 +80,15 @@ class ZeroOneAdam(CompressedOptimizer):
             write_low(group["params"], group["params"])
 
     def after_load(self) -> None:
-        """See `CompressedOptimizer.after_load`."""
         for group in self.groups_with_parameters():
             self._show(group)
 
     def numbers(self) -> dict[str, float]:
-        """See `CompressedOptimizer.numbers`."""
         return {
             f"{RATES}_{i}": group[RATES] for i, group in enumerate(self.param_groups)
         }
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
-        """See `CompressedOptimizer.load_numbers`."""
         for i, group in enumerate(self.param_groups):
             group[RATES] = numbers.get(f"{RATES}_{i}", 0.0)
 

@@ -129,28 +129,28 @@ class RegisteredOptimizer:
 
     @property
     def needs_whole_tensors(self) -> bool:
-        """As the entry declares."""
+        """Whether the entry declares that its update reads whole parameters, not parts."""
         return getattr(OPTIMIZERS[self.name], "needs_whole_tensors", False)
 
     @property
     def needs_norms(self) -> bool:
-        """As the entry declares."""
+        """Whether the entry declares that its update needs norms of whole parameters."""
         return getattr(OPTIMIZERS[self.name], "needs_norms", False)
 
     @property
     def phases(self) -> Phases | None:
-        """As the entry declares, a function of the configuration."""
+        """The exchanges that the entry declares for this configuration; None without compression."""
         of_settings = getattr(OPTIMIZERS[self.name], "phases", None)
         return of_settings(self.settings) if of_settings else None
 
     @property
     def needs_matrices(self) -> bool:
-        """As the entry declares."""
+        """Whether the entry declares that its update is of whole matrices."""
         return getattr(OPTIMIZERS[self.name], "needs_matrices", False)
 
     @property
     def steps_in_halves(self) -> bool:
-        """As the entry declares."""
+        """Whether the entry declares that a step has two halves, with a reduction between them."""
         return getattr(OPTIMIZERS[self.name], "steps_in_halves", False)
 
 
@@ -172,11 +172,9 @@ def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
         if choose
         else default_groups(RegisteredOptimizer(settings.optimizer, settings))
     )
-    divided = [
-        _of_rule(rule, group, groups, settings)
-        for rule in group_rules(settings.param_groups)
-        for group in groups
-    ]
+    divided = []
+    for rule in group_rules(settings.param_groups):
+        divided += [_of_rule(rule, group, groups, settings) for group in groups]
     groups = (*divided, *groups)
     if settings.decoupled_lr is None:
         return groups

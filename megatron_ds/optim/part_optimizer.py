@@ -67,6 +67,11 @@ class PartOptimizer(torch.optim.Optimizer):
         return state
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of all groups of an optimizer, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
     """The gradient to read: `p.low_grad`, a 16-bit tensor of the same length, in place of `p.grad`, if there
     is one."""

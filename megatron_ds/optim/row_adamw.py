@@ -41,7 +41,6 @@ class RowAdamW(RowOptimizer):
     def update(
         self, rows: Sequence[AdamRow], group: dict, divisor: float | torch.Tensor
     ) -> None:
-        """See `RowOptimizer.update`."""
         adamw(
             rows[0].grad,
             rows,
@@ -56,7 +55,7 @@ class RowAdamW(RowOptimizer):
         )
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> AdamRow:
-        """See `RowOptimizer.row`; counts the step."""
+        """Count a step of the parameter; returns its row for `update`."""
         state = self.count_step(p)
         return AdamRow(
             p,

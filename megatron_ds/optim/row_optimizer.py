@@ -35,7 +35,6 @@ class RowOptimizer(PartOptimizer):
         self.found_inf: torch.Tensor | None = None
 
     def make_step(self) -> None:
-        """See `PartOptimizer.make_step`."""
         divisor = 1.0 if self.grad_scale is None else self.grad_scale
         for group in self.param_groups:
             for rows in self._rows_by_device(group["params"]).values():
@@ -52,7 +51,7 @@ class RowOptimizer(PartOptimizer):
         raise NotImplementedError
 
     def zeros(self, p: torch.Tensor) -> torch.Tensor:
-        """See `PartOptimizer.zeros`; on huge pages, which the operations pass once in each step."""
+        """The first value of a state of `p`, on huge pages: a step passes through all of it once."""
         return huge_page_zeros(p.numel(), device=p.device).view(p.shape)
 
     def _rows_by_device(

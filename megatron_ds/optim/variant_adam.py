@@ -34,7 +34,6 @@ class VariantAdam(PartOptimizer):
         self.decoupled = decoupled
 
     def make_step(self) -> None:
-        """See `PartOptimizer.make_step`."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

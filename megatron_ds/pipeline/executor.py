@@ -68,6 +68,7 @@ class Executor:
         self.activation_shape = activation_shape
         self.dtype = dtype
         self.device = device
+        # One handler for each operation; the caller adds those of collectives.
         self._handlers: dict[Op, Handler] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -79,6 +80,7 @@ class Executor:
             Op.RECV_GRAD: self._receive,
             **{op: _with_stage(hook) for op, hook in (hooks or {}).items()},
         }
+        # State of the batch that is processed now, by (stage, micro-batch).
         self._activations: dict[Key, Tensor | Pending] = {}
         self._gradients: dict[Key, Tensor | Pending] = {}
         self._losses: dict[int, Any] = {}
@@ -89,6 +91,7 @@ class Executor:
         self._current: Instruction | None = None
         self._scale = 1.0
         self.timeline: Timeline | None = None
+        # Programs by number of micro-batches; a fixed one is compiled at once.
         self._plan = program
         self._steps: dict[tuple[int, bool], list[tuple[Handler, Instruction]]] = {}
         if not callable(program):
@@ -127,6 +130,7 @@ class Executor:
         steps = self._steps.get((len(microbatches), forward)) or self._steps_for(
             len(microbatches), forward
         )
+        # What an earlier batch left, an interrupted one included, is dropped.
         self._microbatches = microbatches
         self._losses = {}
         self._current = None
@@ -137,6 +141,7 @@ class Executor:
             self.channels.announce(self._shapes, self.dtype)
             self._run_steps(steps)
             self.channels.drain()
+        # Every error names the instruction at which this rank was.
         except BaseException as error:
             where = self._where()
             self._clear()

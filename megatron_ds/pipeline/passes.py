@@ -30,7 +30,7 @@ halves.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ..errors import ScheduleError
 from .instruction import (
@@ -106,11 +106,9 @@ def _latest_posts(
 ) -> list[dict[Instruction, int]]:
     """For each rank: receive → number of the computation before which it is posted (see the note)."""
     starts, ends = run_clocks(schedule)
-    made = {
-        i: end
-        for program, its_ends in zip(schedule, ends)
-        for i, end in zip(program, its_ends)
-    }
+    made = {}
+    for program, its_ends in zip(schedule, ends):
+        made |= zip(program, its_ends)
     maker = {
         Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
         Op.RECV_GRAD: lambda r: (
@@ -118,14 +116,11 @@ def _latest_posts(
             or made[Instruction(Op.B, r.stage + 1, r.microbatch)]
         ),
     }
-    return [
-        {
-            r: bisect_left(starts[rank], maker[r.op](r))
-            for receives in its_channels.values()
-            for r in receives
-        }
-        for rank, its_channels in enumerate(channels)
-    ]
+    posted = []
+    for rank, its_channels in enumerate(channels):
+        receives = chain.from_iterable(its_channels.values())
+        posted.append({r: bisect_left(starts[rank], maker[r.op](r)) for r in receives})
+    return posted
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
@@ -255,8 +250,9 @@ def _with_reduces(program: Program, reduce_each: bool) -> Program:
             program[at].stage: at for at in completing
         }.values()  # the last of each stage wins
     reduce_before = set(completing)
-    return tuple(
-        j
-        for at, i in enumerate(program)
-        for j in ((Instruction(Op.REDUCE, i.stage), i) if at in reduce_before else (i,))
-    )
+    result = []
+    for at, i in enumerate(program):
+        if at in reduce_before:
+            result.append(Instruction(Op.REDUCE, i.stage))
+        result.append(i)
+    return tuple(result)

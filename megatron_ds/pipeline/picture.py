@@ -7,10 +7,11 @@ write them.
 
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 from ..errors import ConfigError
-from .instruction import COMPUTE, Op, Schedule
+from .instruction import COMPUTE, Instruction, Op, Schedule
 from .simulate import Simulation, simulate
 
 # of a rank's first, third … stage; of the others
@@ -52,12 +53,8 @@ def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
     simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
     ranks = list(zip(simulation.schedule, simulation.starts, simulation.ends))
     if unit is None:
-        lengths = (
-            end - start
-            for rank in ranks
-            for i, start, end in zip(*rank)
-            if i.op in COMPUTE
-        )
+        drawn = chain.from_iterable(zip(*rank) for rank in ranks)
+        lengths = (end - start for i, start, end in drawn if i.op in COMPUTE)
         unit = min((length for length in lengths if length > 0), default=1)
     rows = [_text_row(*rank, unit) for rank in ranks]
     width = max((len(cell) for row in rows for cell in row), default=1)
@@ -78,7 +75,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Box:
+class TimeBar:
     """A rectangle with text in its middle; a browser shows the tip under the pointer."""
 
     x: float
@@ -110,7 +107,7 @@ class Picture:
 
     width: float
     height: float
-    boxes: tuple[Box, ...]
+    boxes: tuple[TimeBar, ...]
     labels: tuple[Label, ...]
 
 
@@ -118,7 +115,7 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
     """Coordinates in pixels from the top left. Boxes too narrow for their number omit it."""
     span = max((panel.timeline.span for panel in panels), default=0) or 1
     scale = (width - LEFT - RIGHT) / span
-    boxes: list[Box] = []
+    boxes: list[TimeBar] = []
     labels: list[Label] = []
     y = TOP
     for panel in panels:
@@ -126,17 +123,20 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
         y = _rows(panel.timeline, y + TITLE, scale, boxes, labels)
     _axis(span, scale, y, boxes, labels)
     y += AXIS
-    programs = [program for panel in panels for program in panel.timeline.schedule]
-    has_chunks = any(len({i.stage for i in program}) > 1 for program in programs)
-    _legend(
-        {i.op for program in programs for i in program}, has_chunks, y, boxes, labels
-    )
+    ops: set[Op] = set()
+    has_chunks = False
+    for panel in panels:
+        for program in panel.timeline.schedule:
+            ops |= {i.op for i in program}
+            has_chunks = has_chunks or len({i.stage for i in program}) > 1
+    _legend(ops, has_chunks, y, boxes, labels)
     return Picture(width, y + LEGEND, tuple(boxes), tuple(labels))
 
 
 def svg(panels: list[Panel], width: int = 1100) -> str:
     """The picture as the text of an SVG file."""
     picture = layout(panels, width)
+    # The head: the size of the canvas, and the style that all numbers share.
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
         f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
@@ -144,6 +144,7 @@ def svg(panels: list[Panel], width: int = 1100) -> str:
         f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
+    # Boxes first, so that labels lie above them.
     for box in picture.boxes:
         tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
         lines.append(
@@ -220,85 +221,82 @@ def save_png(
 
 
 def _rows(
-    timeline: Simulation, y: float, scale: float, boxes: list[Box], labels: list[Label]
+    timeline: Simulation,
+    y: float,
+    scale: float,
+    boxes: list[TimeBar],
+    labels: list[Label],
 ) -> float:
     """One row per rank, with its peak of live activations behind it; returns the y below."""
-    labels.append(
-        Label(LEFT + timeline.span * scale + 8, y - 5, "peak alive", ink=FAINT, size=10)
-    )
-    for rank, (program, starts, ends) in enumerate(
-        zip(timeline.schedule, timeline.starts, timeline.ends)
-    ):
-        labels.append(Label(LEFT - 8, y + ROW / 2 + 4, f"rank {rank}", anchor="end"))
-        boxes.append(Box(LEFT, y, timeline.span * scale, ROW, IDLE))
+    length = timeline.span * scale
+    behind = LEFT + length + 8
+    labels.append(Label(behind, y - 5, "peak alive", ink=FAINT, size=10))
+    ranks = zip(timeline.schedule, timeline.starts, timeline.ends)
+    for rank, (program, starts, ends) in enumerate(ranks):
+        # An idle bar for the whole time lies below the computations.
+        middle = y + ROW / 2 + 4
+        labels.append(Label(LEFT - 8, middle, f"rank {rank}", anchor="end"))
+        boxes.append(TimeBar(LEFT, y, length, ROW, IDLE))
         stages = sorted({i.stage for i in program})
         for i, start, end in zip(program, starts, ends):
             if i.op in COMPUTE:
-                wide = (end - start) * scale
-                number = (
-                    str(i.microbatch)
-                    if wide >= LETTER * len(str(i.microbatch)) + 3
-                    else ""
-                )
                 later = stages.index(i.stage) % 2
-                boxes.append(
-                    Box(
-                        LEFT + start * scale,
-                        y,
-                        max(wide - (0.8 if wide > 3 else 0), 0.4),
-                        ROW,
-                        COLOURS[i.op][later],
-                        number,
-                        INK if later else "#ffffff",
-                        f"{i}: {start:.6g} to {end:.6g}",
-                    )
-                )
-        labels.append(
-            Label(
-                LEFT + timeline.span * scale + 8,
-                y + ROW / 2 + 4,
-                str(timeline.peak_live[rank]),
-                ink=FAINT,
-            )
-        )
+                boxes.append(_bar(i, start, end, scale, y, later))
+        peak = str(timeline.peak_live[rank])
+        labels.append(Label(behind, middle, peak, ink=FAINT))
         y += ROW + GAP
     return y + GAP
 
 
+def _bar(
+    i: Instruction, start: float, end: float, scale: float, y: float, later: int
+) -> TimeBar:
+    """The bar of a computation. later: 1 for every second stage of the rank, in pale colours, else 0."""
+    wide = (end - start) * scale
+    number = str(i.microbatch)
+    has_room = wide >= LETTER * len(number) + 3
+    gap = 0.8 if wide > 3 else 0
+    return TimeBar(
+        x=LEFT + start * scale,
+        y=y,
+        width=max(wide - gap, 0.4),
+        height=ROW,
+        colour=COLOURS[i.op][later],
+        text=number if has_room else "",
+        ink=INK if later else "#ffffff",
+        tip=f"{i}: {start:.6g} to {end:.6g}",
+    )
+
+
 def _axis(
-    span: float, scale: float, y: float, boxes: list[Box], labels: list[Label]
+    span: float, scale: float, y: float, boxes: list[TimeBar], labels: list[Label]
 ) -> None:
-    boxes.append(Box(LEFT, y, span * scale, 0.8, FAINT))
+    boxes.append(TimeBar(LEFT, y, span * scale, 0.8, FAINT))
     step = _round_step(span / 10)
     for n in range(int(span / step + 1e-9) + 1):
-        boxes.append(Box(LEFT + n * step * scale - 0.4, y, 0.8, 4, FAINT))
-        labels.append(
-            Label(
-                LEFT + n * step * scale,
-                y + 16,
-                f"{n * step:g}",
-                "middle",
-                FAINT,
-                size=10,
-            )
-        )
+        x = LEFT + n * step * scale
+        boxes.append(TimeBar(x - 0.4, y, 0.8, 4, FAINT))
+        labels.append(Label(x, y + 16, f"{n * step:g}", "middle", FAINT, size=10))
     labels.append(Label(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
 
 
 def _legend(
-    ops: set[Op], has_chunks: bool, y: float, boxes: list[Box], labels: list[Label]
+    ops: set[Op],
+    has_chunks: bool,
+    y: float,
+    boxes: list[TimeBar],
+    labels: list[Label],
 ) -> None:
     x = LEFT
-    entries = [
-        (COLOURS[op][0], meaning) for op, meaning in MEANINGS.items() if op in ops
-    ] + [(IDLE, "idle")]
-    for colour, meaning in entries:
-        boxes.append(Box(x, y + 6, 14, 12, colour))
+    present = [op for op in MEANINGS if op in ops]
+    entries = [(COLOURS[op][0], MEANINGS[op]) for op in present]
+    for colour, meaning in [*entries, (IDLE, "idle")]:
+        boxes.append(TimeBar(x, y + 6, 14, 12, colour))
         labels.append(Label(x + 20, y + 16, meaning))
         x += 36 + LETTER * len(meaning)
-    note = "numbers are micro-batches" + (
-        "; pale: every second stage of a rank" if has_chunks else ""
-    )
+    note = "numbers are micro-batches"
+    if has_chunks:
+        note += "; pale: every second stage of a rank"
     labels.append(Label(x, y + 16, note, ink=FAINT))
 
 
@@ -320,7 +318,7 @@ def _text_row(program, starts, ends, unit: float) -> list[str]:
     for i, start, end in zip(program, starts, ends):
         if i.op in COMPUTE:
             first = round(start / unit)
-            stop = max(round(end / unit), round(start / unit) + 1)
+            stop = max(round(end / unit), first + 1)
             row += ["."] * (first - len(row))
             row.append(f"{i.op}{i.microbatch}" + "'" * stages.index(i.stage))
             row += ["-"] * (stop - first - 1)

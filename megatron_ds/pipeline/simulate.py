@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from ..errors import ScheduleError
 from .instruction import COMPUTE, CONSUMED_BY, RECEIVES, Instruction, Op, Schedule
@@ -100,11 +101,9 @@ class Simulation:
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
         """Per rank, the most activations (of a micro-batch at a stage) alive at once: from F to B or W."""
+        instructions = chain.from_iterable(self.schedule)
         trained = {
-            (i.stage, i.microbatch)
-            for program in self.schedule
-            for i in program
-            if i.op in (Op.B, Op.W)
+            (i.stage, i.microbatch) for i in instructions if i.op in (Op.B, Op.W)
         }
         grows = lambda i: i.op is Op.F and (i.stage, i.microbatch) in trained
         return tuple(
@@ -239,18 +238,10 @@ class _Numbers:
     """Instruction ↔ number, and the numbers of the instructions that it depends on."""
 
     def __init__(self, schedule: Schedule):
-        self.stages = 1 + max(
-            (i.stage for program in schedule for i in program), default=-1
-        )
-        self.microbatches = 1 + max(
-            (
-                i.microbatch
-                for program in schedule
-                for i in program
-                if i.microbatch is not None
-            ),
-            default=0,
-        )
+        instructions = list(chain.from_iterable(schedule))
+        numbers = (i.microbatch for i in instructions if i.microbatch is not None)
+        self.stages = 1 + max((i.stage for i in instructions), default=-1)
+        self.microbatches = 1 + max(numbers, default=0)
         self.base = {
             op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)
         }
@@ -281,6 +272,7 @@ class _Numbers:
         here = (
             i.stage * m + i.microbatch
         )  # this micro-batch at this stage; ± m: at its neighbours
+        # F needs the activation of the stage before; W the other half of its backward.
         if op is Op.F:
             return (
                 ()
@@ -289,6 +281,7 @@ class _Numbers:
             )
         if op is Op.W:
             return (base[Op.I] + here,)
+        # A send needs what it sends and, where sends block, the posted receive.
         if op is Op.SEND_ACT:
             return (
                 (base[Op.F] + here, base[Op.RECV_ACT] + here + m)
@@ -300,6 +293,7 @@ class _Numbers:
             return (
                 (made_by, base[Op.RECV_GRAD] + here - m) if rendezvous else (made_by,)
             )
+        # B and I need their own forward, and the gradient of the stage behind.
         forward = base[Op.F] + here
         if i.stage == self.stages - 1:
             return (forward,)
@@ -344,11 +338,10 @@ def _check_finished(
     ]
     if not unfinished:
         return
-    place = {
-        i: (rank, at)
-        for rank, program in enumerate(schedule)
-        for at, i in enumerate(program)
-    }
+    place = {}
+    for rank, program in enumerate(schedule):
+        place |= {i: (rank, at) for at, i in enumerate(program)}
+    # For each rank that is blocked: its instruction, and those that it waits for.
     stuck = []
     for rank in unfinished:
         at = len(ends[rank])
@@ -370,6 +363,7 @@ def _check_finished(
             f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
             f"and waits for {what}"
         )
+    # What to change depends on whether a send waits for its receive.
     kind, advice = (
         (
             "rendezvous",

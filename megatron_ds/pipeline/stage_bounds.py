@@ -49,9 +49,11 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
             E and L may be omitted.
     """
     blocks = [at for at, block in enumerate(is_block) if block]
-    before, behind = (
-        (blocks[0], len(is_block) - blocks[-1] - 1) if blocks else (len(is_block), 0)
-    )
+    before = len(is_block)
+    behind = 0
+    if blocks:
+        before = blocks[0]
+        behind = len(is_block) - blocks[-1] - 1
     wrong = lambda what: _wrong(text, what, len(blocks), stages)
     # Expand the layout and check it: one string of E, t and L per stage.
     is_counts = _is_counts(text)
@@ -96,9 +98,9 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 def _least_maximum(prefix: Sequence[int], stages: int) -> int:
     """Bisection over the costs of all runs of layers, one of which is the optimum."""
     candidates = sorted({end - start for start, end in combinations(prefix, 2)})
-    return candidates[
-        bisect_left(candidates, True, key=lambda limit: _fits(prefix, stages, limit))
-    ]
+    fits = lambda limit: _fits(prefix, stages, limit)
+    least = bisect_left(candidates, True, key=fits)
+    return candidates[least]
 
 
 def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
@@ -106,9 +108,11 @@ def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
     used = 1
     start = 0
     for at in range(1, len(prefix)):
-        if prefix[at] - prefix[at - 1] > limit:
+        own_cost = prefix[at] - prefix[at - 1]
+        stage_cost = prefix[at] - prefix[start]
+        if own_cost > limit:
             return False
-        if prefix[at] - prefix[start] > limit:
+        if stage_cost > limit:
             used = used + 1
             start = at - 1
     return used <= stages
@@ -117,21 +121,27 @@ def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
 def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
     """Dynamic programming from the back: least[i] = (sum of squares, end of the first stage) of i..n."""
     n = len(prefix) - 1
-    least: list[tuple[float, int]] = [(math.inf, n)] * n + [(0, n)]
+    none = (math.inf, n)
+    least: list[tuple[float, int]] = [none] * n + [(0, n)]
     ends = []
     for _ in range(stages):
         following = least
-        least = [(math.inf, n)] * (n + 1)
+        least = [none] * (n + 1)
         for i in range(n):
+            # The first stage holds layers i to j - 1, as long as its cost is within the limit.
             for j in range(i + 1, n + 1):
                 cost = prefix[j] - prefix[i]
                 if cost > limit:
                     break
-                least[i] = min(least[i], (cost * cost + following[j][0], j))
+                rest, _ = following[j]
+                squares = cost * cost + rest
+                least[i] = min(least[i], (squares, j))
         ends.append([end for _, end in least])
+    # Forward again: the end of each stage is the start of the next.
     bounds = [0]
-    for end in reversed(ends):
-        bounds.append(end[bounds[-1]])
+    for end_from in reversed(ends):
+        start = bounds[-1]
+        bounds.append(end_from[start])
     return tuple(bounds)
 
 
@@ -147,11 +157,9 @@ def _expand(text: str) -> str:
                 f"pipeline layout {text!r} repeats a part {times} times: no model has that "
                 f"many layers. Use at most {MOST_REPEATS}."
             )
-        expanded = (
-            expanded[: found.start()]
-            + (letter or group) * times
-            + expanded[found.end() :]
-        )
+        before = expanded[: found.start()]
+        behind = expanded[found.end() :]
+        expanded = before + (letter or group) * times + behind
     if strange := re.search(r"[^EtL|]", expanded):
         raise ConfigError(
             f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at "
@@ -163,12 +171,12 @@ def _expand(text: str) -> str:
 
 
 def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
-    even = [
-        num_blocks // stages + (s >= stages - num_blocks % stages)
-        for s in range(stages)
-    ]
+    each, more = divmod(num_blocks, stages)
+    even = [each] * (stages - more) + [each + 1] * more
+    counts = ",".join(map(str, even))
+    letters = "|".join(f"t*{n}" if n else "" for n in even)
     return ConfigError(
         f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of "
-        f"the model's layers, in their order; for example {','.join(map(str, even))} or "
-        f"E{'|'.join(f't*{n}' if n else '' for n in even)}L."
+        f"the model's layers, in their order; for example {counts} or "
+        f"E{letters}L."
     )

@@ -168,7 +168,12 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
 
 
 def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
-    tid = 0 if i.op in COMPUTE else 1 if i.op in SENDS | RECEIVES else 2
+    if i.op in COMPUTE:
+        tid = 0
+    elif i.op in SENDS | RECEIVES:
+        tid = 1
+    else:
+        tid = 2
     return {
         "name": str(i),
         "cat": i.op.name,

@@ -6,6 +6,7 @@ transfers.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 from ..errors import ScheduleError
 from .instruction import (
@@ -32,13 +33,14 @@ def check_complete(
     schedule: Schedule, num_stages: int, num_microbatches: int, forward_only: bool
 ) -> None:
     """Each micro-batch passes each stage exactly once: F, and B or (I and W) unless `forward_only`."""
+    # Stages and micro-batches exist, and a stage is on one rank.
     for program in schedule:
         for i in program:
             _check_numbers(i, num_stages, num_microbatches)
     stage_ranks(schedule)
-    counts = Counter(
-        i for program in schedule for i in program if i.op in ABOUT_ONE_MICROBATCH
-    )
+    # Forwards: each exactly once.
+    instructions = chain.from_iterable(schedule)
+    counts = Counter(i for i in instructions if i.op in ABOUT_ONE_MICROBATCH)
     _reject(
         "appears more than once, but a micro-batch passes a stage once",
         (i for i, n in counts.items() if n > 1),
@@ -48,6 +50,7 @@ def check_complete(
         "is missing, so its micro-batch would not pass this stage",
         (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts),
     )
+    # Backwards: none, or each exactly once, in one part or in two.
     if forward_only:
         _reject(
             "is a backward, but the schedule is forward-only",

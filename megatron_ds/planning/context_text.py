@@ -72,10 +72,12 @@ def _bytes_of_core(
     tokens: int,
     granularity: str | None,
 ) -> float:
-    """Of one micro-batch in one block, by the kernels of the planned device."""
+    """Bytes sent by the attention core of one block for one micro-batch, with the kernels of the
+    planned device."""
     mesh = fake_mesh(plan.grid, plan.rank)
     ctx = parallel_context(config, mesh)
     model = replace(config.model, attention_dropout=0.0)
+    # A simulated rank runs the core of one block without allocating memory.
     with without_memory(plan.device, config.train.kernels) as where:
         batch = (
             MODELS[model.model]
@@ -101,6 +103,7 @@ def _bytes_of_core(
                 model.query_groups,
             )
         )
+        # What its forward, its recomputation and its backward send is counted.
         mesh.traffic.clear()
         if granularity == "full":
             with torch.no_grad():
@@ -122,15 +125,12 @@ def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
             found |= _divisions(config)
             continue
         changed = _with_type(config, comm_type, (1,))
-        found[comm_type] = (
-            changed
-            if not [*context_parallel(changed)]
-            else (
-                "this number of heads"
-                if comm_type == "a2a"
-                else "sequences of this length"
-            )
-        )
+        if not [*context_parallel(changed)]:
+            found[comm_type] = changed
+        elif comm_type == "a2a":
+            found[comm_type] = "this number of heads"
+        else:
+            found[comm_type] = "sequences of this length"
     return found
 
 
@@ -170,6 +170,7 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
         f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
         f"{held}"
     )
+    # The bytes of the chosen communication, and of each that could replace it.
     others = other_types(config)
     sent = {chosen: attention_bytes(plan)} | {
         name: attention_bytes(plan, other)
@@ -184,6 +185,7 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
     }  # the best alone
     if not sent[chosen]:
         return
+    # One line for all of them, and one for the least.
     listed = [
         f"{in_bytes(count)} by {name}{' (chosen)' if name == chosen else ''}"
         for name, count in sent.items()

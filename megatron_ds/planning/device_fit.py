@@ -138,11 +138,9 @@ def remedies(plan: WorldPlan) -> list[Remedy]:
         change for change, _ in found if not any(path in GRID for path in change)
     ]
     if len(on_this_grid) > 1:
-        together = {
-            path: value
-            for change in reversed(on_this_grid)
-            for path, value in change.items()
-        }
+        together = {}
+        for change in reversed(on_this_grid):
+            together |= change
         result.append(Remedy(_flags(together), _peak_with(plan, together)))
     return result
 

@@ -66,6 +66,7 @@ def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
     """What a launch checks and a plan does not, one line each."""
     data = config.data
     checkpoint = config.checkpoint
+    # Files: a plan opens none.
     given = (
         data.data_path
         or data.train_data_path
@@ -81,6 +82,7 @@ def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
         yield f"write access to {folder}"
     if checkpoint.load:
         yield f"the checkpoint in {checkpoint.load}"
+    # Choices that a launch makes by measuring devices or data.
     if is_automatic(config):
         yield "--zero3-pin-stage auto, which depends on the memory of the devices; planned as off"
     if config.parallel.pipeline_cut == "measured":
@@ -130,6 +132,7 @@ def grid_text(
 
     tied: whether the embedding has a group. experts: whether the model has any
     """
+    # Sizes of the axes, and the coordinates of the rank.
     at = grid.coordinates(rank)
     axes = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
     if grid.cp == 1:
@@ -140,6 +143,7 @@ def grid_text(
         f"grid: {grid.world_size:,} rank{'s' if grid.world_size > 1 else ''} = {sizes}, order {grid.order}; rank "
         f"{rank} is {where}"
     )
+    # One row for each group of the rank; groups of absent features are left out.
     names = {axis: f"{axes[axis]} ({axis})" for axis in axes if axis != "dp"}
     names |= {"dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
     names |= {"ep": "expert (ep)", "edp": "expert data (edp)"} if experts else {}
@@ -165,6 +169,7 @@ def grid_text(
 
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
     """The tensor groups: a row for each pipeline rank, a column for each data- and context-parallel rank."""
+    # The header: data- and context-parallel coordinates, with gaps in large grids.
     columns = _some(grid.dp * grid.cp, at["dp"] * grid.cp + at["cp"], 5)
     places = {
         i: dict(zip(("dp", "cp"), divmod(i, grid.cp))) for i in columns if i is not None
@@ -181,6 +186,7 @@ def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
             ),
         ]
     ]
+    # A row for each pipeline rank, with the group of the planned rank in brackets.
     for pp in _some(grid.pp, at["pp"], 5):
         if pp is None:
             rows.append(["…"])
@@ -213,6 +219,7 @@ def _some(count: int, must: int, most: int) -> list[int | None]:
 # ------------------------------------------------------------------ stages and schedule
 def stages_text(plan: WorldPlan) -> Iterator[str]:
     """How the model is cut: a row for each stage, and the parameters of the model."""
+    # How the layers were divided.
     shares = plan.run.stage_cost_shares()
     config = plan.config
     counted = COUNTED[config.parallel.pipeline_cut]
@@ -226,6 +233,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
         f"stages: {len(plan.stages)} of {len(plan.run.layers)} layers (embedding, final norm and head "
         f"included), {how}"
     )
+    # One row for each stage. The rank is named where a rank has several.
     several = len(plan.stages) > plan.grid.pp
     rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
     for stage in plan.stages:
@@ -248,6 +256,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
     title, *lines = table(rows, last_left=True)
     yield title
     yield from in_short(lines, MOST_ROWS)
+    # The size of the model, in which tied weights count once.
     copies = (
         sum(p.spec.numel for stage in plan.stages for p in stage.parameters)
         - plan.parameters
@@ -313,6 +322,7 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
         f"weights, {o.gradient_dtype} gradients, {o.optimizer}, "
         + (f"recomputation {granularity}" if granularity else "no recomputation")
     )
+    # One column for each of the two ranks, or one if they are the same.
     plans = [worst, mine]
     heads = [f"worst: rank {worst.rank}", f"rank {mine.rank}"]
     if worst.rank == mine.rank:
@@ -320,6 +330,7 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
         heads = [f"rank {mine.rank}, the worst"]
     rows = [["", *heads]]
     places = dict.fromkeys(place for p in plans for place in p.away)
+    # Rows that not every plan has stand below those that they are part of.
     for name, value in MEMORY_ROWS:
         rows.append([name, *(value(p) for p in plans)])
         if name == "activations" and plan.device == "cuda":
@@ -368,6 +379,7 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
     mine = plan.rank_plan(plan.rank)
     busiest = plan.busiest
     yield f"traffic of a step, payload of rank {plan.rank} (last column: the part sent in a ring):"
+    # The operations, those with the most bytes first.
     rows = [["operation", "over", "ranks", "count", "bytes", "", "ring"]]
     for key in sorted(mine.traffic.bytes, key=lambda key: -mine.traffic.bytes[key]):
         operation, axes, size = key
@@ -398,6 +410,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     """FLOPs of the last step, and what token dropping saves over the run."""
     config = plan.config
     s = plan.config.model.seq_length
+    # The last step, in which the batch and the kept tokens have their final sizes.
     drop = make_token_drop(plan.config)
     batch = make_batch_size(config).final
     dropping = (drop.blocks, drop.kept_at(last_step(config), s)) if drop else ()
@@ -415,6 +428,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
             ),
         ]
     )
+    # Savings change during the run, so they are also given for all steps together.
     if drop:
         saving = token_drop_savings(config, drop)
         yield (

@@ -81,6 +81,7 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
     grid = plan.grid
     if not has_experts(config):
         return
+    # How many experts there are, and how many parameters a token uses.
     numbers = sorted({number for number in model.experts if number})
     specs = plan.specs
     active = active_parameters(specs, model.moe_router_topk)
@@ -96,6 +97,7 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
         f"  a token uses {active:,} of the parameters, {active / plan.parameters:.1%}; experts have "
         f"{of_experts / plan.parameters:.1%} of all"
     )
+    # How many rows a rank computes: the planned number, and the largest for any data.
     for experts, planned, most in expert_rows(config):
         of = (
             f" of a layer with {experts:,} experts"
@@ -108,13 +110,11 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
             else f"with equal loads of the experts; the most for any data is {most:,}"
         )
         yield f"  rows{of} that a rank computes for a micro-batch: {planned:,}, {known}"
+    # How fast a network must be for the all-to-all to take no longer than the computation.
     sent = mine.traffic.bytes.get(("all_to_all_v", "ep", grid.ep), 0)
     if sent:
-        layers = [
-            layer
-            for stage in plan.stages_of(grid.coordinates(plan.rank)["pp"])
-            for layer in stage.layers
-        ]
+        stages = plan.stages_of(grid.coordinates(plan.rank)["pp"])
+        layers = [layer for stage in stages for layer in stage.layers]
         ratio = flops_of_rank(plan, layers) / sent
         yield (
             f"  all-to-all: {ratio:,.0f} model FLOPs for each byte that rank {plan.rank} sends; both take "

@@ -113,11 +113,9 @@ def fake_stages(
     """
     with without_memory(device, config.train.kernels) as where:
         runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
-        stages = [
-            stage
-            for pp_rank in range(plan.shape.size)
-            for stage in runner.stages_of(pp_rank)
-        ]
+        stages = []
+        for pp_rank in range(plan.shape.size):
+            stages += runner.stages_of(pp_rank)
     return sorted(stages, key=lambda stage: stage.index)
 
 

@@ -101,6 +101,7 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
     length = config.model.seq_length
     batch_size = make_batch_size(config)
     vocab = config.padded_vocab_size
+    # Steps that keep equally many tokens are counted together.
     samples_at = Counter()  # kept tokens → samples of such steps
     samples = 0
     steps = planned_steps(config)
@@ -108,6 +109,7 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
         size = batch_size.at(samples)
         samples_at[drop.kept_at(step, length)] += size
         samples += size
+    # Tokens and FLOPs of all steps, as shares of those without dropping.
     dropping = len(drop.blocks)
     flops = sum(
         model_flops(model, n, length, vocab, drop.blocks, kept)

@@ -133,19 +133,19 @@ def _budget(
     zero = config.zero
     places = optimizer.memory_by_place()
     runs = run_own_stages(config, mesh, plan, program)
+    # Elements of each layer that would stay gathered; a shared unit counts for its last stage.
     gatherings = {
         stage: gathering
         for stage in runs
         if (gathering := optimizer.gathering_of(stage))
     }
-    owner = {
-        unit: (stage, unit.layer)
-        for stage, gathering in gatherings.items()
-        for unit in gathering.units
-    }
+    owner = {}
+    for stage, gathering in gatherings.items():
+        owner |= {unit: (stage, unit.layer) for unit in gathering.units}
     layers = Counter()
     for unit, layer in owner.items():
         layers[layer] += unit.numel
+    # Memory that the step needs in any case: activations, state, gradients.
     activations = most_kept(
         program, {stage: run.kept for stage, run in runs.items()}
     ) + max(run.at_work for run in runs.values())

@@ -209,6 +209,7 @@ def read_costs(path: Path, run: dict) -> Times | None:
             f"--pipeline-costs-path {path} contains no measured times ({type(error).__name__}: "
             f"{error}). Remove the file; the next run measures them again."
         ) from None
+    # Times of another model, layout or device do not apply to this run.
     differing = [
         f"{name} {found.get(name)} there, {value} here"
         for name, value in run.items()
@@ -335,6 +336,7 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
     m = config.model
     train = config.train
     parallel = config.parallel
+    # The time of a product on a CPU depends on the number of threads.
     chip = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)

@@ -44,10 +44,12 @@ def layer_rows(
     """
     model = config.model
     vocab = config.padded_vocab_size
+    # Layers are described only: no weights are allocated.
     layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
     rows: dict[str, LayerRow] = {}
     blocks = 0
     sizes: dict[str, int] = {}
+    # Layers of one name, which is that of the kind unless `each`, share a row.
     for layer in layers:
         drops = layer.is_block and blocks in dropping
         blocks += layer.is_block
@@ -57,11 +59,7 @@ def layer_rows(
         again = _recomputed(
             config, layer, flops.total / 3, flops.scores / 3, layer is layers[-1]
         )
-        name = (
-            layer.name
-            if each
-            else f"{layer.noun or layer.kind}{' (drops tokens)' if drops else ''}"
-        )
+        name = layer.name if each else _kind_name(layer, drops)
         row = LayerRow(
             name,
             1,
@@ -71,6 +69,11 @@ def layer_rows(
         )
         rows[name] = _joined(rows[name], row) if name in rows else row
     return list(rows.values())
+
+
+def _kind_name(layer: Layer, drops: bool) -> str:
+    name = layer.noun or layer.kind
+    return f"{name} (drops tokens)" if drops else name
 
 
 def _parameters(layer: Layer) -> int:

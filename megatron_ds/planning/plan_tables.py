@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-LARGE = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# prefixes of powers of 1000, the largest first
+LARGE = (
+    (1e18, "E"),
+    (1e15, "P"),
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+)
 
 
 def table(
@@ -13,16 +21,25 @@ def table(
     last_left: bool = False,
 ) -> list[str]:
     """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
-    columns = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    is_left = lambda i: i < left or last_left and i == columns - 1
-    align = lambda i, cell: (
-        cell.ljust(widths[i]) if is_left(i) else cell.rjust(widths[i])
-    )
-    return [
-        (indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip()
-        for row in rows
-    ]
+    columns = max(map(len, rows))
+    widths = [0] * columns
+    for row in rows:
+        for i, cell in enumerate(row):
+            widths[i] = max(widths[i], len(cell))
+    flush_left = set(range(left))
+    if last_left:
+        flush_left.add(columns - 1)
+    lines = []
+    for row in rows:
+        cells = []
+        for i, cell in enumerate(row):
+            if i in flush_left:
+                cells.append(cell.ljust(widths[i]))
+            else:
+                cells.append(cell.rjust(widths[i]))
+        line = indent + "  ".join(cells)
+        lines.append(line.rstrip())
+    return lines
 
 
 def in_bytes(count: float) -> str:
@@ -31,7 +48,9 @@ def in_bytes(count: float) -> str:
     while count >= 1023.95 and unit < len(UNITS) - 1:
         count = count / 1024
         unit = unit + 1
-    return f"{_four_digits(count) if unit else f'{count:,.0f}'} {UNITS[unit]}"
+    if unit == 0:
+        return f"{count:,.0f} {UNITS[0]}"
+    return f"{_four_digits(count)} {UNITS[unit]}"
 
 
 def in_large(count: float, unit: str = "") -> str:
@@ -43,7 +62,9 @@ def in_large(count: float, unit: str = "") -> str:
 
 
 def _four_digits(number: float) -> str:
-    return f"{number:.{max(4 - len(str(int(number))), 0)}f}"
+    before_point = len(str(int(number)))
+    decimals = max(4 - before_point, 0)
+    return f"{number:.{decimals}f}"
 
 
 def in_short(lines: Sequence[str], most: int) -> list[str]:
@@ -51,4 +72,5 @@ def in_short(lines: Sequence[str], most: int) -> list[str]:
     if len(lines) <= most + 1:
         return list(lines)
     head = (most + 1) // 2
-    return [*lines[:head], "  …", *lines[len(lines) - most + head :]]
+    tail = most - head
+    return [*lines[:head], "  …", *lines[len(lines) - tail :]]

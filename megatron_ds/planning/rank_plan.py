@@ -8,6 +8,7 @@ real run; here they are called for any rank of a world of any size. Activations 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import nn
@@ -165,10 +166,9 @@ def plan_rank(
     of_optimizers = whole_matrices(
         plans, parameters, settings.param_groups, groups, torch.device("cpu")
     )
-    for group, num_bytes in (
-        sent for matrices in of_optimizers.values() for sent in matrices.sent()
-    ):
-        traffic.add("all_to_all_v", group.axes, group.size, num_bytes)
+    for matrices in of_optimizers.values():
+        for group, num_bytes in matrices.sent():
+            traffic.add("all_to_all_v", group.axes, group.size, num_bytes)
     remembered = sum(
         balance.num_experts
         for balance in balances_of(stage.modules for stage in stages)
@@ -223,8 +223,8 @@ def plan_rank(
 
 @cache
 def _tried(optimizer: MakeOptimizer) -> tuple[int, int]:
-    """Of an optimizer, on a small weight: (fp32 tensors that it keeps for each weight, norms of each that it
-    asks for in a step)."""
+    """(fp32 tensors that an optimizer keeps for each weight, norms of each weight that a step needs), found
+    by trying the optimizer on a small weight."""
     spec = ParamSpec("w", (8, 8), Init("zeros"), matrices=Matrices())
     leaf = make_leaf(
         spec,
@@ -359,17 +359,14 @@ def _gradient_buffers(
         if plan.units
         else [bucket.stop - bucket.start for bucket in plan.layout.buckets]
     )
-    filling = [
-        length for plan in plans if plan.policy.gradient for length in lengths(plan)
-    ]
-    longest = max(
-        (
-            bucket.stop - bucket.start
-            for plan in plans
-            for bucket in plan.layout.buckets
-        ),
-        default=0,
-    )
+    # Buckets that fill in backward are those of sets whose gradients are split.
+    filling = []
+    for plan in plans:
+        if plan.policy.gradient:
+            filling += lengths(plan)
+    buckets = chain.from_iterable(plan.layout.buckets for plan in plans)
+    longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
+    # Their memory, the exchange of the longest bucket, and errors of compression.
     return (
         gradient_buffers(
             filling,

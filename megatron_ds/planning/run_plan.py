@@ -126,13 +126,12 @@ def pipeline_shape(config: RunConfig) -> PipelineShape:
     if chunks is None and config.parallel.pipeline_layout:
         chunks = max(1, count_stages(config.parallel.pipeline_layout) // p)
     given = config.parallel.pipeline_schedule
-    name = (
-        SCHEDULES.name_of(given)
-        if given
-        else "interleaved"
-        if chunks and chunks > 1
-        else "1f1b"
-    )
+    if given:
+        name = SCHEDULES.name_of(given)
+    elif chunks and chunks > 1:
+        name = "interleaved"
+    else:
+        name = "1f1b"
     return PipelineShape(
         name,
         p,

@@ -106,6 +106,7 @@ def make_length(
     )
     folds = config.curriculum.curriculum_type == RESHAPE
 
+    # Tokens of a sample change with the curriculum and with dropped tokens.
     def tokens_at(step: int) -> int:
         length = full if difficulty is None else min(full, difficulty.at(step + 1))
         rows = full // length if folds else 1
@@ -113,6 +114,7 @@ def make_length(
             drop.layer_tokens(step, length) if drop else model.num_layers * length
         )
 
+    # Once both have reached their final values, the remaining steps are equal.
     def is_settled(step: int) -> bool:
         if drop is not None and drop.kept_at(step) != drop.kept.maximum:
             return False

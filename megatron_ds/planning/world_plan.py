@@ -97,11 +97,10 @@ class WorldPlan:
     @cached_property
     def specs(self) -> tuple[ParamSpec, ...]:
         """The logical tensors of the model, tied ones once."""
-        return tuple(
-            {
-                p.spec.name: p.spec for stage in self.stages for p in stage.parameters
-            }.values()
-        )
+        by_name = {}
+        for stage in self.stages:
+            by_name |= {p.spec.name: p.spec for p in stage.parameters}
+        return tuple(by_name.values())
 
     @property
     def parameters(self) -> int:

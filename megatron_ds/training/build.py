@@ -55,7 +55,7 @@ from .step_metrics import StepMetrics
 
 
 @dataclass
-class Engine:
+class Replica:
     """The running objects of one rank.
 
     stages         the pipeline stages of this rank, by global number
@@ -83,13 +83,12 @@ class Engine:
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
         """{global name: (stage, module)} of this rank's layers."""
-        return {
-            name: (index, module)
-            for index, stage in self.stages.items()
-            for name, module in zip(
-                self.plan.stage_names(index), stage.modules, strict=True
-            )
-        }
+        found = {}
+        for index, stage in self.stages.items():
+            names = self.plan.stage_names(index)
+            for name, module in zip(names, stage.modules, strict=True):
+                found[name] = index, module
+        return found
 
     def traffic(self) -> Counter:
         """Planned payload bytes of a step over the data-parallel ranks, by (operation, axes)."""
@@ -106,7 +105,7 @@ class Engine:
         )
 
 
-def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
+def build_engine(config: RunConfig, mesh: Mesh) -> Replica:
     """Build this rank's stages and optimizer. Collective over the world."""
     kernel_table.select(config.train.kernels)
     # The plan: layers, their cut into stages, the stages of this rank.
@@ -137,7 +136,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     }
     executor = _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, keeps)
     metrics = StepMetrics(mesh, config.train.calculate_per_token_loss)
-    return Engine(
+    return Replica(
         config,
         mesh,
         plan,
@@ -230,11 +229,9 @@ def _build_optimizer(
     stages: Mapping[int, nn.ModuleList],
     parameters: list[nn.Parameter],
 ) -> ZeroOptimizer:
-    counts = {
-        p: count
-        for modules in stages.values()
-        for p, count in count_uses(modules).items()
-    }
+    counts = {}
+    for modules in stages.values():
+        counts |= count_uses(modules)
     seed = config.train.seed
     coordinates = mesh.coordinates
     return ZeroOptimizer(

@@ -37,10 +37,10 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
 
 
 def _identity(values: Mapping[str, Any]) -> Facts:
-    return {
-        f"the identity of the data, {name}": (value, "")
-        for name, value in values.items()
-    }
+    facts: Facts = {}
+    for name, value in values.items():
+        facts[f"the identity of the data, {name}"] = (value, "")
+    return facts
 
 
 def _blend(values: tuple[str, ...]) -> list:
@@ -55,12 +55,12 @@ def _corpora(
     for at, prefix in enumerate(parse_blend(values, "the data path").prefixes):
         corpus = IndexedDataset(prefix)
         size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
-        content = hashlib.sha256(
-            f"{corpus.fingerprint()} {content_hash(corpus.bin_path)}".encode()
-        )
+        # Lengths of sequences and blocks of tokens: the same for copies at other paths.
+        content = f"{corpus.fingerprint()} {content_hash(corpus.bin_path)}"
+        digest = hashlib.sha256(content.encode()).hexdigest()
         yield (
             f"corpus {at + 1} ({part})",
-            (f"{size}, hash {content.hexdigest()[:12]}", str(prefix)),
+            (f"{size}, hash {digest[:12]}", str(prefix)),
         )
 
 
@@ -68,14 +68,13 @@ def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
     """The index files of a curriculum's metrics."""
     for text in config.curriculum.curriculum_metrics:
         block = json.loads(text)
-        for key in (key for key in block if key.endswith("_path")):
-            hashes = [
-                content_hash(path) for path in corpus_paths(block[key]) if path.exists()
-            ]
-            yield (
-                f"{key} of curriculum metric {block.get('name')}",
-                (hashes, str(block[key])),
-            )
+        metric = block.get("name")
+        for key in block:
+            if not key.endswith("_path"):
+                continue
+            paths = corpus_paths(block[key])
+            hashes = [content_hash(path) for path in paths if path.exists()]
+            yield f"{key} of curriculum metric {metric}", (hashes, str(block[key]))
 
 
 def content_hash(path: Path) -> str:
@@ -83,8 +82,10 @@ def content_hash(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     last = max(0, size - BLOCK_BYTES)
+    # Blocks of a short file overlap; each is read once.
+    starts = {last * i // (BLOCKS - 1) for i in range(BLOCKS)}
     with path.open("rb") as file:
-        for start in sorted({last * i // (BLOCKS - 1) for i in range(BLOCKS)}):
+        for start in sorted(starts):
             file.seek(start)
             digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()[:16]

@@ -10,7 +10,7 @@ from ..checkpoint.pieces import Piece
 from ..config import RunConfig
 from ..plugins import plugged
 from ..progress.ramps import Progress
-from .build import Engine
+from .build import Replica
 
 
 class ForeignCheckpoints:
@@ -35,7 +35,7 @@ class ForeignCheckpoints:
         """An entry for run.json that an export reads: the format, family and settings of `found`."""
         return {}
 
-    def load(self, engine: Engine, found: Any, pieces: Sequence[Piece]) -> Progress:
+    def load(self, engine: Replica, found: Any, pieces: Sequence[Piece]) -> Progress:
         """Fill weights and optimizer state from `found`. Returns the progress. Collective over the world."""
         raise NotImplementedError
 

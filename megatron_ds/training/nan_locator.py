@@ -46,12 +46,10 @@ def _bad_parameter(
 ) -> tuple[int, str] | None:
     """(stage, description) of the first stage that holds a non-finite parameter."""
     bad = {name for name, values in weights if not torch.isfinite(values).all()}
-    found = [
-        (stage, p.spec.name)
-        for stage, module in layers.values()
-        for p in module.parameters()
-        if p.spec.name in bad
-    ]
+    found = []
+    for stage, module in layers.values():
+        names = (p.spec.name for p in module.parameters())
+        found += [(stage, name) for name in names if name in bad]
     stage, name = min(found, key=lambda entry: entry[0], default=(None, None))
     return (
         None if name is None else (stage, f"parameter {name} holds non-finite values")
@@ -80,11 +78,11 @@ def _bad_output(
 
         return hook
 
-    handles = [
-        module.register_forward_hook(watch(stage, name))
-        for layer_name, (stage, layer) in layers.items()
-        for name, module in layer.named_modules(prefix=layer_name)
-    ]
+    # Run the micro-batch again with a hook on every module.
+    handles = []
+    for layer_name, (stage, layer) in layers.items():
+        for name, module in layer.named_modules(prefix=layer_name):
+            handles.append(module.register_forward_hook(watch(stage, name)))
     try:
         rerun()
     finally:

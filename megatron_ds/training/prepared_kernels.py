@@ -21,13 +21,13 @@ from ..ops.kernel_table import calls_recorded, kernels_text
 from ..planning.fake_stages import run_own_stages
 from ..planning.run_model import DTYPES
 from ..planning.run_plan import microbatches_of, plan_schedule
-from .build import Engine
+from .build import Replica
 from .used_operations import used_operations
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_kernels(engine: Engine) -> str:
+def prepare_kernels(engine: Replica) -> str:
     """Check the kernels of this rank and compile what its forward and backward launch.
 
     Returns a line for the log, "" without GPU kernels. Waits for no other rank. A kernel that does not

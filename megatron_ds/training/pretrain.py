@@ -46,7 +46,7 @@ from ..planning.dry_run import dry_run, names_its_world
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
-from .build import Engine, build_engine
+from .build import Replica, build_engine
 from .data_facts import data_facts
 from .distributed import joined
 from .foreign_checkpoints import foreign_checkpoints
@@ -102,6 +102,7 @@ def _pretrain(
 ) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
+    # The launch and the flags, without communication: a dry run ends before a mesh exists.
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
     launch = (
         Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
@@ -123,6 +124,7 @@ def _pretrain(
         of_others.log_length(config)
     if config.plan.is_dry:
         return dry_run(config, launch)
+    # The run itself, with all ranks joined.
     with (
         deterministic_operations(config.train.deterministic_mode),
         joined(config, launch) as mesh,
@@ -158,6 +160,7 @@ def train(
     _leave_if_stopped(stop, mesh)
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
     with save_folder(checkpoint, world) as lock:
+        # What to load, and whether data and model are the same as in the saved run.
         start = find_start(checkpoint, world)
         as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
         config, tokenizer, loaders = on_all_ranks(
@@ -172,6 +175,7 @@ def train(
         foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
         description |= of_others.origin_of(start.run, foreign, config)
         _leave_if_stopped(stop, mesh)
+        # Building and loading take long, so stop signals are looked for after each.
         engine = build_engine(config, mesh)
         if mesh.rank == 0:
             logger.info("%s", describe(engine, source, as_given))
@@ -183,11 +187,13 @@ def train(
         else:
             progress = of_others.load(engine, foreign, all_pieces(engine))
         _leave_if_stopped(stop, mesh)
+        # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
             on_one_rank(world, lambda: _stop_when_lost(lock, stop))
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
             description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
+        # Train, then make sure that the folder was ours to the end.
         logs: list[Log] = []
         on_one_rank(
             world, lambda: logs.append(open_log(config, progress, start.run_id))
@@ -243,7 +249,7 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
         raise Stopped(before_training(next(filter(None, received))))
 
 
-def _check_room(engine: Engine, progress: Progress) -> None:
+def _check_room(engine: Replica, progress: Progress) -> None:
     """Raises CheckpointError when the save folder has no room for one checkpoint. Collective."""
     config = engine.config
     mesh = engine.mesh

@@ -23,12 +23,10 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     Raises ReplicaError on all ranks, with the first weight that differs. The host waits for the device.
     """
     optimizer.wait_for_weights()
-    digests = {
-        p.spec.name: _digest(p)
-        for s in optimizer.sets
-        if s.plan.reduced_over == DATA_AXES and not s.plan.units
-        for p in s.parameters
-    }
+    digests = {}
+    for s in optimizer.sets:
+        if s.plan.reduced_over == DATA_AXES and not s.plan.units:
+            digests |= {p.spec.name: _digest(p) for p in s.parameters}
     place = mesh.coordinate("tp"), mesh.coordinate("pp")
     first: dict[tuple[int, int], tuple[int, dict[str, str]]] = {}
     for rank, (at, theirs) in enumerate(

@@ -52,7 +52,7 @@ from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..progress.ramps import Progress
-from .build import Engine
+from .build import Replica
 from .foreign_checkpoints import foreign_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
 
 
 def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
-    """With --overwrite-save, move another run in the folder into a subfolder. Collective; after the load."""
+    """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
+    load."""
     if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
         on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
 
@@ -129,6 +130,7 @@ def _check_may_start(checkpoint: CheckpointConfig) -> None:
         )
     if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
         return
+    # The names of folders beside it may show a misspelling.
     what = "holds no checkpoint" if folder.is_dir() else "does not exist"
     names = (
         [path.name for path in folder.parent.iterdir() if path.is_dir()]
@@ -162,9 +164,9 @@ def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
     if from_there:
         change = "Remove --finetune"
     elif checkpoint.load:
-        change = (
-            f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune}"
-        )
+        change = f"Use --load {checkpoint.save}"
+        if checkpoint.finetune:
+            change += " without --finetune"
     else:
         change = f"Add --load {checkpoint.save}"
     check_vacant(
@@ -246,7 +248,7 @@ def _data_identity(config: RunConfig) -> dict:
     return identity | MODELS[config.model.model].data.identity(config)
 
 
-def save_run(engine: Engine, progress: Progress, description: dict) -> bool:
+def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world.
 
     Returns False where the state has a value that is not finite. No training recovers from one, so nothing is
@@ -256,6 +258,7 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> bool:
     mesh = engine.mesh
     begin = time.perf_counter()
     pieces = saved_pieces(engine)
+    # No rank writes if any has a value that is not finite.
     found = all_gather_object(_not_finite(pieces), mesh.group("world"))
     if any(found):
         rank = next(rank for rank, name in enumerate(found) if name)
@@ -270,6 +273,7 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> bool:
                 Path(config.checkpoint.save),
             )
         return False
+    # Progress and the optimizer's numbers go into run.json, tensors into the files.
     run = description | {
         "progress": progress.to_dict(),
         "optimizer": engine.optimizer.extra_state(),
@@ -310,7 +314,7 @@ def _not_finite(pieces: Sequence[Piece]) -> str | None:
     return None
 
 
-def saved_pieces(engine: Engine) -> list[Piece]:
+def saved_pieces(engine: Replica) -> list[Piece]:
     """The pieces of a checkpoint that is written now. Collective over the world."""
     weights_only = engine.config.checkpoint.no_save_optim
     state = engine.optimizer.pieces(saving=not weights_only)
@@ -321,7 +325,7 @@ def saved_pieces(engine: Engine) -> list[Piece]:
     ]
 
 
-def largest_pieces(engine: Engine) -> list[Piece]:
+def largest_pieces(engine: Replica) -> list[Piece]:
     """Pieces with the bytes of the largest checkpoint of the run."""
     weights_only = engine.config.checkpoint.no_save_optim
     return [
@@ -331,19 +335,22 @@ def largest_pieces(engine: Engine) -> list[Piece]:
     ]
 
 
-def all_pieces(engine: Engine, saved: Mapping[str, float] | None = None) -> list[Piece]:
+def all_pieces(
+    engine: Replica, saved: Mapping[str, float] | None = None
+) -> list[Piece]:
     """This rank's weights, optimizer state, and what layers remember from step to step. saved: see
     `ZeroOptimizer.pieces`."""
     return [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
 
 
-def load_run(engine: Engine, start: Start) -> Progress:
+def load_run(engine: Replica, start: Start) -> Progress:
     """Fill weights and optimizer from the --load folder. Returns the progress. Collective over the world."""
     checkpoint = engine.config.checkpoint
     mesh = engine.mesh
     begin = time.perf_counter()
     if start.step is None:
         return Progress()
+    # Finetuning, and --no-load-optim, take the weights alone.
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     pieces = all_pieces(engine, start.run.get("optimizer"))
     load(
@@ -358,6 +365,7 @@ def load_run(engine: Engine, start: Start) -> Progress:
         engine.optimizer.load_extra_state(start.run["optimizer"])
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
+    # Differences that are allowed are logged.
     if mesh.rank == 0:
         if with_optimizer:
             log_other_workers(start.run.get("config", {}), engine.config)
@@ -434,6 +442,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             "training script: its tensors have other names. Load it with "
             "engine.load_checkpoint."
         )
+    # The parts that must be equal: other data are allowed in finetuning.
     parts = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
     )
@@ -449,6 +458,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
         "progress",
         "optimizer",
     )
+    # Differences of the model or the data, with what would allow them.
     theirs, ours = _with_experts_alike(saved["identity"], current["identity"])
     fitting = (
         with_positions_of(ours["model"], theirs["model"])
@@ -475,6 +485,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
                 "--save DIR --num-experts N, and load DIR with --finetune."
             )
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
+    # The optimizer must be the same only where its state is loaded.
     before, now = (
         about["config"]["optimizer"]["optimizer"] for about in (saved, current)
     )

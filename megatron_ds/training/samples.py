@@ -157,7 +157,8 @@ class SharedReader:
         self.device = device
 
     def batch(self, *where: object, training: bool = True) -> Batch:
-        """As `Loader.batch`. Collective over the group: an exchange of shapes, then a broadcast per tensor.
+        """The batch of `Loader.batch`, on all ranks of the group. Collective over the group: an exchange of
+        shapes, then a broadcast per tensor.
 
         An error of the reading rank is raised on all ranks.
         """

@@ -21,7 +21,7 @@ from ..pipeline.simulate import simulate
 from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import DTYPES, describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
-from .build import Engine
+from .build import Replica
 from .used_operations import used_operations
 
 SHARES = {
@@ -41,10 +41,11 @@ GROUPS = {
 WIDTH = 110
 
 
-def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
+def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config = engine.config
     mesh = engine.mesh
+    # Blank lines separate model, stages, schedule and options; texts of absent features are left out.
     return "\n".join(
         (
             grid_text(mesh.grid, launch_source, mesh.device.type),
@@ -74,7 +75,7 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
     )
 
 
-def _memory(engine: Engine) -> str:
+def _memory(engine: Replica) -> str:
     counts = asdict(engine.optimizer.memory()) | _activations(engine)
     listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
     return f"memory of rank 0 (MiB): {', '.join(listed)}"
@@ -89,7 +90,7 @@ def kept_inputs_text(config: RunConfig, device: str) -> str:
     return "inputs of recomputed layers wait in host memory"
 
 
-def _activations(engine: Engine) -> dict[str, int]:
+def _activations(engine: Replica) -> dict[str, int]:
     """Maximum of what the micro-batches of a full batch keep, as --dry-run shows it; nothing on a CPU."""
     # A plan for CPUs needs FakeTensorMode, which imports torch._dynamo: 2 to 3 s of every start on a laptop.
     if engine.mesh.device.type == "cpu":
@@ -129,7 +130,7 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
     )
 
 
-def _model(engine: Engine, given: RunConfig) -> str:
+def _model(engine: Replica, given: RunConfig) -> str:
     """Parameters of the model and of this rank, and the size of the vocabulary."""
     config = engine.config
     found = config.model.vocab_size
@@ -176,6 +177,7 @@ def experts_text(config: RunConfig) -> str:
     """
     model = config.model
     ep = config.parallel.expert_model_parallel_size
+    # Layers with equally many experts are listed together.
     numbers: dict[int, list[int]] = {}
     for layer, number in enumerate(model.experts):
         if number:
@@ -185,6 +187,7 @@ def experts_text(config: RunConfig) -> str:
     layers = "; ".join(
         f"{number} in {ranges_text(of_layers)}" for number, of_layers in numbers.items()
     )
+    # What computes beside the experts, where they lie, and how they are chosen.
     shared = model.moe_shared_expert_intermediate_size
     beside = f", beside shared experts of width {shared}" if shared else ""
     if model.mlp_type == "residual":
@@ -286,7 +289,7 @@ def _wrapped(title: str, values: Sequence[str]) -> str:
     return "\n".join((*lines, line.rstrip()))
 
 
-def _zero(engine: Engine) -> str:
+def _zero(engine: Replica) -> str:
     """State and traffic of rank 0. Tests compare them with the buffers and with counted collectives."""
     config = engine.config
     memory = engine.optimizer.memory()
@@ -324,7 +327,9 @@ def _stages(plan: RunPlan, counted: str) -> str:
 def layers_text(layers: Sequence[Layer]) -> str:
     """Layers as text, blocks first: "2 blocks, embedding, final norm, output head"."""
     blocks = sum(layer.is_block for layer in layers)
-    words = [f"{blocks} block{'s' if blocks > 1 else ''}"] if blocks else []
+    words = []
+    if blocks:
+        words.append(f"{blocks} block{'s' if blocks > 1 else ''}")
     for noun, count in Counter(
         layer.noun or layer.kind for layer in layers if not layer.is_block
     ).items():

@@ -19,7 +19,7 @@ from ..errors import MegatronDSError
 from ..pipeline.timeline import Timeline, write_trace
 from ..progress.ramps import Progress
 from .batches import BatchSource
-from .build import Engine
+from .build import Replica
 from .nan_locator import locate_nonfinite
 from .observe.phase_times import PhaseTimes
 from .observe.sink import reason_of
@@ -54,7 +54,7 @@ class StepOutcome(StepReport):
 
 
 def train_step(
-    engine: Engine,
+    engine: Replica,
     batch: Batch,
     progress: Progress,
     *,
@@ -130,7 +130,7 @@ def train_step(
 
 
 def _report_nonfinite(
-    engine: Engine,
+    engine: Replica,
     microbatches: Sequence[Batch],
     report: StepReport,
     progress: Progress,
@@ -168,7 +168,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
+    engine: Replica,
     loader: BatchSource,
     *,
     first_sample: int,
@@ -212,7 +212,7 @@ TRACED = (2, 3)  # the first step allocates and connects
 class Tracer:
     """Records the instructions of the steps --trace-steps on the ranks of one pipeline."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Replica):
         wanted = engine.config.logging
         mesh = engine.mesh
         is_first = not any(

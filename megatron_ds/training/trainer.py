@@ -27,7 +27,7 @@ from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
 from .batches import BatchSource
-from .build import Engine
+from .build import Replica
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
@@ -70,7 +70,7 @@ class Trainer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Replica,
         loaders: Loaders,
         log: Log,
         progress: Progress,
@@ -84,11 +84,13 @@ class Trainer:
         self.progress = progress
         self.description = description
         self.config = config = engine.config
+        # Schedules of numbers that change from step to step.
         self.learning_rates = make_learning_rates(config)
         self.weight_decay = make_weight_decay(config)
         self.beta1 = make_beta1(config)
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
+        # Progress, of the whole run and of this process.
         self._planned = self.length.steps_after()
         self._total = progress.step + self.length.steps_after(progress)
         self.drop = make_token_drop(config)
@@ -99,6 +101,7 @@ class Trainer:
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = self._tried_step = -1
         self._has_warned_of_stall = self._has_tuned = False
+        # What is logged, since the last line.
         self._window: list[_Done] = []
         self._vocab = config.padded_vocab_size
         dtype = engine.parameters[0].dtype if engine.parameters else torch.float32
@@ -323,6 +326,7 @@ class Trainer:
         outcomes = [done.outcome for done in self._window]
         last = outcomes[-1]
         p = self.progress
+        # Times and losses are means over the steps since the last line; other numbers are the last.
         seconds = statistics.fmean(
             done.outcome.seconds + done.data_seconds for done in self._window
         )

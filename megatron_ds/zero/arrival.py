@@ -22,12 +22,10 @@ class Arrivals:
         self, layers: Sequence[Iterable[nn.Parameter]], sets: Iterable[ParameterSet]
     ):
         self._stores = [s.store for s in sets if is_gathered_whole(s)]
-        bucket_of = {
-            p: (s.store, slot.bucket)
-            for s in sets
-            if is_gathered_whole(s)
-            for p, slot in zip(s.parameters, s.plan.layout.slots, strict=True)
-        }
+        bucket_of = {}
+        for s in filter(is_gathered_whole, sets):
+            for p, slot in zip(s.parameters, s.plan.layout.slots, strict=True):
+                bucket_of[p] = s.store, slot.bucket
         self._needs = [
             list(dict.fromkeys(bucket_of[p] for p in layer if p in bucket_of))
             for layer in layers

@@ -97,6 +97,7 @@ class GradientStore:
         self._overlap = reduction.overlap
         self._exchange = reduction.exchange
         self._tp = reduction.tp
+        # Sums over tensor-parallel ranks are completed for the parts in this rank's shard.
         self._partial = [
             self.grad_of(p)
             for p in pieces
@@ -109,6 +110,7 @@ class GradientStore:
         )
         self.hooks: list = []  # handles of those on parameters
         self._is_new = [True] * len(holders)  # whose views nothing was written to yet
+        # Layers write into the buffer through these attributes; autograd's sums are moved by a hook.
         for i, holder in enumerate(holders):
             holder.parameter.take_main_grad = partial(self._given, self._take, i)
             holder.parameter.take_new_main_grad = partial(
@@ -191,7 +193,7 @@ class GradientStore:
         return view
 
     def _view(self, i: int) -> torch.Tensor:
-        """Of the whole gradient, in the shape of the parameter."""
+        """View of the whole gradient, in the shape of the parameter."""
 
     def _clear_rest(self, b: int, whole: torch.Tensor) -> None:
         """Zero what nothing was written to in a bucket, padding included."""
@@ -280,9 +282,8 @@ class GradBuckets(GradientStore):
         dtype: torch.dtype = torch.float32,
     ):
         data = reduction.ranks.data
-        is_read = data.sums is not None and reads_in_place(
-            reduction.exchange
-        )  # by other ranks
+        # A buffer that other ranks read in place lies in shared memory.
+        is_read = data.sums is not None and reads_in_place(reduction.exchange)
         flat = (
             data.memory.zeros(layout.numel, dtype)
             if is_read
@@ -290,6 +291,7 @@ class GradBuckets(GradientStore):
                 layout.numel, dtype=dtype, device=holders[0].parameter.device
             )
         )
+        # Gradients that are complete here: this rank's shard, or all of them.
         in_shard = sharded and not stays_whole
         pieces = (
             layout.slot_intersections(reduction.ranks.shard)

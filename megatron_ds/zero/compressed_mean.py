@@ -182,7 +182,7 @@ def messages(
 def _norms(
     parameters: Iterable[nn.Parameter], groups: DataGroups, device: torch.device
 ) -> tuple[ParameterNorms, ParameterNorms]:
-    """Of what each rank has whole, and of what lies in shards."""
+    """(norms of what each rank has whole, norms of what lies in shards)."""
     entries = lambda is_split: [
         NormEntry(p.spec, DATA_AXES, is_split, is_tied(p, groups)) for p in parameters
     ]

@@ -105,7 +105,7 @@ class CompressedSet:
                     )
 
     def _wholes(self, kind: str) -> Iterator[StatePiece]:
-        """Of a buffer that is equal on all ranks, or becomes so."""
+        """Pieces of a buffer that is equal on all ranks, or becomes so."""
         for piece in self.of.plan.layout.whole_slots():
             yield self._piece(
                 kind,

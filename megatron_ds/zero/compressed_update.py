@@ -259,11 +259,9 @@ class CompressedUpdate:
         return self._optimizers[0].param_groups[0]["betas"][0]
 
     def _check_betas(self) -> None:
-        betas = {
-            group["betas"]
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        }
+        betas = set()
+        for optimizer in self._optimizers:
+            betas |= {group["betas"] for group in optimizer.param_groups}
         if len(betas) > 1:
             raise ConfigError(
                 f"parameter groups have the betas {' and '.join(map(str, sorted(betas)))}: the momentum of "

@@ -33,6 +33,7 @@ page of its owner's memory as in the flat buffer:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -216,14 +217,9 @@ class SharedParts:
 
     def map(self, first: int, stop: int) -> PageMapping:
         """Buckets [first, stop), one after the other, as in the flat buffer."""
-        return PageMapping(
-            self._memory,
-            [
-                replace(part, start=self._start + part.start)
-                for parts in self._parts[first:stop]
-                for part in parts
-            ],
-        )
+        parts = chain.from_iterable(self._parts[first:stop])
+        moved = [replace(part, start=self._start + part.start) for part in parts]
+        return PageMapping(self._memory, moved)
 
 
 def _plan_parts(
@@ -368,13 +364,13 @@ def units_by_parameter(
 
     sets: (plan, its parameters by slot, its units in order)
     """
-    return {
-        p: units[i]
-        for plan, parameters, units in sets
-        for p, slot in zip(parameters, plan.layout.slots)
-        for i, (_, first, stop) in enumerate(plan.units)
-        if first <= slot.bucket < stop
-    }
+    unit_of = {}
+    for plan, parameters, units in sets:
+        for p, slot in zip(parameters, plan.layout.slots):
+            for i, (_, first, stop) in enumerate(plan.units):
+                if first <= slot.bucket < stop:
+                    unit_of[p] = units[i]
+    return unit_of
 
 
 def gathering_over(

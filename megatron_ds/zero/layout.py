@@ -191,6 +191,7 @@ def plan_layout(
         buckets.append(Bucket(len(buckets), start, stop, first, len(slots)))
         return stop
 
+    # Backward order: the gradients of the last layers are complete first.
     unit = None
     for (name, numel), its_unit in zip(
         reversed(items), reversed(units or [0] * len(items))

@@ -37,7 +37,7 @@ class MatrixEntry:
 
     @property
     def cost(self) -> int:
-        """Of an update, as `Matrices.cost`."""
+        """Multiplications of an update, as `Matrices.cost` counts them."""
         return self.spec.matrices.cost(self.spec.shape)
 
 

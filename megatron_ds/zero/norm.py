@@ -22,7 +22,7 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
     no overflow  after every `window` consecutive steps without one, the scale doubles and the lives are
                  restored
 
-`ScalerState.after` is the rule, a pure function; `LossScaler` holds the current state.
+`ScalerState.after` is the rule, a pure function; `LossScale` holds the current state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -342,7 +342,7 @@ class ScalerState:
         )
 
 
-class LossScaler:
+class LossScale:
     """Holds the state. check_overflow False: a gradient that is not finite is applied anyway (never in fp16)."""
 
     def __init__(
@@ -387,10 +387,10 @@ class LossScaler:
             )
 
 
-def make_scaler(settings: OptimizerConfig) -> LossScaler:
+def make_scaler(settings: OptimizerConfig) -> LossScale:
     """Dynamic for fp16 without a fixed `loss_scale`, else fixed."""
     if not settings.fp16 or settings.loss_scale:
-        return LossScaler(settings.loss_scale if settings.fp16 else 1.0)
+        return LossScale(settings.loss_scale if settings.fp16 else 1.0)
     rule = ScalerRule(
         True,
         settings.loss_scale_window,
@@ -398,4 +398,4 @@ def make_scaler(settings: OptimizerConfig) -> LossScaler:
         settings.min_loss_scale,
         settings.consecutive_hysteresis,
     )
-    return LossScaler(settings.initial_loss_scale, rule)
+    return LossScale(settings.initial_loss_scale, rule)

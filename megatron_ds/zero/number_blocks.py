@@ -23,7 +23,7 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedBlocks:
     """codes: int8 [⌈n bits / 8⌉]. scales: fp32 [n / block]."""
 
     codes: torch.Tensor
@@ -34,14 +34,14 @@ class Encoded:
         """Bytes of both."""
         return self.codes.nbytes + self.scales.nbytes
 
-    def like(self, times: int = 1) -> "Encoded":
+    def like(self, times: int = 1) -> "EncodedBlocks":
         """Memory for `times` as many numbers."""
-        return Encoded(
+        return EncodedBlocks(
             self.codes.new_empty(times * len(self.codes)),
             self.scales.new_empty(times * len(self.scales)),
         )
 
-    def copy_(self, other: "Encoded") -> None:
+    def copy_(self, other: "EncodedBlocks") -> None:
         """Take over codes and scales."""
         self.codes.copy_(other.codes)
         self.scales.copy_(other.scales)
@@ -62,11 +62,11 @@ class Blocks:
         """(bytes of the codes, bytes of the scales): what two messages send."""
         return numel * self.bits // 8, numel // self.length * SCALE_BYTES
 
-    def encode(self, x: torch.Tensor) -> Encoded:
+    def encode(self, x: torch.Tensor) -> EncodedBlocks:
         """x, flat, a multiple of the length, of any float dtype. One launch on a GPU."""
-        return Encoded(*quantize(x, self.bits, self.length))
+        return EncodedBlocks(*quantize(x, self.bits, self.length))
 
-    def decode(self, encoded: Encoded, out: torch.Tensor) -> torch.Tensor:
+    def decode(self, encoded: EncodedBlocks, out: torch.Tensor) -> torch.Tensor:
         """Write the numbers into `out`, flat, and return it. One launch on a GPU."""
         return dequantize(
             encoded.scales,
@@ -78,26 +78,30 @@ class Blocks:
             out,
         )
 
-    def part(self, encoded: Encoded, start: int, stop: int) -> Encoded:
+    def part(self, encoded: EncodedBlocks, start: int, stop: int) -> EncodedBlocks:
         """Numbers [start, stop), whole blocks: a view."""
         (code, scale), (code_end, scale_end) = self._place(start), self._place(stop)
-        return Encoded(encoded.codes[code:code_end], encoded.scales[scale:scale_end])
+        return EncodedBlocks(
+            encoded.codes[code:code_end], encoded.scales[scale:scale_end]
+        )
 
     def _place(self, number: int) -> tuple[int, int]:
         return number * self.bits // 8, number // self.length
 
 
-def gather_into(out: Encoded, mine: Encoded, group: Group) -> Work:
+def gather_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:
     """Concatenate what the ranks have encoded. `mine` may be this rank's part of `out`. Two collectives."""
     return _both(partial(all_gather_into_, group=group, async_op=True), out, mine)
 
 
-def exchange_into(out: Encoded, mine: Encoded, group: Group) -> Work:
+def exchange_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:
     """Send piece i to rank i; piece j of `out` comes from rank j. Two collectives."""
     return _both(partial(all_to_all_, group=group, async_op=True), out, mine)
 
 
-def _both(collective: Callable[..., Work], out: Encoded, mine: Encoded) -> Work:
+def _both(
+    collective: Callable[..., Work], out: EncodedBlocks, mine: EncodedBlocks
+) -> Work:
     return AllOf(
         [collective(out.codes, mine.codes), collective(out.scales, mine.scales)]
     )

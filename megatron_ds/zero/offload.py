@@ -15,7 +15,7 @@ part of it (weights, gradients, moments). Sub-groups begin at a page of a file f
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -239,18 +239,12 @@ class SubGroup:
 
     def _move_state(self, tier: Tier) -> None:
         """The optimizer's new state moves to its tier."""
-        self._state_names = list(
-            dict.fromkeys(
-                name
-                for leaf in self.leaves
-                for name, _ in self.optimizer.state_of(leaf)
-            )
-        )
+        states = chain.from_iterable(map(self.optimizer.state_of, self.leaves))
+        self._state_names = list(dict.fromkeys(name for name, _ in states))
         numel = self.arrays[MASTER].tensor.numel()
         made = tier.arrays([numel] * len(self._state_names), torch.float32)
-        self.arrays |= zip(
-            self._state_names, made
-        )  # zeros, as the state is before the first update
+        # The arrays are zeros, which the state is before the first update.
+        self.arrays |= zip(self._state_names, made)
 
 
 class OffloadedUpdate:
@@ -271,7 +265,7 @@ class OffloadedUpdate:
         return sum(buffers.nbytes for buffers in self._buffers)
 
     def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
-        """See `ShardOptimizer.step`."""
+        """Update all sub-groups in turn, with the numbers of `ShardOptimizer.step`."""
         for group, staged in self._in_turn():
             group.update(staged, lr, weight_decay, divisor)
 
@@ -334,7 +328,7 @@ class UpdateInHalves:
         self._host_norms = host_norms
 
     def step(self, *numbers: Any) -> None:
-        """See `ShardOptimizer.step`. Collective."""
+        """Update all leaves, with the numbers of `ShardOptimizer.step`. Collective."""
         squares = self._resident.begin(
             *numbers, self._norms
         )  # it has all optimizers that need norms

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -150,11 +151,10 @@ class ZeroOptimizer:
                 self.device,
             )
         )
-        self._of_offloaded = {
-            id(leaf.tensor): group.optimizer
-            for group in self.offloaded.groups
-            for leaf in group.leaves
-        }
+        self._of_offloaded = {}
+        for group in self.offloaded.groups:
+            for leaf in group.leaves:
+                self._of_offloaded[id(leaf.tensor)] = group.optimizer
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:
@@ -250,10 +250,12 @@ class ZeroOptimizer:
         the device; with `zeros` a third, the number of elements that are zero. Afterwards no rank reads
         weights until the update is complete. Collective over the world; the host does not wait for it.
         """
+        # All gradients are complete before any is measured.
         self.reduce_tied()
         self.wait_for_weights()  # of layers that had no forward
         for s in self.trained:
             s.buckets.finish()
+        # The square of the norm, of the compressed momentum where no gradients are exchanged.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         local = None
         if self.compressed:
@@ -263,6 +265,7 @@ class ZeroOptimizer:
         else:
             for s in self.trained:
                 squares += squared_norm(s.norm_views, self.device)
+        # One all-reduce for all numbers, since each costs a latency.
         counted = (
             sum(
                 (
@@ -318,12 +321,12 @@ class ZeroOptimizer:
 
     def _received(self) -> dict[str, bool]:
         """Whether each parameter received a gradient. Not of experts: one that no token chose has none."""
-        return {
-            h.parameter.spec.name: got
-            for s in self.trained
-            if s.plan.reduced_over == DATA_AXES
-            for h, got in zip(s.buckets.holders, s.buckets.received)
-        }
+        found = {}
+        for s in self.trained:
+            if s.plan.reduced_over == DATA_AXES:
+                names = (h.parameter.spec.name for h in s.buckets.holders)
+                found |= zip(names, s.buckets.received)
+        return found
 
     def _check_overflow(self, norm: float) -> bool:
         """Adapt the loss scale; whether the update is skipped because gradients are not finite."""
@@ -347,12 +350,8 @@ class ZeroOptimizer:
             self.offloaded.step(*numbers)
         if self.compressed:
             self.compressed.after_update()
-        round_masters(
-            leaf
-            for s in self.trained
-            for leaf in s.resident
-            if not self.resident.writes_low(leaf)
-        )
+        leaves = chain.from_iterable(s.resident for s in self.trained)
+        round_masters(leaf for leaf in leaves if not self.resident.writes_low(leaf))
         self._tiers.settle()
 
     # -------------------------------------------------------------------------------- state
@@ -438,13 +437,12 @@ class ZeroOptimizer:
             parameters=sum(s.store.nbytes for s in self.sets),
             gradients=sum(s.buckets.flat.nbytes for s in self.trained),
             masters=sum(s.master_bytes() for s in self.sets),
-            optimizer=sum(
-                tensor.nbytes
-                for s in self.trained
-                for leaf in s.leaves
-                for _, tensor in self._optimizer_of(leaf).state_of(leaf)
-            ),
+            optimizer=sum(map(self._state_bytes, self.trained)),
         )
+
+    def _state_bytes(self, trained: ParameterSet) -> int:
+        states = (self._optimizer_of(leaf).state_of(leaf) for leaf in trained.leaves)
+        return sum(tensor.nbytes for state in states for _, tensor in state)
 
     def memory_by_place(self) -> dict[str, int]:
         """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""

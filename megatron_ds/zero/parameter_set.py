@@ -211,6 +211,7 @@ class SetMaker:
         parameters: Sequence[nn.Parameter],
         pieces: Sequence[SlotPiece],
     ) -> tuple[torch.Tensor | None, list[Leaf]]:
+        # fp32 masters of 16-bit weights, in one buffer; fp32 weights are their own masters.
         values = [store.values_of(piece) for piece in pieces]
         lows = [None] * len(pieces)
         masters = None
@@ -222,6 +223,7 @@ class SetMaker:
             values = list(masters.split([v.numel() for v in lows]))
             for master, low in zip(values, lows):
                 master.copy_(low)
+        # The optimizer's tensors: one for each piece of a parameter in this rank's shard.
         leaves = []
         for piece, value, low in zip(pieces, values, lows):
             p = parameters[piece.slot]
@@ -288,13 +290,12 @@ class TiedGradients:
     """The sum, once a step, of gradients of parameters that several pipeline stages hold."""
 
     def __init__(self, sets: Iterable[ParameterSet], groups: DataGroups):
-        tied = [
-            (s, i, h)
-            for s in sets
-            if s.buckets is not None
-            for i, h in enumerate(s.buckets.holders)
-            if is_tied(h.parameter, groups)
-        ]
+        tied = []
+        for s in sets:
+            holders = () if s.buckets is None else s.buckets.holders
+            for i, h in enumerate(holders):
+                if is_tied(h.parameter, groups):
+                    tied.append((s, i, h))
         # In the order of their keys, which is the same on all stages that hold them.
         self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
         self._group: Group = groups.tied

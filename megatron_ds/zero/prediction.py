@@ -33,6 +33,7 @@ units that only count.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..mpu.group import Group, Traffic
 from .data_groups import Axes, Hierarchy, shard_of
@@ -226,11 +227,8 @@ def count_gathers(
     gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the program's order.
     """
     whole = Meter()
-    counted = {
-        unit: CountedUnit(unit.numel, whole)
-        for gathering in gatherings.values()
-        for unit in gathering.units
-    }
+    units = chain.from_iterable(gathering.units for gathering in gatherings.values())
+    counted = {unit: CountedUnit(unit.numel, whole) for unit in units}
     of = lambda lists: [[counted[unit] for unit in units] for units in lists]
     plans = {
         stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage)

@@ -23,7 +23,7 @@ from ..mpu.group import AllOf, Group
 from .data_groups import Hierarchy
 from .gathering import Unit
 from .layout import Bucket, Layout, ShardPiece, SlotPiece
-from .number_blocks import Blocks, Encoded, gather_into
+from .number_blocks import Blocks, EncodedBlocks, gather_into
 from .param_store import Draw, ParameterStore, fill, show_unit
 from .tiers import Array
 
@@ -42,7 +42,7 @@ class QuantizedUnit(Unit):
     ):
         super().__init__(layer, first_bucket, last_bucket, flat, group)
         self._blocks = blocks
-        self.parts: list[tuple[torch.Tensor, Encoded]] = []
+        self.parts: list[tuple[torch.Tensor, EncodedBlocks]] = []
 
     @property
     def gather_bytes(self) -> int:
@@ -64,7 +64,7 @@ class QuantizedUnit(Unit):
                 works = [stream.mark()]
         self._works = works
 
-    def _gather(self, whole: torch.Tensor, part: Encoded) -> Then:
+    def _gather(self, whole: torch.Tensor, part: EncodedBlocks) -> Then:
         received = part.like(self.group.size)
         return Then(
             gather_into(received, part, self.group),
@@ -146,7 +146,7 @@ class QuantizedParameters(ParameterStore):
         pieces: Sequence[SlotPiece],
         parameters: Sequence[nn.Parameter],
         draw: Draw | None,
-    ) -> Encoded:
+    ) -> EncodedBlocks:
         """The part of a bucket, from initial values: those of other ranks' shards are drawn here too."""
         near = torch.zeros(
             part.stop - part.start, dtype=self._flat.dtype, device=self._device

@@ -69,13 +69,12 @@ class ParameterUse:
             stage: [list(module.parameters()) for module in modules]
             for stage, modules in stages.items()
         }
-        unread = frozenset(
-            (stage, i)
-            for stage, modules in stages.items()
-            for i, module in enumerate(modules)
-            if not getattr(module, "weights_read_in_backward", True)
-        )
-        return cls(layers, unread, counts or {})
+        unread = set()
+        for stage, modules in stages.items():
+            for i, module in enumerate(modules):
+                if not getattr(module, "weights_read_in_backward", True):
+                    unread.add((stage, i))
+        return cls(layers, frozenset(unread), counts or {})
 
     def places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Parameter → (its stage or SHARED, the first layer there that uses it)."""
@@ -183,9 +182,10 @@ def norm_entries(
     groups: DataGroups,
 ) -> list[NormEntry]:
     """The parameters whose optimizers ask for norms. parameters: to which the indices in the plans refer."""
-    trained = [
-        (plan, parameters[i]) for plan in plans if not plan.frozen for i in plan.members
-    ]
+    trained = []
+    for plan in plans:
+        if not plan.frozen:
+            trained += [(plan, parameters[i]) for i in plan.members]
     return [
         NormEntry(
             p.spec,
@@ -223,6 +223,7 @@ def plan_sets(
         if settings.persistence is None
         else settings.persistence
     )
+    # Parameters that are reduced, split and gathered alike form a set.
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
         split = settings.policy.gradient is not None and (
@@ -241,6 +242,7 @@ def plan_sets(
             fact.whole,
         )
         groups.setdefault(key, []).append(i)
+    # The order of the sets is that of their keys, the same on all ranks.
     bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
     return tuple(

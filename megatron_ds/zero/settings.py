@@ -19,7 +19,7 @@ from ..optim.onebit_phases import Phases
 from .compressed_exchange import SwitchedExchange
 from .exchange import FullPrecisionExchange, GradientExchange
 from .layout import ALIGN
-from .norm import LossScaler, make_scaler
+from .norm import LossScale, make_scaler
 from .number_blocks import Blocks
 from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
@@ -95,7 +95,7 @@ class ZeroSettings:
     weight_blocks: Blocks | None = None
     gradient_blocks: Blocks | None = None
     clip_grad: float = 0.0
-    make_scaler: Callable[[], LossScaler] = LossScaler
+    make_scaler: Callable[[], LossScale] = LossScale
     persistence: int | None = None
     prefetch: int | None = None
     offload: OffloadSettings = OffloadSettings()
@@ -136,6 +136,7 @@ class ZeroSettings:
 
     def __post_init__(self):
         self._check_phases()
+        # Quantization needs the collectives of the stages that split weights and gradients.
         if self.weight_blocks and (
             self.policy.parameter is None or self.offload.parameters != "device"
         ):
@@ -149,6 +150,7 @@ class ZeroSettings:
                 "quantized gradients are exchanged as shards, which ZeRO stages 2 and 3 make. "
                 "Use --zero-stage 2 or 3, or leave --zero-quantized-gradients out."
             )
+        # Optimizers that need whole tensors or norms, where only parts are at hand.
         for group in self.param_groups:
             if group.needs_whole_tensors and self.policy.parameter is not None:
                 raise ConfigError(

@@ -32,6 +32,7 @@ from torch import nn
 
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
+from ..optim.part_optimizer import parameters_of
 from .layout import SlotPiece
 from .norm import ParameterNorms
 from .whole_matrices import WholeMatrices
@@ -92,12 +93,10 @@ def make_leaf(
 def _wide_grads(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, parameters of an optimizer that does not read `low_grad` have an fp32 copy of it as `grad`."""
     reads_low = getattr(optimizer, "reads_low_grad", False)
-    tensors = [
-        tensor
-        for group in optimizer.param_groups
-        for tensor in group["params"]
-        if hasattr(tensor, "low_grad") and not reads_low
-    ]
+    tensors = []
+    if not reads_low:
+        parameters = parameters_of(optimizer)
+        tensors = [tensor for tensor in parameters if hasattr(tensor, "low_grad")]
     for tensor in tensors:
         tensor.grad = tensor.low_grad.float()
     try:
@@ -195,20 +194,15 @@ class ShardOptimizer:
         """The second half. reduced: the norms of all parts (`ParameterNorms.reduced`), for each optimizer."""
         for optimizer in self._optimizers:
             if (maker := self._maker_of[id(optimizer)]) in reduced:
-                parameters = [
-                    tensor
-                    for group in optimizer.param_groups
-                    for tensor in group["params"]
-                ]
-                optimizer.finish(norms.of(reduced[maker], parameters))
+                squares = reduced[maker]
+                optimizer.finish(norms.of(squares, parameters_of(optimizer)))
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
-        for group in (
-            group for optimizer in self._optimizers for group in optimizer.param_groups
-        ):
-            if "betas" in group:
-                group["betas"] = (beta1, *group["betas"][1:])
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if "betas" in group:
+                    group["betas"] = (beta1, *group["betas"][1:])
 
     def writes_low(self, leaf: Leaf) -> bool:
         """Whether the update writes the model's 16-bit weight too."""
@@ -238,15 +232,11 @@ class ShardOptimizer:
         for optimizer in self._optimizers:
             if hasattr(optimizer, "num_updates"):
                 optimizer.num_updates = count
-        for state in (
-            state
-            for optimizer in self._optimizers
-            for state in optimizer.state.values()
-        ):
-            if torch.is_tensor(state.get("step")):
-                state["step"].fill_(count)
-            elif "step" in state:
-                state["step"] = count
+            for state in optimizer.state.values():
+                if torch.is_tensor(state.get("step")):
+                    state["step"].fill_(count)
+                elif "step" in state:
+                    state["step"] = count
 
     def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]]) -> None:
         first = groups[0][0]
@@ -267,9 +257,8 @@ class ShardOptimizer:
         )
         self._optimizers.append(optimizer)
         self._maker_of[id(optimizer)] = first.optimizer
-        self._of |= {
-            id(tensor): optimizer for _, tensors in groups for tensor in tensors
-        }
+        for _, tensors in groups:
+            self._of |= {id(tensor): optimizer for tensor in tensors}
 
     @contextmanager
     def _prepared(
@@ -292,9 +281,7 @@ class ShardOptimizer:
 
     @staticmethod
     def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:
-        tensors = [
-            tensor for group in optimizer.param_groups for tensor in group["params"]
-        ]
+        tensors = parameters_of(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = None if divisor == 1.0 else divisor
             if divisor != 1.0 and not getattr(optimizer, "takes_numbers", False):

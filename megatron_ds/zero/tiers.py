@@ -175,7 +175,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._by_name.values())
 
     def get(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -57,6 +57,7 @@ class PathCheck:
         """
         if self._has_warned:
             return
+        # Which ranks have no gradient of which parameter.
         of_ranks = all_gather_object(dict(received), self._data)
         without = {
             name: [
@@ -72,6 +73,7 @@ class PathCheck:
             else _different(without, self._data)
         )
         found = self._first(chosen)
+        # Errors: any unused parameter, layers out of order, then different paths.
         if self.rule == "refused" and found:
             raise CallError(
                 f'{found}. "ignore_unused_parameters" is false, which makes unused parameters an error. '

@@ -33,7 +33,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Hop:
+class SegmentExchange:
     """Segments of tensors on the ranks of a group, which meet at one rank each.
 
     owners   name → the rank where they meet
@@ -155,7 +155,7 @@ class WholeMatrices:
         round_elements: int = ROUND,
     ):
         self._rounds = [
-            Round(owned, groups, device)
+            MatrixRound(owned, groups, device)
             for owned in plan_rounds(entries, groups, round_elements)
         ]
 
@@ -213,7 +213,7 @@ def whole_matrices(
     }
 
 
-class Round:
+class MatrixRound:
     """Parameters whose matrices are whole at the same time, and the hops of their parts."""
 
     def __init__(
@@ -238,7 +238,7 @@ class Round:
                 if e.axes == axes and owner is not None
             ]
             self._data.append(
-                Hop(
+                SegmentExchange(
                     group,
                     {e.spec.name: owner for e, owner in of_axes},
                     {e.spec.name: [b - a for a, b in e.spans] for e, _ in of_axes},
@@ -254,10 +254,10 @@ class Round:
             if here(e, owner) and tp is not None
         }
         lengths = {name: [numel(name)] * groups.tp.size for name in owners}
-        self._slices = Hop(groups.tp, owners, lengths, device)
+        self._slices = SegmentExchange(groups.tp, owners, lengths, device)
 
     @property
-    def hops(self) -> list[Hop]:
+    def hops(self) -> list[SegmentExchange]:
         """All hops, in the order in which they begin."""
         return [*self._data, self._slices]
 

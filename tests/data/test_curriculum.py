@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_ds.config.options.data_efficiency_options import read_metric
 from megatron_ds.data.curriculum.curriculum_order import (
     CurriculumOrder,
-    Stage,
+    Phase,
     _floor_sum,
     order_by_difficulty,
     shuffled,
@@ -30,10 +30,10 @@ stages_of_sizes = st.lists(
 )
 
 
-def make_stages(gaps) -> list[Stage]:
+def make_stages(gaps) -> list[Phase]:
     starts = itertools.accumulate((gap for gap, _ in gaps), initial=0)
     return [
-        Stage(start, admitted)
+        Phase(start, admitted)
         for start, admitted in zip(starts, itertools.accumulate(new for _, new in gaps))
     ]
 
@@ -118,7 +118,7 @@ def test_a_position_has_its_sample_whatever_was_asked_before(gaps, seed, start):
 
 def test_another_seed_draws_in_another_order():
     one, other = (
-        CurriculumOrder(np.arange(100), [Stage(0, 100)], seed)(
+        CurriculumOrder(np.arange(100), [Phase(0, 100)], seed)(
             np.arange(100), 100
         ).tolist()
         for seed in (1, 2)
@@ -127,7 +127,7 @@ def test_another_seed_draws_in_another_order():
 
 
 def test_more_stages_than_can_be_kept_apart_are_a_data_error():
-    stages = [Stage(i, i + 1) for i in range(3000)]
+    stages = [Phase(i, i + 1) for i in range(3000)]
     with pytest.raises(
         DataError,
         match="3000 times; at most 2048 are possible. Use a larger difficulty_step",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.zero.norm import LossScaler, ScalerRule, ScalerState, make_scaler
+from megatron_ds.zero.norm import LossScale, ScalerRule, ScalerState, make_scaler
 
 pytestmark = pytest.mark.plan
 
@@ -72,14 +72,14 @@ def test_the_scale_stops_at_the_minimum_and_a_further_overflow_is_an_error():
 
 def test_numbers_carry_the_state_over_and_static_scales_have_none():
     rule = ScalerRule(True, window=3)
-    first, second = LossScaler(64.0, rule), LossScaler(2.0, rule)
+    first, second = LossScale(64.0, rule), LossScale(2.0, rule)
     for overflow in (True, True, False, False):
         first.update(overflow)
     second.load_numbers(first.numbers())
     for overflow in (False, False, False, True):
         first.update(overflow), second.update(overflow)
         assert first.state == second.state
-    static = LossScaler(128.0)
+    static = LossScale(128.0)
     static.update(True), static.load_numbers(first.numbers())
     assert static.scale == 128.0 and static.numbers() == {}
 

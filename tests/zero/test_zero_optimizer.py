@@ -12,7 +12,7 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS, default_groups
 from megatron_ds.zero.data_groups import DataGroups
-from megatron_ds.zero.norm import LossScaler, ScalerRule
+from megatron_ds.zero.norm import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
@@ -59,7 +59,7 @@ def make_optimizer(
         STAGES[stage],
         bucket_elements=200,
         clip_grad=clip,
-        make_scaler=lambda: scaler or LossScaler(),
+        make_scaler=lambda: scaler or LossScale(),
         persistence=0,
         **options,
     )
@@ -95,7 +95,7 @@ def train_rank(
         world.group("dp-cp", range(size), rank),
         stage=stage,
         clip=clip,
-        scaler=LossScaler(scale),
+        scaler=LossScale(scale),
         overlap=overlap,
         sent_dtype=sent_dtype,
     )
@@ -214,7 +214,7 @@ def test_overlapping_reductions_changes_no_bit(stage):
 def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
     def main(rank, world):
         parameters = make_parameters(torch.float16)
-        scaler = LossScaler(2.0**16, ScalerRule(True, hysteresis=1))
+        scaler = LossScale(2.0**16, ScalerRule(True, hysteresis=1))
         optimizer = make_optimizer(
             parameters, world.group("dp-cp", range(3), rank), stage=stage, scaler=scaler
         )
@@ -251,7 +251,7 @@ def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
 def test_a_gradient_that_is_not_finite_is_applied_when_nobody_checks():
     parameters = make_parameters()
     optimizer = make_optimizer(
-        parameters, solo("dp-cp"), stage=0, scaler=LossScaler(check_overflow=False)
+        parameters, solo("dp-cp"), stage=0, scaler=LossScale(check_overflow=False)
     )
     optimizer.begin_step()
     parameters[0].take_main_grad()[0, 0] = math.nan

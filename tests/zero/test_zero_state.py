@@ -7,7 +7,7 @@ from torch import nn
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import default_groups
 from megatron_ds.zero.data_groups import DataGroups
-from megatron_ds.zero.norm import LossScaler, ScalerRule
+from megatron_ds.zero.norm import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
@@ -34,9 +34,9 @@ def build(rank, world, size, stage, dtype):
         clip_grad=1.0,
         persistence=8,
         make_scaler=lambda: (
-            LossScaler(256.0, ScalerRule(True, window=2))
+            LossScale(256.0, ScalerRule(True, window=2))
             if dtype == torch.float16
-            else LossScaler()
+            else LossScale()
         ),
     )
     groups = DataGroups({DATA_AXES: world.group("dp-cp", range(size), rank)})

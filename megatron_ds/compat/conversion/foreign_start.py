@@ -27,7 +27,7 @@ from ...models.model_identity import (
 )
 from ...mpu.agree import gather_from_all_ranks, on_all_ranks
 from ...progress.ramps import Progress
-from ...training.build import Engine
+from ...training.build import Replica
 from ...training.foreign_checkpoints import ForeignCheckpoints
 from .family import model_of
 from .files.stored_tensor import LogicalCheckpoint
@@ -145,7 +145,7 @@ def check_foreign(
 
 
 def load_foreign(
-    engine: Engine, found: LogicalCheckpoint, pieces: Sequence[Piece]
+    engine: Replica, found: LogicalCheckpoint, pieces: Sequence[Piece]
 ) -> Progress:
     """Fill weights, and optimizer state where both have it. Returns the progress. Collective over the world.
 

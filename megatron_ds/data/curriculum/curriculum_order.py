@@ -176,7 +176,7 @@ def order_by_difficulty(
             lambda: dict(zip(names, intersect(indexes, counts, total))),
         )
         easiest_first, admitted = (arrays[name] for name in names)
-    stages: list[Stage] = []
+    stages: list[Phase] = []
     for start, count in zip(starts, admitted.tolist(), strict=True):
         if not count:
             raise DataError(
@@ -184,7 +184,7 @@ def order_by_difficulty(
                 f"({'; '.join(i.smallest() for i in indexes)}). Raise min_difficulty."
             )
         if not stages or count > stages[-1].admitted:
-            stages.append(Stage(start, count))
+            stages.append(Phase(start, count))
     logger.info(
         "curriculum over %d samples, which are admitted in %d groups: the run draws from the %d "
         "easiest samples at first, and from %d after %d consumed samples",
@@ -234,7 +234,7 @@ def _moments(
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """A part of the run: from its sample number `start` on, it draws from the `admitted` easiest samples."""
 
     start: int
@@ -248,7 +248,7 @@ class CurriculumOrder:
     stages          ascending in start, the first at 0, and in admitted samples
     """
 
-    def __init__(self, easiest_first: np.ndarray, stages: Sequence[Stage], seed: int):
+    def __init__(self, easiest_first: np.ndarray, stages: Sequence[Phase], seed: int):
         assert stages and stages[0].start == 0 and stages[0].admitted > 0, (
             f"invalid first stage {stages[:1]}"
         )

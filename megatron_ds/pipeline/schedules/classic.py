@@ -44,12 +44,9 @@ from . import schedule
 @schedule("gpipe", peak=lambda p, m, v, rank: m)
 def gpipe(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards."""
+    microbatches = range(num_microbatches)
     return tuple(
-        tuple(
-            Instruction(op, rank, k)
-            for op in (Op.F, Op.B)
-            for k in range(num_microbatches)
-        )
+        tuple(Instruction(op, rank, k) for op in (Op.F, Op.B) for k in microbatches)
         for rank in range(pipeline_size)
     )
 
@@ -110,18 +107,13 @@ def _groups(m: int, size: int) -> list[range]:
 
 
 def _interleaved_program(rank: int, p: int, v: int, groups: list[range]) -> Program:
-    forward = [
-        Instruction(Op.F, c * p + rank, k)
-        for group in groups
-        for c in range(v)
-        for k in group
-    ]
-    backward = [
-        Instruction(Op.B, c * p + rank, k)
-        for group in groups
-        for c in reversed(range(v))
-        for k in group
-    ]
+    forward = []
+    backward = []
+    for group in groups:
+        for c in range(v):
+            forward += [Instruction(Op.F, c * p + rank, k) for k in group]
+        for c in reversed(range(v)):
+            backward += [Instruction(Op.B, c * p + rank, k) for k in group]
     ahead = (2 if v > 1 else 1) * (p - rank - 1)
     # The first backward is of the last chunk, after all earlier chunks of the first group. With several
     # chunks, a forward and a backward of neighbouring ranks alternate, which takes two forwards for each

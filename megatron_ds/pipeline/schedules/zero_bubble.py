@@ -134,13 +134,12 @@ def zb_auto(
             "0 to 1."
         )
     first_gradients = _first_gradients(p, costs)
-    searches = [
-        _Search(
-            range(p), m, costs, _AutoRule(limit, weight_share, first_gradients, *knobs)
-        )
-        for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS)
-    ]
-    found = [(search.score, search.schedule) for search in searches]
+    found = []
+    for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS):
+        rule = _AutoRule(limit, weight_share, first_gradients, *knobs)
+        search = _Search(range(p), m, costs, rule)
+        found.append((search.score, search.schedule))
+    # The fixed orders, where memory admits them, are candidates too.
     for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
         if needed <= limit:
             order = known(p, m)
@@ -168,13 +167,10 @@ def zb_v(
     equal = _Search(homes, m, EQUAL, partial(_v_rule, gap=0.0)).schedule
     if costs == EQUAL:
         return equal
-    orders = [
-        equal,
-        *(
-            _Search(homes, m, costs, partial(_v_rule, gap=gap)).schedule
-            for gap in V_GAPS
-        ),
-    ]
+    orders = [equal]
+    for gap in V_GAPS:
+        rule = partial(_v_rule, gap=gap)
+        orders.append(_Search(homes, m, costs, rule).schedule)
     return min(orders, key=lambda order: score_of(order, 2 * p, costs))
 
 
@@ -213,9 +209,9 @@ class _Search:
         self.programs: list[list[Instruction]] = [[] for _ in ranks]
         self.start = [NEVER for _ in ranks]
         self.clock = [0.0 for _ in ranks]
-        self._events = [
-            (0.0, rank) for rank in ranks
-        ]  # (time, rank that looks for its next choice)
+        # The event loop: ranks act in the order of time, one computation after the other.
+        # (time, rank that looks for its next choice)
+        self._events = [(0.0, rank) for rank in ranks]
         heapify(self._events)
         while self._events:
             now, rank = heappop(self._events)
@@ -234,10 +230,9 @@ class _Search:
 
     @property
     def score(self) -> tuple[float, float]:
-        """As `score_of`, for the times computed while the order was built."""
-        return max(end - start for start, end in zip(self.start, self.clock)), max(
-            self.clock
-        )
+        """`score_of` the order, from the times computed while it was built."""
+        longest = max(end - start for start, end in zip(self.start, self.clock))
+        return longest, max(self.clock)
 
     def arrival(self, op: Op, stage: int) -> float:
         """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet."""
@@ -257,13 +252,11 @@ class _Search:
         if op is Op.F and stage == last:
             self.arrived[Op.I][last].append(end)
         elif op is Op.F or op is Op.I and stage:
-            send, target = (
-                (Op.SEND_ACT, stage + 1) if op is Op.F else (Op.SEND_GRAD, stage - 1)
-            )
+            send = Op.SEND_ACT if op is Op.F else Op.SEND_GRAD
+            target = stage + 1 if op is Op.F else stage - 1
             home = self.homes[target]
-            self.arrived[op][target].append(
-                end + (self.cost[send][stage] if home != rank else 0)
-            )
+            transfer = self.cost[send][stage] if home != rank else 0
+            self.arrived[op][target].append(end + transfer)
             heappush(self._events, (now, home))  # an arrival there is known now
 
 
@@ -279,26 +272,30 @@ class _AutoRule:
     gap: float
 
     def __call__(self, search: _Search, rank: int, now: float) -> tuple[Choice, float]:
-        forwards, inputs, weights = (search.done[op][rank] for op in (Op.F, Op.I, Op.W))
+        forwards = search.done[Op.F][rank]
+        inputs = search.done[Op.I][rank]
+        weights = search.done[Op.W][rank]
+        # I, if its gradient has arrived. That of the first is known from the costs.
         known = search.arrived[Op.I][rank]
         gradient = NEVER
-        activation = NEVER
         if inputs < len(known):
             gradient = known[inputs]
         elif inputs == 0:
             gradient = self.first_gradients[rank]
         if inputs < forwards and inputs < len(known) and gradient <= now:
             return (Op.I, rank), NEVER
+        # F, if memory admits another, and if it does not delay a gradient for too long.
+        activation = NEVER
+        activations = search.arrived[Op.F][rank]
         live = forwards - inputs + self.weight_share * (inputs - weights)
-        if forwards < len(search.arrived[Op.F][rank]) and live + 1 <= self.limit + 1e-9:
-            activation = search.arrived[Op.F][rank][forwards]
+        if forwards < len(activations) and live + 1 <= self.limit + 1e-9:
+            activation = activations[forwards]
         foreseen = gradient if gradient > now and inputs < forwards else NEVER
         delay = self.delay if inputs else self.first_delay
-        if (
-            activation <= now
-            and now + (1 - delay) * search.cost[Op.F][rank] <= foreseen
-        ):
+        in_time = now + (1 - delay) * search.cost[Op.F][rank]
+        if activation <= now and in_time <= foreseen:
             return (Op.F, rank), NEVER
+        # W, if nothing else arrives soon.
         later = min(foreseen, activation if activation > now else NEVER)
         if weights < inputs and later - now >= self.gap * search.cost[Op.W][rank]:
             return (Op.W, rank), NEVER
@@ -327,13 +324,18 @@ def _v_rule(
     early = rank
     late = 2 * p - 1 - rank
     live = sum(done[Op.F][s] - done[Op.W][s] for s in (early, late))
-    forwards = [(Op.F, late)] * (live < 2 * p) + [(Op.F, early)] * (live < 2 * p - 1)
-    wanted = [*forwards, (Op.I, early), (Op.I, late)]
+    # F needs room: of the earlier stage, for one F of the later stage in addition.
+    wanted = []
+    if live < 2 * p:
+        wanted.append((Op.F, late))
+    if live < 2 * p - 1:
+        wanted.append((Op.F, early))
+    wanted += [(Op.I, early), (Op.I, late)]
     times = [search.arrival(op, stage) for op, stage in wanted]
-    choice = next(
-        (what for what, time in zip(wanted, times) if time <= now + SAME_TIME), None
-    )
+    ready = (what for what, time in zip(wanted, times) if time <= now + SAME_TIME)
+    choice = next(ready, None)
     soonest = min(times)
+    # W, of the stage that is further behind, if nothing else arrives soon.
     if choice is None:
         due = [s for s in (late, early) if done[Op.W][s] < done[Op.I][s]]
         stage = min(due, key=lambda s: done[Op.W][s], default=None)

@@ -83,19 +83,14 @@ class FlopsProfiler:
             size.kept,
             each=self.config.profiler.flops_profiler_detailed,
         )
+        # The text: layers with their FLOPs, then phases with their times.
+        ranks = self.mesh.grid.world_size
         head = (
             f"FLOPs profile of step {step}: {size.samples} samples of {size.length} tokens on "
-            f"{self.mesh.grid.world_size} rank{'s' if self.mesh.grid.world_size > 1 else ''}"
+            f"{ranks} rank{'s' if ranks > 1 else ''}"
         )
-        text = "\n".join(
-            [
-                head,
-                *layer_lines(rows),
-                *phase_lines(
-                    rows, measured, seconds, self._peak, self.mesh.grid.world_size
-                ),
-            ]
-        )
+        phases = phase_lines(rows, measured, seconds, self._peak, ranks)
+        text = "\n".join([head, *layer_lines(rows), *phases])
         path = self.config.profiler.flops_profiler_output_file
         if path is None:
             logger.info("%s", text)
@@ -166,6 +161,7 @@ def phase_lines(
     forward = sum(row.forward for row in rows)
     of_phase = {FORWARD: forward, BACKWARD: 2 * forward}
     yield f"  {'phase':20}{'largest':>13}{'smallest of all ranks':>24}{'FLOP/s of a rank':>20}"
+    # The phases, of the slowest and the fastest rank; FLOPs have only forward and backward.
     for phase, name in (
         (FORWARD, "forward"),
         (BACKWARD, "backward"),
@@ -178,11 +174,13 @@ def phase_lines(
                 else ""
             )
             yield f"  {name:20}{_ms(max(found)):>13}{_ms(min(found)):>24}{rate:>20}"
+    # The whole step, whose backward has twice the FLOPs of its forward.
     rate = 3 * forward / seconds / ranks
     yield f"  {'step':20}{_ms(seconds):>13}{'':24}{short(rate):>20}"
     share = utilization(rate, peak)
     if share is not None:
         yield f"  model FLOPs utilization: {share:.1%} of {short(peak)}FLOP/s"
+    # Recomputation is work of the device, but not of the model.
     again = [row.again for row in rows]
     if None in again:
         yield "  FLOPs of recomputation are not counted: --recompute-num-layers sets blocks of each stage."

@@ -55,7 +55,9 @@ def metrics_path(config: RunConfig) -> Path | None:
     """--metrics-path, by default metrics.jsonl in the --save folder; None without either."""
     path = config.logging.metrics_path
     save = config.checkpoint.save
-    return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
+    if path:
+        return Path(path)
+    return Path(save) / "metrics.jsonl" if save else None
 
 
 def check_metrics_file(path: Path) -> None:

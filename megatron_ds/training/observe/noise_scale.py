@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from ...batch.batch import Batch
-from ..build import Engine
+from ..build import Replica
 
 KEPT = 0.9  # weight of the earlier measurements at each new one
 
@@ -71,7 +71,7 @@ class NoiseScale:
         return max(self._noise, 0.0) / self._signal if self._signal > 0 else None
 
 
-def first_square(engine: Engine, batch: Batch) -> float:
+def first_square(engine: Replica, batch: Batch) -> float:
     """The squared norm of the mean gradient of the first micro-batch of every data-parallel rank.
 
     batch: this rank's share of the next global batch. Weights, optimizer state and routers stay as they are;

@@ -111,23 +111,13 @@ def of_ranks(
 def times_text(times: Mapping[str, Mapping[int, float]], option: str) -> str:
     """The times of `PhaseTimes.read` in milliseconds, in Megatron's format. option: --timing-log-option."""
     if option == "all":
-        return "\n".join(
-            [
-                "times across ranks (ms):",
-                *(
-                    "\n".join(
-                        [
-                            f"  {name}:",
-                            *(
-                                f"     rank {rank:2d}: {seconds * 1000:.2f}"
-                                for rank, seconds in values.items()
-                            ),
-                        ]
-                    )
-                    for name, values in times.items()
-                ),
-            ]
-        )
+        lines = ["times across ranks (ms):"]
+        for name, values in times.items():
+            lines.append(f"  {name}:")
+            for rank, seconds in values.items():
+                lines.append(f"     rank {rank:2d}: {seconds * 1000:.2f}")
+        return "\n".join(lines)
+    # One line for each phase: its extremes over the ranks.
     title = (
         "max time across ranks (ms):"
         if option == "max"

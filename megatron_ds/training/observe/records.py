@@ -72,26 +72,21 @@ class TrainRecord:
     def line(self) -> str:
         """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the remaining time."""
         digits = 1 if self.tflops_per_rank >= 1 else 3
-        dropping = (
-            []
-            if self.kept_tokens is None
-            else [
+        dropping = []
+        if self.kept_tokens is not None:
+            dropping = [
                 f"random ltd reserved length: {self.kept_tokens:5d}",
                 f"actual seqlen: {self.actual_seq_length:5d}",
                 f"consumed layer tokens: {self.layer_tokens:12d}",
             ]
-        )
+        # Fields of features that are off are left out, as in Megatron-LM's line.
         fields = [
             f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
             f"consumed samples: {self.samples:12d}",
             f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{digits}f}",
             f"learning rate: {self.learning_rate:.6E}",
-            *(
-                []
-                if self.decoupled_learning_rate is None
-                else [f"decoupled learning rate: {self.decoupled_learning_rate:.6E}"]
-            ),
+            *_known("decoupled learning rate: {:.6E}", self.decoupled_learning_rate),
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
             *(
@@ -100,22 +95,14 @@ class TrainRecord:
             ),
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
-            *([] if self.num_zeros is None else [f"num zeros: {self.num_zeros}"]),
-            *(
-                []
-                if self.grad_noise_scale is None
-                else [f"gradient noise scale: {self.grad_noise_scale:.1f}"]
-            ),
-            *(
-                []
-                if self.params_norm is None
-                else [f"params norm: {self.params_norm:.3f}"]
-            ),
+            *_known("num zeros: {}", self.num_zeros),
+            *_known("gradient noise scale: {:.1f}", self.grad_noise_scale),
+            *_known("params norm: {:.3f}", self.params_norm),
             f"number of skipped iterations: {self.skipped_steps:3d}",
             f"number of nan iterations: {self.nan_steps:3d}",
             f"seq length: {self.seq_length:5d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
-            *([] if self.mfu is None else [f"MFU: {self.mfu:.1%}"]),
+            *_known("MFU: {:.1%}", self.mfu),
             f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
             *dropping,
             f"memory (GiB): {self.memory_gib:.2f}",
@@ -212,17 +199,19 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     values: dict[str, list[float]] = {}
     for name, mean in metrics.items():
-        of_layer = OF_LAYER.fullmatch(name)
-        kind = (
-            name
-            if of_layer is None
-            else (f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
-        )
+        kind = name
+        if of_layer := OF_LAYER.fullmatch(name):
+            extreme = "smallest" if of_layer[1] in LEAST else "largest"
+            kind = f"{extreme} {of_layer[1]}"
         values.setdefault(kind, []).append(mean)
     return {
         kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
         for kind, means in values.items()
     }
+
+
+def _known(form: str, value: float | None) -> list[str]:
+    return [] if value is None else [form.format(value)]
 
 
 def _extreme(values: Sequence[float], sign: int) -> float:

@@ -48,18 +48,16 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
             largest[at] = torch.maximum(
                 largest[at], values.abs().max().double().to(mesh.device)
             )
+    # Sums and maxima over all ranks, which hold different parts of the state.
     all_reduce_(sums, mesh.group("world"))
     all_reduce_(largest, mesh.group("world"), op="max")
     (squares, absolutes), most = sums.tolist(), largest.tolist()
-    return {
-        f"optimizer/{name}_{norm}": value
-        for at, name in enumerate(TAG_ORDER)
-        for norm, value in (
-            ("l2", math.sqrt(squares[at])),
-            ("l1", absolutes[at]),
-            ("abs_max", most[at]),
-        )
-    }
+    found = {}
+    for at, name in enumerate(TAG_ORDER):
+        found[f"optimizer/{name}_l2"] = math.sqrt(squares[at])
+        found[f"optimizer/{name}_l1"] = absolutes[at]
+        found[f"optimizer/{name}_abs_max"] = most[at]
+    return found
 
 
 def memory_tags(device: torch.device) -> dict[str, float]:

@@ -70,7 +70,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Sizes of the run that wrote the files.
 
     experts_tp  tensor-parallel size of experts
@@ -121,7 +121,7 @@ def from_buckets(
         )
     size = lambda name: args.get(name) or 1
     tp = size("tensor_model_parallel_size")
-    layout = Layout(
+    layout = BufferLayout(
         tp,
         size("pipeline_model_parallel_size"),
         size("expert_model_parallel_size"),
@@ -177,7 +177,7 @@ def _of_place(
     buckets: Buckets,
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[Layout, Place],
+    where: tuple[BufferLayout, Place],
 ) -> Iterator[tuple[str, Part, StoredTensor]]:
     """(kind, part of ours, local tensor) of one buffer."""
     lengths = [buckets[i]["param"].shape[0] for i in range(len(buckets))]
@@ -212,7 +212,7 @@ def _of_place(
 def _registered(
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[Layout, Place],
+    where: tuple[BufferLayout, Place],
     attention: Sequence[str],
 ) -> list[LocalParameter]:
     """Parameters of a buffer in the order of registration of megatron-core's GPT."""
@@ -258,7 +258,7 @@ def _of_layer(
     prefix: str,
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[Layout, Place],
+    where: tuple[BufferLayout, Place],
     attention: Sequence[str],
 ) -> list[Part]:
     """Also of parameters that the model lacks."""
