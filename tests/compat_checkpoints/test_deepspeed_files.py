@@ -10,6 +10,7 @@ from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import (
     read_engine_folder,
 )
 from megatron_ds.compat.conversion.deepspeed.deepspeed_folder import (
+    buffer_names,
     files_of,
     tag_folder,
 )
@@ -420,3 +421,12 @@ def test_moments_without_a_count_of_updates_are_written_with_that_of_the_trainin
     state = read_torch_file(path / "zero/optimizer_state.pt").content
     assert read_torch_file(path / "zero/w/step.pt").content.read() == 7
     assert state["optimizer_state_dict"]["state"][0]["step"].read() == 7
+
+
+def test_names_of_buffers_that_are_no_text_are_an_error():
+    assert buffer_names({"buffer_names": ["a", "b"]}, "file") == {"a", "b"}
+    for wrong in ([[]], [{}], [3], [None]):
+        with pytest.raises(
+            CheckpointError, match="file: 'buffer_names' has a .*damaged"
+        ):
+            buffer_names({"buffer_names": ["a", *wrong]}, "file")

@@ -704,3 +704,12 @@ def test_sparse_attention_that_cannot_be_is_refused_by_name(read, block, says):
 )
 def test_sparse_flags_that_do_not_fit_are_refused(read, words, says):
     assert says in problem_of(read, {"train_batch_size": 4}, *words.split(), ranks=2)
+
+
+def test_the_validation_of_tags_is_one_of_three_words(read):
+    for word in ("Ignore", "warn", "FAIL", "auto"):
+        read({"checkpoint": {"tag_validation": word, "load_universal": False}})
+    wrong = problem_of(read, {"checkpoint": {"tag_validation": "foo"}})
+    assert (
+        "\"checkpoint.tag_validation\" is 'foo'. Write Ignore, Warn or Fail." in wrong
+    )

@@ -157,6 +157,39 @@ def read_parts(folder):
     return {name: files[file][name] for name, file in index["weight_map"].items()}
 
 
+class Tied(Stack):
+    """The head has the weight of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def test_fp32_weights_have_all_names_of_tied_parameters(tmp_path):
+    def main(engine, rank):
+        train(engine, rank, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+
+    on_ranks(2, main, lambda: make(Tied), config_of(1, 2))
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    model = make(Tied, seed=9)
+    model.load_state_dict(state, strict=True)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, state["head.weight"])
+    for safe in (False, True):
+        names = convert_zero_checkpoint_to_fp32_state_dict(
+            tmp_path / "saved", tmp_path / f"{safe}", safe_serialization=safe
+        )
+        file = (
+            tmp_path
+            / f"{safe}"
+            / ("model.safetensors" if safe else "pytorch_model.bin")
+        )
+        read = load_file(file) if safe else torch.load(file, weights_only=True)
+        assert set(names) == read.keys() == state.keys() == model.state_dict().keys()
+        assert all(torch.equal(read[name], value) for name, value in state.items())
+
+
 def test_what_zero_to_fp32_cannot_do_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
     for wrong, match in (

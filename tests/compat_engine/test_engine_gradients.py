@@ -57,6 +57,55 @@ def test_zero_grad_anywhere_in_the_loop_changes_nothing(stage, caller, caplog):
     )  # rank 0, once
 
 
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_zero_grad_drops_what_was_added_in_no_sync(stage, more, caplog):
+    def main(engine, rank, dropped):
+        for microbatches in batches(STEPS, 3, 2, rank):
+            for zero in (engine.zero_grad, engine.module.zero_grad)[:dropped]:
+                with engine.no_sync():
+                    engine.backward(loss_of(engine, microbatches[0]))
+                    engine.backward(loss_of(engine, microbatches[0]))
+                zero()
+            with engine.no_sync():
+                engine.backward(loss_of(engine, microbatches[1]))
+            engine.backward(loss_of(engine, microbatches[2]))
+            if dropped:
+                engine.zero_grad()  # gradients are averaged now, and stay
+            engine.step()
+        return weights(engine)
+
+    config = config_of(stage, 2, **more)
+    runs = [
+        on_ranks(2, lambda engine, rank, n=n: main(engine, rank, n), make_stack, config)
+        for n in (0, 2)
+    ]
+    for expected, found in zip(*runs):
+        assert all(torch.equal(p, expected[name]) for name, p in found.items())
+    assert "in the middle of an update has no effect" in caplog.text
+
+
+def test_zero_grad_is_refused_where_gradients_of_no_sync_were_added_to_a_micro_batch():
+    def main(engine, rank):
+        (first, second), *_ = batches(1, 2, 2, rank)
+        engine.backward(loss_of(engine, first))
+        engine.step()
+        engine.zero_grad()  # between micro-batches: no effect
+        with engine.no_sync():
+            engine.backward(loss_of(engine, second))
+        with pytest.raises(MegatronDSError, match="no_sync in micro-batch 2 of the 2"):
+            engine.zero_grad()
+        engine.discard_gradients()
+        return engine.has_gradients
+
+    config = config_of(0, 2, accumulation=2)
+    assert on_ranks(2, main, make_stack, config) == [False, False]
+
+
+def make_stack():
+    return make(Stack)
+
+
 # ------------------------------------------------------------------------------------------ p.grad
 def reference(step=0, accumulation=1, ranks=2, rank=None, model=Stack):
     """The gradients of the mean loss over ranks and micro-batches of a step, or of one rank's."""

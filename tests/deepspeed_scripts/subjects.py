@@ -19,6 +19,7 @@ PROGRAMS = {}
 STAGES = {
     "no_sync": (0, 1),
     "no_sync_accumulated": (0, 1),
+    "no_sync_zeroed": (0, 1),
     "own_clipping": (0, 1, 2),
     "own_clipping_by_grad": (0,),
 }
@@ -181,6 +182,23 @@ def no_sync_accumulated(run):
         with engine.no_sync():
             engine.backward(run.loss(engine, 2 * update))
         loss = run.loss(engine, 2 * update + 1)
+        engine.backward(loss)
+        engine.step()
+        numbers.append([float(loss), *run.weights(engine)])
+    return numbers, {}
+
+
+@program
+def no_sync_zeroed(run):
+    """zero_grad drops what was added in no_sync, and nothing afterwards."""
+    engine, numbers = run.engine(), []
+    for update in range(UPDATES):
+        with engine.no_sync():
+            engine.backward(run.loss(engine, 3 * update))
+        engine.zero_grad()
+        with engine.no_sync():
+            engine.backward(run.loss(engine, 3 * update + 1))
+        loss = run.loss(engine, 3 * update + 2)
         engine.backward(loss)
         engine.step()
         numbers.append([float(loss), *run.weights(engine)])

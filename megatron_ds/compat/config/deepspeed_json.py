@@ -40,8 +40,12 @@ from .unsupported import KEYS, answer_to_key
 MOST_PLACES = (
     2  # a name in more blocks than these, such as "enabled", does not identify a place
 )
+TAG_VALIDATION = "checkpoint.tag_validation"
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
+    TAG_VALIDATION: json_key(
+        str, "Ignore, Warn or Fail, in any case; it has no effect"
+    ),
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
     "fp16.initial_scale_power": json_key(
         int, "`--initial-loss-scale`, 2 to this power", at_least=0, at_most=127
@@ -110,9 +114,23 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
         _sparse_attention,
         translate_curriculum,
         translate_random_ltd,
+        _tag_validation,
     ):
         translate(document)
     return document
+
+
+def _tag_validation(document: JsonDocument) -> None:
+    """Check the value, which has no effect: all ranks save into the folder of one tag."""
+    value = document.take(TAG_VALIDATION)
+    if value is None:
+        return
+    if value.upper() not in ("IGNORE", "WARN", "FAIL"):
+        document.refuse(
+            f'{document.path}: "{TAG_VALIDATION}" is {value!r}. Write Ignore, Warn or Fail.'
+        )
+    why = "all ranks save into the folder of one tag"
+    document.without_effect[f"{document.path} {TAG_VALIDATION}"] = why
 
 
 def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -5,17 +5,19 @@ folder.
     megatron-ds zero-to-fp32 saved pytorch_model.bin
 
 The checkpoint may be of any ZeRO stage, number of ranks and tensor-parallel size. Weights are the fp32
-masters. Tied parameters have the first of their names; `load_state_dict_from_zero_checkpoint` adds the
-others.
+masters. Tied parameters have all of their names.
 """
 
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...checkpoint.load import read_run
 from ...checkpoint.safetensors_folder import TensorEntry, cut_into_files, write_folder
 from ...checkpoint.whole_tensors import StoredTensors
 from ...errors import CheckpointError, ConfigError
@@ -44,8 +46,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "record which parameters were frozen. Use engine.save_16bit_model(..., "
             "exclude_frozen_parameters=True)."
         )
-    stored = _stored(checkpoint_dir, tag)
-    return _read(stored, stored.entries)
+    stored = _Weights(checkpoint_dir, tag)
+    return stored.read(stored.entries)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -82,9 +84,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     if exclude_frozen_parameters:
         get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)  # raises
-    stored = _stored(checkpoint_dir, tag)
+    stored = _Weights(checkpoint_dir, tag)
     output = Path(output_dir)
-    entries = [TensorEntry(e.name, e.shape, e.dtype) for e in stored.entries]
+    entries = stored.entries
     is_file = output.suffix in (".bin", ".pt", ".pth")
     limit = sum(entry.nbytes for entry in entries) + 1
     if max_shard_size is not None and not is_file:
@@ -116,7 +118,7 @@ def bytes_of(size: str | int) -> int:
 
 
 def _write_for_torch(
-    output: Path, is_file: bool, stored: StoredTensors, files: list[list[TensorEntry]]
+    output: Path, is_file: bool, stored: "_Weights", files: list[list[TensorEntry]]
 ) -> None:
     folder = output.parent if is_file else output
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +130,7 @@ def _write_for_torch(
         for i in range(len(files))
     ]
     for path, entries in zip(paths, files):
-        torch.save(_read(stored, entries), path.with_name(f".{path.name}.writing"))
+        torch.save(stored.read(entries), path.with_name(f".{path.name}.writing"))
     for path in paths:
         os.replace(path.with_name(f".{path.name}.writing"), path)
     if len(files) > 1:
@@ -144,15 +146,49 @@ def _write_for_torch(
         )
 
 
-def _read(stored: StoredTensors, entries) -> dict[str, torch.Tensor]:
-    return dict(zip([entry.name for entry in entries], stored.read_all(entries)))
+class _Weights:
+    """Weights and buffers of the checkpoint of a tag, under all of their names. `entries` lists them."""
+
+    def __init__(self, directory: str | os.PathLike, tag: str | None):
+        place, step = place_of(directory, tag)
+        if step is None:
+            raise CheckpointError(
+                f"there is no checkpoint in {place}: give the folder that was the save_dir of "
+                "engine.save_checkpoint, and the tag if there was one."
+            )
+        self._stored = StoredTensors(place, step, ("weight", "buffer"))
+        self._entry_of = {entry.name: entry for entry in self._stored.entries}
+        for name, other in _shared_names(read_run(place, step)).items():
+            if other in self._entry_of:  # else it was left out
+                self._entry_of.setdefault(name, self._entry_of[other])
+        self.entries = [
+            TensorEntry(name, entry.shape, entry.dtype)
+            for name, entry in self._entry_of.items()
+        ]
+
+    def read(self, entries: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
+        """{name: tensor}; the names of a tied parameter have one tensor."""
+        found: dict[str, torch.Tensor] = {}
+        for entry in entries:
+            own = self._entry_of[entry.name]
+            if own.name not in found:
+                found[own.name] = self._stored.read(own)
+            found[entry.name] = found[own.name]
+        return {entry.name: found[entry.name] for entry in entries}
+
+    def read_all(self, entries: Sequence[TensorEntry]) -> Iterator[torch.Tensor]:
+        """The tensors of `entries`, each read when the iterator reaches it."""
+        return (self._stored.read(self._entry_of[entry.name]) for entry in entries)
 
 
-def _stored(directory: str | os.PathLike, tag: str | None) -> StoredTensors:
-    place, step = place_of(directory, tag)
-    if step is None:
+def _shared_names(run: Mapping[str, Any]) -> dict[str, str]:
+    """Further name → saved name; none in checkpoints of earlier versions."""
+    engine = run.get("engine")
+    found = engine.get("shared", {}) if isinstance(engine, Mapping) else {}
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) for name in found.values()
+    ):
         raise CheckpointError(
-            f"there is no checkpoint in {place}: give the folder that was the save_dir of "
-            "engine.save_checkpoint, and the tag if there was one."
+            f"run.json: the shared names of the engine are {found!r:.60}: it is damaged. Use another tag."
         )
-    return StoredTensors(place, step, ("weight", "buffer"))
+    return dict(found)

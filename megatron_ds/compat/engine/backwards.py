@@ -35,6 +35,7 @@ class Backwards:
     def __init__(self, engine: EngineParts):
         self._engine = weakref.proxy(engine)
         self._is_armed = self._is_mixed = self._is_scaled = self.are_direct = False
+        self.are_unsynced = False  # whether all since the last step() were in no_sync
         self._run: int | None = None  # of a loss.backward() under way
         self._gathering: AbstractContextManager = nullcontext()
 
@@ -135,6 +136,8 @@ class Backwards:
         engine = self._engine
         self._is_mixed = self.has_foreign_gradients()
         engine.gradients.hide()
+        is_first = not engine._backwards
+        self.are_unsynced = engine._in_no_sync and (is_first or self.are_unsynced)
         engine._backwards += 1
         completes = (
             engine.is_gradient_accumulation_boundary() and not engine._in_no_sync

@@ -116,9 +116,15 @@ class Engine(EngineStatus):
         Raises MegatronDSError where gradients of another engine's loss were added to an update that has
         begun: they cannot be taken out again. (Gradients of loss.backward() are dropped before the first
         `step` of an update, since the loss may be another engine's.)
+
+        Gradients of `no_sync` are dropped where no backward outside of it has followed: a program that leaves
+        out the averaging adds gradients up by itself. Raises MegatronDSError where they were added to those of
+        an earlier micro-batch, which stay.
         """
         if not self._microbatch and (not self._backwards or self.backwards.are_direct):
             self._begin_step()
+        elif self._backwards and self.backwards.are_unsynced:
+            self._drop_unsynced()
         elif self.backwards.has_foreign_gradients():
             raise MegatronDSError(
                 f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "
@@ -273,6 +279,16 @@ class Engine(EngineStatus):
         return None if self.world.rank else state
 
     # ------------------------------------------------------------------ within
+    def _drop_unsynced(self) -> None:
+        if self._microbatch:
+            raise MegatronDSError(
+                f"engine.zero_grad() after a backward in engine.no_sync in micro-batch {self._microbatch + 1} of the "
+                f"{self._accumulation_steps} of an update: gradients of no_sync were added to those of the "
+                "micro-batches before it, which cannot be separated. Leave zero_grad out, or call "
+                "engine.discard_gradients(), which restarts the update."
+            )
+        self.discard_gradients()
+
     def _begin_step(self) -> None:
         self._microbatch = self._backwards = 0
         self.backwards.begin()

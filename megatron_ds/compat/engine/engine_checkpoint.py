@@ -94,7 +94,8 @@ def save_checkpoint(
     left_out = sorted(frozen) if exclude_frozen_parameters else []
     run = {
         "version": __version__,
-        "engine": _description(engine) | {"left_out": left_out},
+        "engine": _description(engine)
+        | {"left_out": left_out, "shared": _other_names(engine)},
         "progress": engine.progress.to_dict(),
         "optimizer": engine.optimizer.extra_state(),
         "loop": loop_state(engine),
@@ -330,6 +331,16 @@ def _description(engine: EngineStatus) -> dict[str, Any]:
         "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
         "optimizer": engine.optimizer.inner.kind,
     }
+
+
+def _other_names(engine: EngineStatus) -> dict[str, str]:
+    """Further name of a tied parameter → the name under which it is saved."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, p in engine.module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name:
+            found[name_of(name)] = p.spec.name
+    return found
 
 
 def _check(

@@ -27,6 +27,7 @@ from ..tensor_parallel_merge import RankPacking, merged_over_tp
 from .deepspeed_experts import Experts, experts_of
 from .deepspeed_folder import (
     EngineFiles,
+    buffer_names,
     count,
     entry,
     files_of,
@@ -127,8 +128,8 @@ def read_engine_folder(
     common = states[0].common
     tensors[BUFFER] = {
         name: tensor
-        for content in contents.values()
-        for name, tensor in _buffers(content).items()
+        for rank, content in contents.items()
+        for name, tensor in _buffers(content, files.models[rank]).items()
     } | (experts.buffers if experts else {})
     shared = {
         alias: source for state in states for alias, source in state.shared.items()
@@ -253,8 +254,8 @@ def _state_of_rank(
     )
 
 
-def _buffers(content: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    names = content.get("buffer_names") or ()
+def _buffers(content: Mapping[str, Any], place: Path) -> dict[str, StoredTensor]:
+    names = buffer_names(content, place)
     held = content.get("module") or {}
     return {
         name: held[name] for name in names if isinstance(held.get(name), StoredTensor)
@@ -265,7 +266,7 @@ def _module_weights(
     content: Mapping[str, Any], place: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """(weights, {name of a shared weight: name that is kept}) of the module, without buffers."""
-    buffers = set(entry(content, "buffer_names", list, place, []))
+    buffers = buffer_names(content, place)
     shared = {
         str(k): str(v)
         for k, v in entry(content, "shared_params", Mapping, place, {}).items()

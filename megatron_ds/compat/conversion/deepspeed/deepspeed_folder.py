@@ -220,6 +220,18 @@ def entry(
     return value
 
 
+def buffer_names(content: Mapping[str, Any], place: object) -> set[str]:
+    """The names of buffers in a model file. Raises CheckpointError where they are not text."""
+    found = entry(content, "buffer_names", list, place, [])
+    for name in found:
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{place}: 'buffer_names' has a {type(name).__name__}, which DeepSpeed does not "
+                "write there: it is damaged."
+            )
+    return set(found)
+
+
 def count(content: Mapping[str, Any], name: str, place: object) -> int | None:
     """A number of steps or samples; None where it is missing. Raises CheckpointError for other values."""
     value = entry(content, name, (int, float, StoredTensor), place, None)

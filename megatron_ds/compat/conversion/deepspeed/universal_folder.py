@@ -30,7 +30,15 @@ from ..malformed import refuses_malformed
 from ..published import published
 from ..run_values import updates_in
 from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, plain_settings
-from .deepspeed_folder import count, entry, open_file, scalar, shapes_in, tag_folder
+from .deepspeed_folder import (
+    buffer_names,
+    count,
+    entry,
+    open_file,
+    scalar,
+    shapes_in,
+    tag_folder,
+)
 from .deepspeed_optimizer_files import optimizer_steps, scaler_numbers
 from .foreign_names import save_with_names, scaler_object
 from .zero_shards import merged_fragments
@@ -87,7 +95,7 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
         for group in entry(content, "param_shapes", list, place, []):
             shapes |= shapes_in(group, place)
         shared |= entry(content, "shared_params", Mapping, place, {})
-        buffers |= set(entry(content, "buffer_names", list, place, []))
+        buffers |= buffer_names(content, place)
     tensors, steps = _tensors(folder / ZERO, shapes, set(shared), weights_only)
     tensors[BUFFER] = {
         name: tensors[WEIGHT].pop(name) for name in buffers if name in tensors[WEIGHT]
