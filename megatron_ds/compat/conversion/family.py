@@ -61,11 +61,12 @@ class Row:
         """Their names for our name; None if the row is of another name. experts: number of the layer's."""
         if not (found := self.pattern.fullmatch(ours)):
             return None
-        of_one = self.theirs.split()
+        patterns = self.theirs.split()
         numbers = range(experts) if "{e}" in self.theirs else (0,)
-        return [
-            name.format(e=e, **found.groupdict()) for e in numbers for name in of_one
-        ]
+        names: list[str] = []
+        for e in numbers:
+            names += [pattern.format(e=e, **found.groupdict()) for pattern in patterns]
+        return names
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> Entry | None:
 
 def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
     """The model of these options. Raises CheckpointError for values that no model has."""
+    # Values pass the same checks as flags.
     declared = {option.name: option for option in options_in("model")}
     if odd := [name for name in options if name not in declared]:
         raise CheckpointError(
@@ -151,6 +153,7 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
         raise CheckpointError(
             f"{folder}: its settings describe no model: {error}"
         ) from error
+    # A damaged file must not make lists of billions of layers.
     most = {
         "layers": values.get("num_layers"),
         "experts": max(values.get("num_experts") or (0,)),
@@ -164,6 +167,7 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
             f"{folder}: its settings describe a model of {odd[0]}, more than {MOST}: the "
             "file is damaged."
         )
+    # Widths and heads must fit before tensors are compared with the model.
     model = ModelConfig(
         **{"seq_length": values.get("max_position_embeddings"), **values}
     )
@@ -208,12 +212,14 @@ def to_ours(
 
     Entries of which any tensor is not in `stored` are left out; see `missing` and `initial`.
     """
-    wrong = [
-        f"{stored[name].place} has shape {list(stored[name].shape)} and {list(shape)} is needed"
-        for entry in entries
-        for name, shape in zip(entry.theirs, entry.their_shapes)
-        if name in stored and tuple(stored[name].shape) != tuple(shape)
-    ]
+    wrong: list[str] = []
+    for entry in entries:
+        for name, shape in zip(entry.theirs, entry.their_shapes):
+            if name in stored and tuple(stored[name].shape) != tuple(shape):
+                tensor = stored[name]
+                wrong.append(
+                    f"{tensor.place} has shape {list(tensor.shape)} and {list(shape)} is needed"
+                )
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors do not have the shape that the settings describe: "
@@ -318,13 +324,12 @@ def replaced(entries: Iterable[Entry], stored: Mapping[str, StoredTensor]) -> li
 
     The whole tensor has new values then; see `initial`.
     """
-    return [
-        name
-        for entry in entries
-        if not all(part in stored for part in entry.theirs)
-        for name in entry.theirs
-        if name in stored
-    ]
+    names: list[str] = []
+    for entry in entries:
+        present = [name for name in entry.theirs if name in stored]
+        if len(present) < len(entry.theirs):
+            names += present
+    return names
 
 
 def unused(

@@ -152,8 +152,7 @@ def _name(entry: Entry) -> str:
 
 def settings_of(table: Sequence[Entry], model: ModelConfig) -> dict[str, Any]:
     """Their settings."""
-    return {
-        name: value
-        for entry in table
-        for name, value in entry.setting_of(model).items()
-    }
+    settings: dict[str, Any] = {}
+    for entry in table:
+        settings |= entry.setting_of(model)
+    return settings

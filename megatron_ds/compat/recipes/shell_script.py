@@ -101,10 +101,12 @@ class Script:
 
     def _one(self, statement: Statement) -> bool:
         """Follow a statement; returns whether it is true, where it is a test."""
+        # Every statement costs budget, so loops end.
         self.read += 1
         if self.read > MOST:
             raise ShellError(f"more than {MOST} statements: this is not a recipe.")
         self.scope.budget.spend(1)
+        # Each kind of statement is followed by its own rule.
         match statement:
             case Command():
                 return self._command(statement)
@@ -140,15 +142,18 @@ class Script:
 
     # ---------------------------------------------------------------------------------------- commands
     def _command(self, command: Command) -> bool:
+        # Tests and negations have a truth value and start nothing.
         words = list(command.words)
         if words[:1] == ["!"]:
             return not self._command(Command(tuple(words[1:]), command.line))
         if words and (words[0] in ("[", "[[", "test") or words[0].startswith("((")):
             return is_true(words, self.scope)
+        # Assignments before a command set variables of the script.
         if words and words[0] in DECLARING:
             words = [word for word in words[1:] if not word.startswith("-")]
         while words and (match := ASSIGNMENT.match(words[0])):
             self._assign(match, words.pop(0))
+        # A here-document that is redirected writes a file that trainings may read.
         if command.document is not None and command.writes:
             self._write(
                 command,
@@ -156,6 +161,7 @@ class Script:
                 if command.is_literal
                 else self._expanded(command.document),
             )
+        # Commands that change no text and start no training are passed over.
         if not words or words[0] in ("exit", "return", "set", "mkdir", "cd", "wait"):
             return True
         if words[0] in ("unset", "shift"):
@@ -163,6 +169,7 @@ class Script:
             return done(
                 [value for word in words[1:] for value in fields_of(word, self.scope)]
             )
+        # The remaining words are expanded and may start a training.
         expanded = [value for word in words for value in fields_of(word, self.scope)]
         if expanded:
             self._start(expanded, command)
@@ -276,11 +283,13 @@ class Script:
 
     def _start(self, words: list[str], command: Command) -> None:
         """A command that would be run: a training, another script, a function, or nothing of interest."""
+        # Functions and eval run inside this script.
         name = words[0].rpartition("/")[2]
         if words[0] in self.functions and self.depth < DEEPEST:
             return self._inner(lambda: self._all(self.functions[words[0]]), words[1:])
         if name == "eval":
             return self._nested(" ".join(words[1:]))
+        # Commands that edit or write files are applied to the known texts.
         if (
             name == "sed"
             and command.writes
@@ -308,17 +317,20 @@ class Script:
             )
         if name == "echo":
             return None
+        # Anything else may start a training: a shell's text, a Python script or another shell script.
         self.is_silent = False
         if (inner := text_for_a_shell(words)) is not None:
             return self._nested(inner)
         texts = [word for word in words if ".py" in word and re.search(r"\s--", word)]
         if texts:
             return self._nested(texts[0])
+        # The first Python script among the words is the training.
         script = next(
             (at for at, word in enumerate(words) if word.endswith(".py")), None
         )
         if script is not None:
             return self._launch(words, script, command.line)
+        # A script that a shell runs is followed with its arguments.
         scripts = (
             at
             for at, word in enumerate(words)

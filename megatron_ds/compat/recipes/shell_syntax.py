@@ -270,6 +270,7 @@ class Parser:
         writes = None
         document = None
         is_literal = False
+        # Words and redirections alternate until an operator ends the command.
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             if words[:1] == ["[["] and words[-1] != "]]":
@@ -295,6 +296,7 @@ class Parser:
             else:
                 words.append(token.text)
             self.at += 1
+        # A command needs words, a document or a file to write.
         if not words and document is None and writes is None:
             raise ShellError(f"line {line}: {self._word()!r} is not expected here.")
         return Command(tuple(words), line, writes, document, is_literal)

@@ -69,12 +69,11 @@ def zero_state(
     ignored  receives names of stored objects that are not used
     Raises CheckpointError for files that do not belong together.
     """
+    # Files of one save have made the same number of steps and have the same groups.
     opened = _opened(files, rank, stage3, ignored)
-    steps = {
-        step
-        for inner, path in zip(opened.inners, opened.paths)
-        for step in optimizer_steps(inner, path)
-    }
+    steps: set[int] = set()
+    for inner, path in zip(opened.inners, opened.paths):
+        steps |= optimizer_steps(inner, path)
     if len(steps) > 1:
         raise CheckpointError(
             f"{files.folder}: parts of the optimizer state have made {sorted(steps)} "
@@ -87,6 +86,7 @@ def zero_state(
                 f"{path} has {len(of_rank)} groups of parameters, and the model file "
                 f"{len(shapes)}: they are of different checkpoints."
             )
+    # Stage 3 divides each parameter; stages 1 and 2 divide the concatenation of a group.
     parts = _parts_of_groups(opened, len(shapes))
     if stage3:
         tensors = _parts_of_parameters(opened, shapes)
@@ -95,6 +95,7 @@ def zero_state(
         for g, group in enumerate(shapes):
             for kind, named in _group(opened, g, group, parts[g], experts).items():
                 tensors.setdefault(kind, {}).update(named)
+    # What is equal on all ranks is taken from the first.
     common = {
         "param_groups": opened.inners[0].get("param_groups"),
         "scaler": scaler_numbers(opened.states[0].get("loss_scaler")),
@@ -164,8 +165,10 @@ def _group(
     mappings = [state.get("param_slice_mappings") for state in opened.states]
     tensors: Named = {}
     for part in range(parts):
+        # Expert-parallel ranks alternate, and each forms a flat vector of its own.
         ranks = range(part, len(opened.paths), parts)
         shards = opened.group(g, ranks)
+        # Old files lack the slices, which follow from the sizes and the order.
         if all(isinstance(mapping, list) for mapping in mappings):
             slices = [
                 entry(dict(enumerate(mappings[d])), g, Mapping, opened.paths[d])
@@ -174,6 +177,7 @@ def _group(
         else:
             slices = replayed_slices(shapes, shards)
         for kind, named in merged_slices(shapes, shards, slices).items():
+            # Experts have local numbers on each rank, which become global numbers.
             if parts > 1:
                 place = opened.paths[part]
                 if experts is None:
@@ -252,6 +256,7 @@ def expert_state(
             "experts. Copy them, or load the weights alone."
         )
     parts = len(files.expert_optimizers)
+    # Rank 0 comes last, so its state of the dense parameters remains.
     found = {}
     commons = {}
     for rank, path in sorted(files.expert_optimizers.items(), reverse=True):
@@ -261,6 +266,7 @@ def expert_state(
             entry(inner, "param_groups", list, path, []), parts, path
         )
         names = experts.in_order(weights, rank, parts, path)
+        # Groups of experts and of other parameters have names of their own.
         for flag in set(flags):
             chosen = {
                 name: tensor
@@ -280,6 +286,7 @@ def expert_state(
             ) in state.items():  # outside of experts, state of rank 0 remains
                 found.setdefault(kind, {}).update(named)
         commons[path] = _common(own, inner, path)
+    # All ranks must agree, and masters must agree with the weights of experts.
     _check_ranks(files, optimizer, commons)
     if MASTER in found:
         found[MASTER] |= checked_masters(found[MASTER], experts)
@@ -340,13 +347,8 @@ def optimizer_steps(inner: Mapping, place: object) -> set[int]:
         *entry(inner, "state", Mapping, place, {}).values(),
         *entry(inner, "param_groups", list, place, []),
     ]
-    return {
-        step
-        for state in found
-        if isinstance(state, Mapping)
-        for step in [count(state, "step", place)]
-        if step is not None
-    }
+    states = [state for state in found if isinstance(state, Mapping)]
+    return {count(state, "step", place) for state in states} - {None}
 
 
 def scaler_numbers(state: Any) -> dict[str, float]:

@@ -109,6 +109,7 @@ def from_file(
 
     Raises CheckpointError if the layout cannot be replayed.
     """
+    # Each chained optimizer has its own buffers.
     states = content if isinstance(content, list | tuple) else [content]
     found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
     for number, state in enumerate(states):
@@ -126,13 +127,12 @@ def from_file(
                 f"{place} is of a version of Megatron-LM before 0.6, which stored buckets "
                 f"one by one. {REMEDY}"
             )
+        # Buffers follow the order of chunks and dtypes.
         groups = [group for chunk in chosen for group in _by_dtype(chunk)]
-        buffers = [
-            buffer
-            for index, value in state.items()
-            if isinstance(index, int)
-            for buffer in value.values()
-        ]
+        buffers: list[Any] = []
+        for index, value in state.items():
+            if isinstance(index, int):
+                buffers += value.values()
         if len(groups) != len(buffers):
             raise CheckpointError(
                 f"{place} has {len(buffers)} buffers, and the parameters of this rank need "

@@ -65,6 +65,7 @@ def detect(folder: Path) -> bool:
 @refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
+    # The arguments describe the model.
     stored = read_torch_dist(find_iteration(folder, wishes.iteration))
     args = fields_of(stored.common.get("args"))
     if not args:
@@ -73,6 +74,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             "known. Megatron-LM saves them; megatron-core alone does not."
         )
     check_arguments(args, stored.path)
+    # The keys separate weights, optimizer state by name, and flat buffers.
     keys = {kind: {} for kind in (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")}
     buffers = {}
     for key, tensor in stored.tensors.items():
@@ -87,6 +89,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             keys[KINDS[found[1]]][found[2]] = tensor
         elif not IGNORED.fullmatch(key):
             keys[WEIGHT][key] = tensor
+    # Flat buffers have no names and are cut into parameters.
     bert = is_bert(list(keys[WEIGHT]))
     tensors = {
         kind: _tensors(of_kind, keys[WEIGHT], bert)
@@ -97,6 +100,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         from .bucketed_optimizer import from_buckets
 
         tensors |= from_buckets(stored, buffers, tensors[WEIGHT], args)
+    # The optimizer's parameter groups hold the values that training used.
     states = _optimizers(stored)
     settings = with_choices(
         args, [group for state in states for group in groups_of(state)]
@@ -165,11 +169,9 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
 
     def regrouped(whole):
         blocks = whole.view(*grid, *local)  # [X/x, Y/y, x, y]
-        order = [
-            d
-            for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid)))
-            for d in pair
-        ]
+        order: list[int] = []
+        for d in range(len(grid)):
+            order += [d, len(grid) + d]
         return blocks.permute(order).reshape(shape)
 
     one = changed(tensor.whole(), shape, regrouped)
