@@ -97,7 +97,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorMapping:
     """One tensor of ours and theirs: our spec, their names and shapes, and the packing between them."""
 
     spec: ParamSpec
@@ -111,7 +111,7 @@ class Entry:
         return self.spec.name
 
 
-def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
+def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
     """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
@@ -127,11 +127,11 @@ def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
     return found
 
 
-def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> Entry | None:
+def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> TensorMapping | None:
     theirs = row.names(spec.name, spec.shape[0] if spec.shape else 0)
     if theirs is None:
         return None
-    return Entry(
+    return TensorMapping(
         spec, tuple(theirs), tuple(row.packing.shapes(spec.shape, model)), row.packing
     )
 
@@ -206,7 +206,9 @@ def _check_widths(model: ModelConfig, folder: object) -> None:
 
 
 def to_ours(
-    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+    entries: Iterable[TensorMapping],
+    stored: Mapping[str, StoredTensor],
+    model: ModelConfig,
 ) -> dict[str, StoredTensor]:
     """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
 
@@ -233,7 +235,7 @@ def to_ours(
 
 
 def _ours(
-    entry: Entry, parts: Sequence[StoredTensor], model: ModelConfig
+    entry: TensorMapping, parts: Sequence[StoredTensor], model: ModelConfig
 ) -> StoredTensor:
     def read() -> torch.Tensor:
         return entry.packing.to_ours([part.read() for part in parts], model)
@@ -246,7 +248,9 @@ def _ours(
     return StoredTensor(tuple(entry.spec.shape), parts[0].dtype, read, place)
 
 
-def initial(entries: Iterable[Entry], names: Iterable[str]) -> dict[str, StoredTensor]:
+def initial(
+    entries: Iterable[TensorMapping], names: Iterable[str]
+) -> dict[str, StoredTensor]:
     """Our tensors of these names with the values that a new model has, for weights that no file holds."""
 
     def read(spec: ParamSpec) -> torch.Tensor:
@@ -270,7 +274,9 @@ def initial(entries: Iterable[Entry], names: Iterable[str]) -> dict[str, StoredT
 
 
 def to_theirs(
-    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+    entries: Iterable[TensorMapping],
+    stored: Mapping[str, StoredTensor],
+    model: ModelConfig,
 ) -> dict[str, StoredTensor]:
     """Their tensors. Those of one entry follow each other and share one reading of ours."""
     found: dict[str, StoredTensor] = {}
@@ -281,7 +287,7 @@ def to_theirs(
 
 
 def _theirs(
-    entry: Entry, ours: StoredTensor, model: ModelConfig
+    entry: TensorMapping, ours: StoredTensor, model: ModelConfig
 ) -> dict[str, StoredTensor]:
     last: dict[
         int, torch.Tensor
@@ -306,7 +312,9 @@ def _theirs(
 
 
 def missing(
-    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowed: Sequence[str]
+    entries: Iterable[TensorMapping],
+    stored: Mapping[str, StoredTensor],
+    allowed: Sequence[str],
 ) -> list[str]:
     """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
     absent = [name for entry in entries for name in entry.theirs if name not in stored]
@@ -319,7 +327,9 @@ def missing(
     return absent
 
 
-def replaced(entries: Iterable[Entry], stored: Mapping[str, StoredTensor]) -> list[str]:
+def replaced(
+    entries: Iterable[TensorMapping], stored: Mapping[str, StoredTensor]
+) -> list[str]:
     """Their names in the files that are parts of a tensor of ours of which other parts are missing.
 
     The whole tensor has new values then; see `initial`.
@@ -333,7 +343,7 @@ def replaced(entries: Iterable[Entry], stored: Mapping[str, StoredTensor]) -> li
 
 
 def unused(
-    entries: Iterable[Entry],
+    entries: Iterable[TensorMapping],
     stored: Mapping[str, StoredTensor],
     family: Family,
     allowed: Sequence[str],

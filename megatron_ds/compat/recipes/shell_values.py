@@ -297,21 +297,18 @@ def _edited(value: str, action: str, word: str, inner: str, budget: Budget) -> s
         return value.upper() if action == "^^" else value.lower()
     if action[0] == "/":
         old, _, new = word.partition("/")
-        return (
-            budget.replaced(value, old, new, -1 if action == "//" else 1)
-            if old
-            else value
-        )
+        if not old:
+            return value
+        count = -1 if action == "//" else 1
+        return budget.replaced(value, old, new, count)
     if action[0] in "%#":
         return _cut(value, action, word, budget)
     start, _, count = word.partition(":")
     begin = whole(start.strip())
     length = whole(count.strip()) if count else len(value)
-    return (
-        opened("${" + inner + "}")
-        if begin is None or length is None
-        else value[begin : begin + length]
-    )
+    if begin is None or length is None:
+        return opened("${" + inner + "}")
+    return value[begin : begin + length]
 
 
 def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:

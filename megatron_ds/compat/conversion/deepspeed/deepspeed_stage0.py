@@ -14,7 +14,7 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ..files.stored_tensor import MASTER, StoredTensor
-from .zero_shards import Slice, joined
+from .zero_shards import VectorSlice, joined
 
 ALONE = "Load the weights alone"
 
@@ -111,7 +111,9 @@ def _flat(
     starts = accumulate(sizes, initial=0)
     return [
         {
-            kind: joined(name, weight.shape, [Slice(vector, start, size)], vector.place)
+            kind: joined(
+                name, weight.shape, [VectorSlice(vector, start, size)], vector.place
+            )
             for kind, vector in states[0].items()
         }
         for (name, weight), start, size in zip(weights.items(), starts, sizes)

@@ -33,7 +33,7 @@ MIXED = (
 
 
 @dataclass(frozen=True)
-class Slice:
+class VectorSlice:
     """Elements [start, start + numel) of a flat vector."""
 
     vector: StoredTensor
@@ -60,7 +60,7 @@ class Shard:
             for vectors in self.vectors.values()
         )
 
-    def cut(self, kind: str, start: int, numel: int) -> Iterator[Slice]:
+    def cut(self, kind: str, start: int, numel: int) -> Iterator[VectorSlice]:
         """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
         vectors = self.vectors[kind]
         stop = start + numel
@@ -78,11 +78,11 @@ class Shard:
             low = max(start, first)
             high = min(stop, end)
             if low < high:
-                yield Slice(vector, low - first, high - low)
+                yield VectorSlice(vector, low - first, high - low)
 
 
 def joined(
-    name: str, shape: tuple[int, ...], slices: Sequence[Slice], place: object
+    name: str, shape: tuple[int, ...], slices: Sequence[VectorSlice], place: object
 ) -> StoredTensor:
     """The tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
     held = sum(one.numel for one in slices)
@@ -161,7 +161,7 @@ def merged_slices(
     found: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in kinds}
     for kind in kinds:
         for name, shape in shapes.items():
-            parts: list[Slice] = []
+            parts: list[VectorSlice] = []
             for shard, start, numel in slices[name]:
                 parts += shard.cut(kind, start, numel)
             found[kind][name] = joined(name, shape, parts, shards[0].place)
@@ -258,7 +258,7 @@ def merged_fragments(
         slices = []
         for part in held:
             numel = min(left, math.prod(part.shape))
-            slices += [Slice(part, 0, numel)] if numel else []
+            slices += [VectorSlice(part, 0, numel)] if numel else []
             left -= numel
         found[name] = joined(name, shape, slices, place)
     return found

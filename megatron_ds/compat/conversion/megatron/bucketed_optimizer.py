@@ -32,7 +32,7 @@ from .flat_buffers import (
     is_shared,
     places_of,
 )
-from .megatron_names import EMBEDDING, HEAD, Part
+from .megatron_names import EMBEDDING, HEAD, TensorPart
 from .megatron_ranks import split_of
 
 _KEY = re.compile(
@@ -60,7 +60,7 @@ Buckets = dict[int, dict[str, Sharded]]  # number → key of the state → flat 
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferKey:
     """Coordinates of one buffer of the optimizer.
 
     optimizer   1 for the optimizer of experts, 0 for that of the other parameters
@@ -76,7 +76,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Sizes of the run that wrote the files.
 
     experts_tp  tensor-parallel size of experts
@@ -91,17 +91,17 @@ class Layout:
     chunks: int
     is_chained: bool
 
-    def place(self, optimizer: int, rank: int, chunk: int) -> Place:
+    def place(self, optimizer: int, rank: int, chunk: int) -> BufferKey:
         """The place of a buffer by its numbers in the key."""
         tp, ep = (self.experts_tp, self.ep) if optimizer else (self.tp, 1)
-        return Place(optimizer, rank % tp, rank // tp % ep, rank // tp // ep, chunk)
+        return BufferKey(optimizer, rank % tp, rank // tp % ep, rank // tp // ep, chunk)
 
-    def places(self) -> set[Place]:
+    def places(self) -> set[BufferKey]:
         """All places, if each pipeline stage has experts."""
         ranks = {0: self.tp * self.pp} | (
             {1: self.experts_tp * self.ep * self.pp} if self.is_chained else {}
         )
-        places: set[Place] = set()
+        places: set[BufferKey] = set()
         for optimizer, count in ranks.items():
             for rank in range(count):
                 places |= {
@@ -129,7 +129,7 @@ def from_buckets(
         )
     size = lambda name: args.get(name) or 1
     tp = size("tensor_model_parallel_size")
-    layout = Layout(
+    layout = BufferLayout(
         tp,
         size("pipeline_model_parallel_size"),
         size("expert_model_parallel_size"),
@@ -138,7 +138,7 @@ def from_buckets(
         any(match[1] is not None for match in found.values()),
     )
     # Buffers are grouped by the rank and chunk that they belong to.
-    buckets: dict[Place, Buckets] = {}
+    buckets: dict[BufferKey, Buckets] = {}
     for key, match in found.items():
         place = layout.place(int(match[1] or 0), int(match[2]), int(match[3]))
         buckets.setdefault(place, {}).setdefault(int(match[4]), {})[match[5]] = buffers[
@@ -150,7 +150,7 @@ def from_buckets(
             f"and its arguments describe {len(layout.places())}. {REMEDY}"
         )
     # Each buffer is cut into parameters, whose parts are merged over tensor-parallel ranks.
-    parts: dict[str, dict[Part, dict[int, StoredTensor]]] = {
+    parts: dict[str, dict[TensorPart, dict[int, StoredTensor]]] = {
         kind: {} for kind in KINDS.values()
     }
     for place, of_place in buckets.items():
@@ -162,7 +162,7 @@ def from_buckets(
 
 
 def _merged(
-    parts: Mapping[Part, Mapping[int, StoredTensor]], args: Mapping[str, Any]
+    parts: Mapping[TensorPart, Mapping[int, StoredTensor]], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """Tensors over tensor-parallel ranks, and those of experts stacked."""
     found: dict[str, StoredTensor] = {}
@@ -187,8 +187,8 @@ def _of_place(
     buckets: Buckets,
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[Layout, Place],
-) -> Iterator[tuple[str, Part, StoredTensor]]:
+    where: tuple[BufferLayout, BufferKey],
+) -> Iterator[tuple[str, TensorPart, StoredTensor]]:
     """(kind, part of ours, local tensor) of one buffer."""
     # The recorded lengths and starts identify the layout.
     lengths = [buckets[i]["param"].shape[0] for i in range(len(buckets))]
@@ -224,7 +224,7 @@ def _of_place(
 def _registered(
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[Layout, Place],
+    where: tuple[BufferLayout, BufferKey],
     attention: Sequence[str],
 ) -> list[LocalParameter]:
     """Parameters of a buffer in the order of registration of megatron-core's GPT."""
@@ -233,14 +233,14 @@ def _registered(
     stages = layout.pp * layout.chunks
     count = args["num_layers"] // stages
     stage = place.chunk * layout.pp + place.pp
-    parts = [Part(name) for name in _BEFORE] if stage == 0 else []
+    parts = [TensorPart(name) for name in _BEFORE] if stage == 0 else []
     for layer in range(stage * count, (stage + 1) * count):
         parts += _of_layer(f"decoder.layers.{layer}.", weights, args, where, attention)
     if stage == stages - 1:
         parts += [
-            Part("decoder.final_layernorm.weight"),
-            Part("decoder.final_layernorm.bias"),
-            Part(HEAD),
+            TensorPart("decoder.final_layernorm.weight"),
+            TensorPart("decoder.final_layernorm.bias"),
+            TensorPart(HEAD),
         ]
     # Parameters that the model lacks, or that another optimizer has, are left out.
     found = []
@@ -273,9 +273,9 @@ def _of_layer(
     prefix: str,
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[Layout, Place],
+    where: tuple[BufferLayout, BufferKey],
     attention: Sequence[str],
-) -> list[Part]:
+) -> list[TensorPart]:
     """Parts of one layer in the order of registration, also those that the model lacks."""
     # Each layer has a weight and a bias for each of its modules.
     layout, place = where
@@ -292,15 +292,15 @@ def _of_layer(
         experts = [replace(part, expert=e) for e in numbers for part in named(_EXPERTS)]
     return [
         *named(attention),
-        Part(f"{prefix}mlp.router.weight"),
+        TensorPart(f"{prefix}mlp.router.weight"),
         *experts,
         *named(_SHARED),
     ]
 
 
-def _weights_and_biases(prefix: str, patterns: Sequence[str]) -> list[Part]:
-    parts: list[Part] = []
+def _weights_and_biases(prefix: str, patterns: Sequence[str]) -> list[TensorPart]:
+    parts: list[TensorPart] = []
     for pattern in patterns:
-        parts.append(Part(prefix + pattern.format("weight")))
-        parts.append(Part(prefix + pattern.format("bias")))
+        parts.append(TensorPart(prefix + pattern.format("weight")))
+        parts.append(TensorPart(prefix + pattern.format("bias")))
     return parts

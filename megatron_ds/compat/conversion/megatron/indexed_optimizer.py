@@ -15,7 +15,7 @@ from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import MASTER, StoredTensor
 from .flat_buffers import KINDS, REMEDY, LocalParameter
-from .megatron_names import Part
+from .megatron_names import TensorPart
 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
@@ -24,13 +24,15 @@ def from_indices(
     states: Sequence[Mapping[str, Any]],
     parameters: Sequence[LocalParameter],
     place: str,
-) -> dict[str, dict[Part, StoredTensor]]:
+) -> dict[str, dict[TensorPart, StoredTensor]]:
     """kind → part → tensor. states: of the optimizers that are chained, usually one.
 
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """
     # A group of experts in any optimizer means that their parameters form groups of their own.
-    found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
+    found: dict[str, dict[TensorPart, StoredTensor]] = {
+        kind: {} for kind in KINDS.values()
+    }
     groups = chain.from_iterable(map(groups_of, states))
     apart = any(group.get("is_expert_parallel") for group in groups)
     for state in states:

@@ -10,7 +10,7 @@ import torch
 from ....errors import CheckpointError
 from ..files.stored_tensor import StoredTensor
 from ..files.tensor_views import changed, merged_over_ranks, stacked
-from .megatron_names import VOCABULARY, Part
+from .megatron_names import VOCABULARY, TensorPart
 
 _SPLITS = (
     (re.compile(r".*\.linear_qkv\.(weight|bias)"), 0),
@@ -31,10 +31,10 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
 
 
 def merged(
-    parts: Mapping[Part, ByRank], args: Mapping[str, Any]
+    parts: Mapping[TensorPart, ByRank], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """Our name → logical tensor. Raises CheckpointError where ranks or experts are missing."""
-    by_name: dict[str, dict[Part, StoredTensor]] = {}
+    by_name: dict[str, dict[TensorPart, StoredTensor]] = {}
     for part, by_rank in parts.items():
         # Expert-parallel ranks hold copies of what is outside of experts.
         if part.expert is None:
@@ -59,10 +59,10 @@ def _without_copies(name: str, by_rank: ByRank) -> ByRank:
     }
 
 
-def _one(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
-    if Part(name) in parts:
-        return parts[Part(name)]
-    experts = [parts.get(Part(name, number)) for number in range(len(parts))]
+def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
+    if TensorPart(name) in parts:
+        return parts[TensorPart(name)]
+    experts = [parts.get(TensorPart(name, number)) for number in range(len(parts))]
     if None in experts:
         numbers = sorted(part.expert or 0 for part in parts)
         raise CheckpointError(
@@ -73,8 +73,8 @@ def _one(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
 
 
 def expanded_experts(
-    part: Part, tensor: StoredTensor, count: int
-) -> list[tuple[Part, StoredTensor]]:
+    part: TensorPart, tensor: StoredTensor, count: int
+) -> list[tuple[TensorPart, StoredTensor]]:
     """The experts of `weight1` [h, E f] and `weight2` [E f, h], in which older versions join them."""
     layer, _, leaf = part.name.rpartition(".")
     if not layer.endswith(".mlp.experts") or leaf not in ("weight1", "weight2"):
@@ -94,10 +94,10 @@ def expanded_experts(
     def one(expert: int) -> StoredTensor:
         return changed(tensor, shape, lambda whole: whole.reshape(view)[expert].t())
 
-    return [(Part(name, expert), one(expert)) for expert in range(count)]
+    return [(TensorPart(name, expert), one(expert)) for expert in range(count)]
 
 
-def with_experts_of(part: Part, rank: int, count: int) -> Part:
+def with_experts_of(part: TensorPart, rank: int, count: int) -> TensorPart:
     """The part with the global number of its expert. count: experts of a rank."""
     if part.expert is None:
         return part

@@ -40,7 +40,7 @@ from .megatron_model import (
     progress_of,
     with_choices,
 )
-from .megatron_names import IGNORED, Part, is_bert, part_of
+from .megatron_names import IGNORED, TensorPart, is_bert, part_of
 
 NAME = "megatron_torch_dist"
 KINDS = {
@@ -115,7 +115,7 @@ def _tensors(
     keys: Mapping[str, Sharded], weights: Mapping[str, Sharded], bert: bool
 ) -> dict[str, StoredTensor]:
     """Tensors under our names: stacked ones by layer, halves and experts joined."""
-    parts: dict[str, dict[Part, StoredTensor]] = {}
+    parts: dict[str, dict[TensorPart, StoredTensor]] = {}
     for key, tensor in keys.items():
         tensor = unflattened(tensor, weights[key].shape) if key in weights else tensor
         for name, one in _by_layer(key, tensor):
@@ -134,22 +134,22 @@ def _by_layer(key: str, tensor: Sharded) -> list[tuple[str, StoredTensor]]:
     ]
 
 
-def _joined(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
+def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
     """One tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
-    if len(parts) == 1 and next(iter(parts)) == Part(name):
-        return parts[Part(name)]
+    if len(parts) == 1 and next(iter(parts)) == TensorPart(name):
+        return parts[TensorPart(name)]
     experts = sorted({part.expert for part in parts if part.expert is not None}) or [
         None
     ]
     halves = sorted({part.half for part in parts if part.half is not None}) or [None]
-    wanted = {Part(name, expert, half) for expert in experts for half in halves}
+    wanted = {TensorPart(name, expert, half) for expert in experts for half in halves}
     if wanted != parts.keys() or experts not in ([None], [*range(len(experts))]):
         raise CheckpointError(
             f"{name}: of its {len(wanted)} parts (experts {experts[:4]}…, halves {halves}) "
             f"{len(parts)} are stored. The checkpoint is incomplete."
         )
     by_expert = [
-        joined([parts[Part(name, expert, half)] for half in halves], 0, name)
+        joined([parts[TensorPart(name, expert, half)] for half in halves], 0, name)
         for expert in experts
     ]
     return by_expert[0] if experts == [None] else stacked(by_expert, name)

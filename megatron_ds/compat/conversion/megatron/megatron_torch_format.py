@@ -34,7 +34,7 @@ from .megatron_names import (
     EMBEDDING,
     HEAD,
     HEAD_COPY,
-    Part,
+    TensorPart,
     in_layer,
     is_bert,
     layer_of,
@@ -52,7 +52,9 @@ from .rank_files import OPTIMIZER_FILE, RankFile, rank_folders, read_rank_files
 
 NAME = "megatron_torch"
 _JOINED_EXPERTS = re.compile(r".*\.mlp\.experts\.weight[12]")
-Chunk = list[tuple[Part, StoredTensor]]  # of one rank, in the order of registration
+Chunk = list[
+    tuple[TensorPart, StoredTensor]
+]  # of one rank, in the order of registration
 
 
 def detect(folder: Path) -> bool:
@@ -80,7 +82,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         file.at: [_named(chunk, args, bert) for chunk in file.chunks] for file in files
     }
     offsets = _first_layers(files, chunks)
-    kinds: dict[str, dict[Part, ByRank]] = {WEIGHT: {}}
+    kinds: dict[str, dict[TensorPart, ByRank]] = {WEIGHT: {}}
     for file in files:
         placed = [
             _placed(chunk, offsets[file.at[1], number], file, args)
@@ -120,7 +122,7 @@ def _named(
     experts = local_experts(args)
     pairs: Chunk = []
     for name, tensor in chunk.items():
-        part = Part(HEAD) if name == HEAD_COPY else part_of(name, bert)
+        part = TensorPart(HEAD) if name == HEAD_COPY else part_of(name, bert)
         pairs += expanded_experts(part, tensor, experts)
     return pairs
 
@@ -162,7 +164,7 @@ def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -
     return placed
 
 
-def _collect(found: dict[Part, ByRank], pairs: Chunk, file: RankFile) -> None:
+def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> None:
     for part, tensor in pairs:
         by_rank = found.setdefault(part, {})
         at = (file.at[0], file.at[2])
@@ -179,7 +181,7 @@ def _collect(found: dict[Part, ByRank], pairs: Chunk, file: RankFile) -> None:
 
 def _optimizer(
     file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
-) -> dict[str, dict[Part, StoredTensor]]:
+) -> dict[str, dict[TensorPart, StoredTensor]]:
     """kind → part → state of this rank's parameters; {} where none was saved."""
     # A file without optimizer has no state, and joined experts have no known layout.
     if file.content.get("optimizer") is None:
@@ -216,8 +218,8 @@ def _optimizer(
 
 
 def _repacked(
-    parts: Mapping[Part, ByRank], version: float, args: Mapping[str, Any]
-) -> dict[Part, ByRank]:
+    parts: Mapping[TensorPart, ByRank], version: float, args: Mapping[str, Any]
+) -> dict[TensorPart, ByRank]:
     head_dim = int(
         args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
     )
